@@ -1,0 +1,70 @@
+"""What moved: every collective of the project, counted where it is issued.
+
+    entry  = (phase, kind, axis, dtype)  ->  calls, bytes
+    bytes  = payload that one rank must send, with n ranks and a full (unsharded, padded) buffer of B bytes:
+             all_gather, reduce_scatter  (n - 1)/n * B        all_reduce  2 * (n - 1)/n * B
+
+These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
+An entry costs one dictionary addition per *collective* (not per operator), with no synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """What kind of traffic: `phase` (unshard, reduce, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
+
+    phase: str
+    kind: str
+    axis: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes sent by one rank."""
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+
+
+def sent_bytes(kind: str, full_bytes: int, ranks: int) -> int:
+    """Bytes a rank sends for one collective whose unsharded buffer is `full_bytes` (a multiple of `ranks`)."""
+    hops = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
+    return hops * (ranks - 1) * (full_bytes // ranks)
+
+
+class Ledger:
+    """Running totals since the last `take()`."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[Entry] = Counter()
+        self._bytes: Counter[Entry] = Counter()
+
+    def record(
+        self, phase: str, kind: str, axis: str, *, dtype: torch.dtype, elems: int, ranks: int
+    ) -> None:
+        """Count one collective over `ranks` ranks of `axis`; `elems` is the unsharded, padded element count."""
+        entry = Entry(phase, kind, axis, str(dtype).removeprefix("torch."))
+        self._calls[entry] += 1
+        self._bytes[entry] += sent_bytes(kind, elems * dtype.itemsize, ranks)
+
+    def totals(self) -> dict[Entry, Traffic]:
+        """Totals by entry, without resetting them."""
+        return {entry: Traffic(self._calls[entry], self._bytes[entry]) for entry in sorted(self._calls)}
+
+    def take(self) -> dict[Entry, Traffic]:
+        """Totals by entry since the last call; starts counting anew."""
+        totals = self.totals()
+        self._calls.clear()
+        self._bytes.clear()
+        return totals

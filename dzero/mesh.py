@@ -1,0 +1,87 @@
+"""Axis names and degrees -> DeviceMesh.
+
+The data-parallel ranks form a two-axis mesh; every placement in the table (`zero/layout.py`) is a pair over it:
+
+    axis       ranks along it                                   stage 0   stages 1-3   hybrid (HSDP)
+    replicate  hold copies of the same shards                      N          1          outside
+    shard      hold 1/shard of every sharded state                 1          N          inside
+
+Neighbouring ranks lie on the shard axis, so with `shard = ranks per node` the heavy traffic stays inside a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+REPLICATE, SHARD = "replicate", "shard"
+AXES = (REPLICATE, SHARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Degrees of the data-parallel axes; their product is the number of ranks.
+
+    `replicate`: copies of the sharded model (hybrid sharding); 1 = shard over all ranks. Stage 0 replicates over all
+    ranks by itself, so it takes no degree.
+    """
+
+    replicate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replicate < 1:
+            raise ValueError(f"mesh.replicate={self.replicate}: must be a whole number ≥ 1")
+
+    def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
+        """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
+        if stage == 0:
+            if self.replicate != 1:
+                raise ValueError(
+                    f"mesh.replicate={self.replicate} has no effect at zero.stage=0, which replicates over all "
+                    f"{ranks} ranks; remove it, or take zero.stage=1, 2 or 3"
+                )
+            return ranks, 1
+        if ranks % self.replicate:
+            allowed = [d for d in range(1, ranks + 1) if ranks % d == 0]
+            raise ValueError(
+                f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}"
+            )
+        return self.replicate, ranks // self.replicate
+
+
+@contextmanager
+def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]:
+    """Join the group that the environment (torchrun's variables) describes; always leave it again.
+
+    CPU tensors travel over gloo, CUDA tensors over nccl, in one group.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device if device.type == "cuda" else None
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None) -> DeviceMesh:
+    """The (replicate, shard) mesh over all ranks of the default group; `shard=None` takes the remaining ranks.
+
+    Raises ValueError when replicate * shard is not the world size.
+    """
+    world = dist.get_world_size()
+    degree = world // replicate if shard is None else shard
+    if replicate * degree != world:
+        factorings = [(d, world // d) for d in range(1, world + 1) if world % d == 0]
+        raise ValueError(
+            f"replicate={replicate} * shard={degree} is not the world size {world}; "
+            f"(replicate, shard) may be one of {factorings}"
+        )
+    return init_device_mesh(device_type, (replicate, degree), mesh_dim_names=AXES)
