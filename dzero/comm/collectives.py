@@ -1,0 +1,147 @@
+"""The objects FSDP2 calls instead of its own collectives: they move the data through an `Exchange` and count it.
+
+    FSDP2 asks                        we give                      axis        phase
+    set_custom_all_gather             UnshardParams                shard       unshard
+    set_custom_reduce_scatter         ReduceGrads                  shard       reduce
+    (called by optim/grads)           AverageCopies                replicate   reduce
+    (called by optim/grads, trainer)  GatherScalars                all ranks   control
+
+FSDP2 calls neither of the first two on an axis of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from dzero.comm.exchange import Exact, Exchange, Native
+from dzero.comm.ledger import Ledger
+
+REDUCTIONS = ("auto", "exact", "native")
+
+
+def make_exchange(reduction: str, group: dist.ProcessGroup, device_type: str) -> Exchange:
+    """`auto` is `exact` for CPU tensors (gloo: also the faster one) and `native` for CUDA tensors (nccl)."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
+    exact = reduction == "exact" or (reduction == "auto" and device_type == "cpu")
+    return Exact(group) if exact else Native(group)
+
+
+class _Buffers:
+    """FSDP2's allocation interface: one temporary buffer per call."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Works(dist.Work):
+    """Several works as one, for FSDP2's asynchronous unshard."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: object = None) -> bool:
+        """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
+        for work in self._works:
+            work.wait()
+        return True
+
+
+class UnshardParams(_Buffers):
+    """Gathers one unit's shards [n] into its unsharded buffer [ranks * n], in the parameters' dtype."""
+
+    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger) -> None:
+        self._span, self._exchange, self._axis, self._ledger = f"all_gather {unit}", exchange, axis, ledger
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        exchange = self._exchange
+        if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
+            exchange = type(exchange)(group)  # type: ignore[call-arg]
+        with record_function(self._span):
+            works = exchange.all_gather(output_tensor, input_tensor)
+            elems, ranks = output_tensor.numel(), exchange.ranks
+            self._ledger.record(
+                "unshard", "all_gather", self._axis, dtype=output_tensor.dtype, elems=elems, ranks=ranks
+            )
+            if async_op:
+                return _Works(works)
+            for work in works:
+                work.wait()
+        return None
+
+
+class ReduceGrads(_Buffers):
+    """Averages one unit's gradients [ranks * n] over the shard axis into this rank's part [n].
+
+    `wire` is the dtype of the payload; FSDP2's divide factor is 1, the division is done here, in fp32.
+    """
+
+    def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
+        self._span, self._exchange, self._axis = f"reduce_scatter {unit}", exchange, axis
+        self._wire, self._ledger = wire, ledger
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
+        with record_function(self._span):
+            self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
+        self._ledger.record(
+            "reduce",
+            "reduce_scatter",
+            self._axis,
+            dtype=self._wire,
+            elems=input_tensor.numel(),
+            ranks=self._exchange.ranks,
+        )
+
+
+class AverageCopies:
+    """Averages one unit's reduced gradients [n] over the replicate axis, in place."""
+
+    def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
+        self._span, self._exchange, self._axis = f"all_reduce {unit}", exchange, axis
+        self._wire, self._ledger = wire, ledger
+
+    def __call__(self, grads: torch.Tensor) -> None:
+        ranks = self._exchange.ranks
+        with record_function(self._span):
+            self._exchange.all_reduce(grads, self._wire)
+        padded = -(-grads.numel() // ranks) * ranks
+        self._ledger.record("reduce", "all_reduce", self._axis, dtype=self._wire, elems=padded, ranks=ranks)
+
+
+class GatherScalars:
+    """Gathers a small vector [n] of every rank as [ranks, n], so that all ranks decide from the same numbers."""
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
+        self._group, self._axis, self._ledger = group, axis, ledger
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        ranks = self._group.size()
+        gathered = values.new_empty(ranks, values.numel())
+        if ranks == 1:
+            return gathered.copy_(values)
+        dist.all_gather_into_tensor(gathered.view(-1), values.contiguous(), group=self._group)
+        self._ledger.record(
+            "control", "all_gather", self._axis, dtype=values.dtype, elems=gathered.numel(), ranks=ranks
+        )
+        return gathered

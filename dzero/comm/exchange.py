@@ -1,0 +1,163 @@
+"""How one mesh axis moves and sums data: `Exact`, whose result depends on nothing but its inputs, or `Native`.
+
+Exact (the default on gloo):
+    reduce   every rank sends each peer the peer's part in the *wire* dtype; the owner sums in fp32 in rank order,
+             multiplies by 1/ranks and rounds once into the output's dtype. So the result is the same whatever the
+             stage, the unit's size, the block size or the algorithm.
+    gather   every rank sends its part straight into its place at each peer: no staging at all.
+Native: the backend's own reduce_scatter / all_gather / all_reduce, in the wire dtype, then times 1/ranks.
+
+Both average over the axis. Pieces travel in blocks whose staging stays below `STAGING_BYTES`; block k + 1 is on its
+way while block k is summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+STAGING_BYTES = 32 << 20
+# Blocks that stay in a core's cache between arrival and sum; GPUs want fewer, larger messages.
+BLOCK_BYTES = {"cpu": 4 << 20, "cuda": STAGING_BYTES}
+
+
+class Exchange(Protocol):
+    """Averaging reductions and gathers along one axis; all tensors are flat and contiguous."""
+
+    group: dist.ProcessGroup
+    ranks: int
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+        """Average `full` [ranks * n] over the axis; this rank's part goes to `output` [n], any float dtype."""
+
+    def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
+        """Average `full` [n] over the axis in place."""
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        """Start gathering `part` [n] of every rank into `output` [ranks * n]; wait on the returned works."""
+
+
+class Exact:
+    """Pairwise exchange and fp32 sums in rank order; see the module's note."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+        """As `Exchange.reduce_scatter`."""
+        self._average(output, full.view(self.ranks, -1).unbind(), wire)
+
+    def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
+        """As `Exchange.all_reduce`: own the rank's chunk (the last ones may be short or empty), then gather."""
+        length = -(-full.numel() // self.ranks)
+        chunks = [full[r * length : (r + 1) * length] for r in range(self.ranks)]
+        self._average(chunks[self.rank], chunks, wire)
+        for work in self._swap(send=[chunks[self.rank]] * self.ranks, receive=chunks):
+            work.wait()
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        """As `Exchange.all_gather`."""
+        parts = list(output.view(self.ranks, -1).unbind())
+        if parts[self.rank].data_ptr() != part.data_ptr():  # FSDP2 hands over the view itself
+            parts[self.rank].copy_(part)
+        return self._swap(send=[part] * self.ranks, receive=parts)
+
+    def _average(
+        self, output: torch.Tensor, parts: tuple[torch.Tensor, ...] | list[torch.Tensor], wire: torch.dtype
+    ) -> None:
+        """output [n] = round(sum over ranks r, in order, of their payload for this rank / ranks)."""
+        length = max(part.numel() for part in parts)
+        block = self._block_elems(length, wire, parts[0])
+        buffers = self._stage(block, wire, parts[0])
+
+        def post(start: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
+            return self._post([part[start : start + block] for part in parts], next(buffers), wire)
+
+        arriving = post(0)
+        for start in range(0, length, block):
+            works, payloads = arriving
+            if start + block < length:
+                arriving = post(start + block)
+            for work in works:
+                work.wait()
+            self._sum(output[start : start + block], payloads)
+
+    def _post(
+        self, pieces: list[torch.Tensor], buffer: torch.Tensor, wire: torch.dtype
+    ) -> tuple[list[dist.Work], list[torch.Tensor]]:
+        """Exchange one block; returns the works and, in rank order, the payloads for this rank in `wire`."""
+        mine = pieces[self.rank]
+        incoming = list(buffer[: self.ranks].unbind())
+        payloads = [slot[: mine.numel()] for slot in incoming]
+        payloads[self.rank] = mine.to(wire)
+        outgoing = pieces
+        if mine.dtype != wire:
+            outgoing = [
+                slot[: piece.numel()].copy_(piece) for slot, piece in zip(buffer[self.ranks :], pieces, strict=True)
+            ]
+        return self._swap(send=outgoing, receive=payloads), payloads
+
+    def _swap(self, *, send: list[torch.Tensor], receive: list[torch.Tensor]) -> list[dist.Work]:
+        """One send to and one receive from every peer; empty tensors are not sent (both sides know the sizes)."""
+        ops = []
+        for peer in range(self.ranks):
+            if peer == self.rank:
+                continue
+            for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer])):
+                if tensor.numel():
+                    ops.append(dist.P2POp(op, tensor.view(torch.uint8), group=self.group, group_peer=peer))
+        return list(dist.batch_isend_irecv(ops)) if ops else []
+
+    def _sum(self, output: torch.Tensor, payloads: list[torch.Tensor]) -> None:
+        """Separate IEEE operations (no fused multiply-add), so every slice of the data sums to the same bits."""
+        total = payloads[0].to(torch.float32, copy=True)
+        for payload in payloads[1:]:
+            total.add_(payload.to(torch.float32))
+        output.copy_(total.mul_(1.0 / self.ranks))
+
+    def _block_elems(self, length: int, wire: torch.dtype, like: torch.Tensor) -> int:
+        slots = 2 * self.ranks * (1 if like.dtype == wire else 2)
+        return max(1, min(length, BLOCK_BYTES.get(like.device.type, STAGING_BYTES) // (slots * wire.itemsize)))
+
+    def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Two buffers in turn, [slots, block] each, kept from call to call (fresh pages cost more than the sum)."""
+        slots = self.ranks * (1 if like.dtype == wire else 2)
+        needed = 2 * slots * block * wire.itemsize
+        if self._staging.numel() < needed or self._staging.device != like.device:
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        pair = self._staging[:needed].view(wire).view(2, slots, block)
+        while True:
+            yield pair[0]
+            yield pair[1]
+
+
+class Native:
+    """The backend's own collectives, for backends that reduce well by themselves (nccl's default)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, group.size()
+
+    def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
+        """As `Exchange.reduce_scatter`; sums in the wire dtype, in the backend's order."""
+        target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
+        dist.reduce_scatter_tensor(target, full.to(wire), group=self.group)
+        if target is not output:
+            output.copy_(target)
+        output.mul_(1.0 / self.ranks)
+
+    def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
+        """As `Exchange.all_reduce`; sums in the wire dtype, in the backend's order."""
+        payload = full.to(wire)
+        dist.all_reduce(payload, group=self.group)
+        if payload is not full:
+            full.copy_(payload)
+        full.mul_(1.0 / self.ranks)
+
+    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
+        """As `Exchange.all_gather`."""
+        work = dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)
+        return [] if work is None else [work]

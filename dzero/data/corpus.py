@@ -1,0 +1,171 @@
+"""The corpus of a run: `load(config)` gives train and held-out tokens from one of four sources.
+
+    source    chosen by  read from                                  settings besides held_out and shuffle
+    python    nothing    the running Python's own standard library  tokenizer, separator
+    texts     path       .txt, .jsonl, .parquet                     tokenizer, separator, field (not .txt)
+    tokens    path       memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
+    dataset   name       a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
+
+Held out are whole documents, by a hash that does not depend on the machine, the order or the other documents
+(see `documents.py`; token files count as documents). Where that leaves one side empty, as with a single file,
+the held-out share is the tail of all tokens instead. Texts are encoded at load and kept in memory (1 to 4
+bytes per token, by every process); what does not fit belongs in token files, which are only mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dzero.data.codec import ByteCodec, Codec, TokenizerCodec, encode_split
+from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
+from dzero.data.files import TOKEN_SUFFIXES, Found, find
+from dzero.data.tokens import TOKEN_DTYPES, Tokens, largest_id, map_tokens
+
+TEXT = frozenset({"tokenizer", "separator"})
+SETTINGS = {
+    "python": TEXT,
+    "files": TEXT | {"path", "field", "token_dtype", "vocab_size"},
+    ".txt": TEXT | {"path"},
+    ".jsonl": TEXT | {"path", "field"},
+    ".parquet": TEXT | {"path", "field"},
+    ".npy": frozenset({"path", "vocab_size"}),
+    ".bin": frozenset({"path", "vocab_size", "token_dtype"}),
+    "dataset": TEXT | {"name", "config", "split", "field"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read. `path` (a file, folder or glob) or `name` (a dataset) choose the source; neither: python.
+
+    `field`: text key or column (unset: `text`). `tokenizer`: a tokenizers JSON file (unset: bytes, 256 ids);
+    `separator`: its token that ends a document (unset: the usual end tokens are tried). `token_dtype`: ids of
+    a .bin (unset: uint16); `vocab_size`: of token files (unset: the largest id + 1). `config`, `split`: of
+    the dataset (unset: its only one, and `train`). `held_out`: share kept for evaluation. `shuffle`: a new
+    order every epoch.
+    """
+
+    path: str | None = None
+    name: str | None = None
+    config: str | None = None
+    split: str | None = None
+    field: str | None = None
+    tokenizer: str | None = None
+    separator: str | None = None
+    token_dtype: str | None = None
+    vocab_size: int | None = None
+    held_out: float = 0.02
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.name is not None:
+            raise ValueError(
+                f"data.path={self.path} and data.name={self.name}: only one can be read; path is for files, "
+                "name for Hugging Face datasets; remove the other"
+            )
+        if not 0.0 <= self.held_out < 1.0:
+            raise ValueError(f"data.held_out={self.held_out}: must be a share, 0 ≤ held_out < 1")
+        if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
+            raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
+        if self.vocab_size is not None and self.vocab_size < 1:
+            raise ValueError(f"data.vocab_size={self.vocab_size}: must be a whole number ≥ 1")
+        if self.separator is not None and self.tokenizer is None:
+            raise ValueError(
+                f"data.separator={self.separator} has no effect without data.tokenizer; remove it"
+            )
+        self.refuse_idle(self.source, [self.source])
+
+    @property
+    def source(self) -> str:
+        """`files`, `dataset` or `python`."""
+        return "files" if self.path is not None else "dataset" if self.name is not None else "python"
+
+    def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
+        """Raises ValueError when a setting has no effect on any of `kinds` (rows of SETTINGS)."""
+        allowed = frozenset[str]().union(*(SETTINGS[kind] for kind in kinds))
+        for key in sorted(frozenset[str]().union(*SETTINGS.values()) - allowed):
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"data.{key}={value} has no effect on {what}, which takes {sorted(allowed)}; remove it"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """`train` and `held_out` ids, all in [0, vocab_size); `summary`: one line on what was read."""
+
+    train: Tokens
+    held_out: Tokens
+    vocab_size: int
+    summary: str
+
+
+def load(config: DataConfig) -> Corpus:
+    """Read the corpus that `config` describes; the same on every rank that sees the same files.
+
+    Raises FileNotFoundError or ValueError naming the file (and row), and ModuleNotFoundError naming the
+    missing extra.
+    """
+    field = config.field or "text"
+    if config.name is not None:
+        return _encode(config, read_dataset(config.name, config.config, config.split, field), config.name)
+    if config.path is None:
+        found = python_library()
+        return _encode(config, read_files(found, field), f"the Python library in {found.root}")
+    found = find(config.path)
+    config.refuse_idle(f"the {sorted(found.suffixes)} of data.path={config.path}", found.suffixes)
+    if found.suffixes <= set(TOKEN_SUFFIXES):
+        return _map(config, found, _label(config.path, found))
+    return _encode(config, read_files(found, field), _label(config.path, found))
+
+
+def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Corpus:
+    codec: Codec = (
+        ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
+    )
+    train, held_out, count = encode_split(documents, codec, config.held_out)
+    sides = Tokens((train,), label), Tokens((held_out,), label)
+    return _corpus(config, *sides, codec.vocab_size, f"{label}, {count:,} documents")
+
+
+def _map(config: DataConfig, found: Found, label: str) -> Corpus:
+    """Token files as they lie. Every id is read once, in sequence, to know the largest."""
+    sides: tuple[list[Path], list[Path]] = [], []
+    arrays = {path: map_tokens(path, config.token_dtype or "uint16") for path in found.paths}
+    largest = {path: largest_id(array, path) for path, array in arrays.items()}
+    vocab_size = config.vocab_size or max(largest.values()) + 1
+    for path in found.paths:
+        if largest[path] >= vocab_size:
+            raise ValueError(
+                f"data.vocab_size={vocab_size}: {path} holds the id {largest[path]}; raise it above that, "
+                "or correct data.token_dtype"
+            )
+        sides[is_held_out(found.key(path).encode(), config.held_out)].append(path)
+    train, held_out = (Tokens(tuple(arrays[path] for path in side), label) for side in sides)
+    return _corpus(config, train, held_out, vocab_size, label)
+
+
+def _corpus(config: DataConfig, train: Tokens, held_out: Tokens, vocab_size: int, label: str) -> Corpus:
+    """Name the sides, after moving the cut to the tail where the hash left one of them empty."""
+    names = f"{label} (train)", f"{label} (held out)"
+    total = len(train) + len(held_out)
+    if total == 0:
+        raise ValueError(f"{label}: there is no text in it; give data.path or data.name with some")
+    if not len(train) or (not len(held_out) and config.held_out > 0.0):
+        whole = train if len(train) else held_out
+        train, held_out = whole.split(total - round(total * config.held_out), names)
+    return Corpus(
+        train=Tokens(train.parts, names[0]),
+        held_out=Tokens(held_out.parts, names[1]),
+        vocab_size=vocab_size,
+        summary=f"{label}: {len(train):,} tokens and {len(held_out):,} held out, of {vocab_size:,} ids",
+    )
+
+
+def _label(path: str, found: Found) -> str:
+    if not found.ignored:
+        return path
+    others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.ignored.items()))
+    return f"{path} ({len(found.paths)} files; not read: {others})"

@@ -1,0 +1,159 @@
+"""Where texts come from: the running Python's standard library, files, or a Hugging Face dataset.
+
+    source            a document is       held out by the hash of its
+    standard library  a .py file          path below the library
+    .txt              a file              path below data.path
+    .jsonl .parquet   a row               text, so copies of one text stay on one side
+    dataset           a row               text
+
+Readers are lazy and yield documents in a fixed order. What cannot be read is an error naming file and row,
+never skipped; only documents without a byte are left out, which loses nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dzero.data.extras import require
+from dzero.data.files import Found
+
+ROWS = 1024
+NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+class Document(NamedTuple):
+    """`name` for errors, `key` hashed by the held-out split, `text` in UTF-8 (a .txt file: its bytes as they are)."""
+
+    name: str
+    key: bytes
+    text: bytes
+
+
+def is_held_out(key: bytes, share: float) -> bool:
+    """Whether the document belongs to the held-out share: a property of its key alone, the same on every machine."""
+    digest = hashlib.blake2b(key, digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def python_library() -> Found:
+    """The .py files of the running Python's standard library, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    relative = (path.relative_to(root) for path in root.rglob("*.py"))
+    kept = sorted(path.as_posix() for path in relative if not NOT_LIBRARY.intersection(path.parts))
+    if not kept:
+        raise FileNotFoundError(
+            f"this Python keeps no .py files in {root}: set data.path to texts of your own"
+        )
+    return Found(root=root, paths=tuple(root / path for path in kept))
+
+
+def read_files(found: Found, field: str) -> Iterator[Document]:
+    """The documents of text files; `field` is the .jsonl key and the .parquet column."""
+    for path in found.paths:
+        if path.suffix == ".jsonl":
+            yield from _rows(_read_jsonl(path, field))
+        elif path.suffix == ".parquet":
+            yield from _rows(_read_parquet(path, field))
+        else:
+            yield Document(str(path), found.key(path).encode(), path.read_bytes())
+
+
+def read_dataset(name: str, config: str | None, split: str | None, field: str) -> Iterator[Document]:
+    """The rows of a Hugging Face dataset: a name on the hub, a local folder of data files, or a saved dataset.
+
+    `split`: None means `train`, or all of a dataset that was saved without splits.
+    """
+    dataset = _open_dataset(name, config, split)
+    if field not in dataset.column_names:
+        raise ValueError(
+            f"data.field={field}: {name} has no such column; choose one of {dataset.column_names}"
+        )
+    batches = dataset.select_columns([field]).iter(batch_size=ROWS)
+    texts = (text for batch in batches for text in batch[field])
+    return _rows((f"{name} row {row}", text) for row, text in enumerate(texts))
+
+
+def _rows(rows: Iterable[tuple[str, object]]) -> Iterator[Document]:
+    for name, text in rows:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{name}: the field is a {type(text).__name__}, not text; choose another data.field"
+            )
+        try:
+            content = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name}: not valid Unicode ({error}); repair or remove that row") from error
+        if content:
+            yield Document(name, content, content)
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            name = f"{path} line {number}"
+            try:
+                row = json.loads(line.decode())
+            except ValueError as error:
+                raise ValueError(f"{name} is not JSON in UTF-8 ({error}); repair or remove it") from error
+            if not isinstance(row, dict) or field not in row:
+                has = f"keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}, no object"
+                raise ValueError(f"data.field={field}: {name} has no such key, it has {has}")
+            yield name, row[field]
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:
+    pyarrow = require("pyarrow", "a .parquet file")
+    parquet = require("pyarrow.parquet", "a .parquet file")
+    try:
+        with parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                raise ValueError(
+                    f"data.field={field}: {path} has no such column; choose one of {file.schema_arrow.names}"
+                )
+            row = 0
+            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield f"{path} row {row}", text
+                    row += 1
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is no readable .parquet file ({error}); write it again") from error
+
+
+def _open_dataset(name: str, config: str | None, split: str | None) -> Any:
+    datasets = require("datasets", f"data.name={name}")
+    folder = Path(name).expanduser()
+    if name.startswith(("/", ".", "~")) and not folder.is_dir():
+        raise FileNotFoundError(f"data.name={name}: no such folder (looked from {Path.cwd()})")
+    saved = any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
+    try:
+        if not saved:
+            source = str(folder) if folder.is_dir() else name
+            return datasets.load_dataset(source, config, split=split or "train")
+        opened = datasets.load_from_disk(str(folder))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.name={name} (data.config={config}, data.split={split or 'train'}) could not be opened: {error}"
+        ) from error
+    return _one_split(opened, name, config, split)
+
+
+def _one_split(saved: Any, name: str, config: str | None, split: str | None) -> Any:
+    """One split of what `save_to_disk` wrote: a dataset, or a dict of them by split."""
+    if config is not None:
+        raise ValueError(f"data.config={config} has no effect on the saved dataset {name}; remove it")
+    if not isinstance(saved, dict):
+        if split is not None:
+            raise ValueError(f"data.split={split} has no effect: {name} was saved without splits; remove it")
+        return saved
+    if (split or "train") not in saved:
+        raise ValueError(
+            f"data.split={split or 'train'}: {name} has no such split; choose one of {sorted(saved)}"
+        )
+    return saved[split or "train"]

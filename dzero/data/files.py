@@ -1,0 +1,93 @@
+"""Which files a `data.path` means: one file, all known files below a folder, or those a glob matches."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
+TOKEN_SUFFIXES = (".bin", ".npy")
+SUFFIXES = TEXT_SUFFIXES + TOKEN_SUFFIXES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Files in the order of their paths relative to `root`, and how many a folder held besides, by suffix."""
+
+    root: Path
+    paths: tuple[Path, ...]
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    def key(self, path: Path) -> str:
+        """The path relative to the root: the same wherever the folder lies."""
+        return path.relative_to(self.root).as_posix()
+
+    @property
+    def suffixes(self) -> set[str]:
+        return {path.suffix for path in self.paths}
+
+
+def find(pattern: str) -> Found:
+    """Resolve `data.path`.
+
+    A file named outright or by a glob must have a known suffix; of a folder the files with one are taken, the
+    others counted. Raises FileNotFoundError when there is nothing, ValueError for a wrong suffix, an empty
+    file, or texts mixed with token files.
+    """
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        found = _in_folder(path)
+    elif path.exists():
+        found = Found(root=path.parent, paths=(path,))
+    else:
+        found = _by_glob(pattern, path)
+    _check(found, pattern)
+    return found
+
+
+def _in_folder(root: Path) -> Found:
+    paths = _sorted(root, root.rglob("*"))
+    known = tuple(path for path in paths if path.suffix in SUFFIXES)
+    if not known:
+        hint = "; a Hugging Face dataset folder is given as data.name" if any(root.rglob("*.arrow")) else ""
+        raise FileNotFoundError(f"data.path={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
+    others = Counter(path.suffix or path.name for path in paths if path.suffix not in SUFFIXES)
+    return Found(root=root, paths=known, ignored=others)
+
+
+def _by_glob(pattern: str, path: Path) -> Found:
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    root = path
+    while glob.has_magic(str(root)):
+        root = root.parent
+    paths = _sorted(root, matches)
+    if not paths:
+        what = "no file matches" if glob.has_magic(pattern) else "no such file or folder"
+        raise FileNotFoundError(
+            f"data.path={pattern}: {what} (looked from {Path.cwd()}); a file, a folder or a quoted glob is expected"
+        )
+    return Found(root=root, paths=tuple(paths))
+
+
+def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
+    return sorted(
+        (path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix()
+    )
+
+
+def _check(found: Found, pattern: str) -> None:
+    for path in found.paths:
+        if path.suffix not in SUFFIXES:
+            raise ValueError(
+                f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}"
+            )
+        if path.stat().st_size == 0:
+            raise ValueError(f"data.path={pattern}: {path} is empty (0 bytes); remove it or write it again")
+    if found.suffixes & set(TEXT_SUFFIXES) and found.suffixes & set(TOKEN_SUFFIXES):
+        raise ValueError(
+            f"data.path={pattern} mixes texts {[*TEXT_SUFFIXES]} with token files {[*TOKEN_SUFFIXES]}; "
+            "name one kind by a glob such as 'folder/*.bin'"
+        )

@@ -1,0 +1,199 @@
+"""Resumable token streams: every window of a corpus once per epoch, over any number of ranks.
+
+    window i    tokens[i*T : (i+1)*T + 1]; inputs are its first T tokens, targets its last T. Neighbours share one token,
+                so every token but the first is a target once. Fewer than T tokens at the very end fill no window.
+    sample s    the s-th window ever trained on: position s mod W of epoch s div W, W windows an epoch
+    a step      takes the next `microbatch_sequences * ranks` samples; rank r takes the r-th slice of them
+
+The order of samples knows nothing of ranks, so the whole state of a stream is the number of samples consumed:
+a resume on other ranks continues the same order, and an epoch whose end does not fill a step flows over into
+the next one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dzero.data.order import shuffled
+from dzero.data.tokens import Array, Tokens
+
+FINGERPRINT_WINDOWS = 64
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class TokenStream:
+    """An endless iterator over microbatches of one rank; see the table above.
+
+    `tokens`: a `Tokens` run or a 1-D integer array. `rank` of `ranks`: over the data-parallel group.
+    `shuffle=False` reads every epoch in the order of the corpus. Raises ValueError when the tokens do not
+    fill one window.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | Array,
+        *,
+        sequence_tokens: int,
+        microbatch_sequences: int,
+        rank: int,
+        ranks: int,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        _check_slice(microbatch_sequences, rank, ranks)
+        if seed < 0:
+            raise ValueError(f"seed={seed}: must be a whole number ≥ 0")
+        self.tokens = _as_run(tokens)
+        self.windows = count_windows(self.tokens, sequence_tokens)
+        self.sequence_tokens = sequence_tokens
+        self.microbatch_sequences = microbatch_sequences
+        self.rank, self.ranks = rank, ranks
+        self.seed, self.shuffle = seed, shuffle
+        self.samples = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next (inputs, targets), both int64 CPU tensors [microbatch_sequences, sequence_tokens]."""
+        first = self.samples + self.rank * self.microbatch_sequences
+        self.samples += self.ranks * self.microbatch_sequences
+        samples = np.arange(first, first + self.microbatch_sequences)
+        return read_windows(self.tokens, self._windows_of(samples), self.sequence_tokens)
+
+    def next(self) -> Batch:
+        """The same as `next(stream)`."""
+        return self.__next__()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.samples // self.windows
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands, and what it must be loaded into; independent of ranks and microbatches.
+
+        `epoch`, and `position`: samples consumed in it by all ranks. The same on every rank between steps.
+        """
+        return {"epoch": self.epoch, "position": self.samples % self.windows} | self._identity()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue exactly where `state` was taken, on any number of ranks.
+
+        Raises ValueError, and changes nothing, when the corpus, sequence length, seed or shuffling is another
+        one.
+        """
+        identity = self._identity()
+        if missing := sorted({"epoch", "position", *identity} - state.keys()):
+            raise ValueError(
+                f"the state of the token stream lacks {missing}; it was not made by state_dict()"
+            )
+        if drifted := [key for key in identity if state[key] != identity[key]]:
+            changes = ", ".join(f"{key} was {state[key]} and is {identity[key]}" for key in drifted)
+            raise ValueError(
+                f"{self.tokens.name}: the stream was saved over other data ({changes}); an exact resume "
+                "needs the same data, data settings, sequence length and seed"
+            )
+        if state["epoch"] < 0 or not 0 <= state["position"] < self.windows:
+            raise ValueError(
+                f"the token stream cannot stand at epoch {state['epoch']}, position {state['position']}: "
+                f"positions are 0 to {self.windows - 1}"
+            )
+        self.samples = state["epoch"] * self.windows + state["position"]
+
+    def _windows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The window of each sample [n]; a microbatch may reach over the end of an epoch."""
+        epochs, positions = np.divmod(samples, self.windows)
+        if not self.shuffle:
+            return positions
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            here = epochs == epoch
+            positions[here] = shuffled(positions[here], windows=self.windows, seed=self.seed, epoch=epoch)
+        return positions
+
+    def _identity(self) -> dict[str, int]:
+        """What fixes the order of samples, the content by a checksum of some windows spread over the corpus."""
+        step = max(1, self.windows // FINGERPRINT_WINDOWS)
+        checksum = 0
+        for window in range(0, self.windows, step):
+            start = window * self.sequence_tokens
+            span = self.tokens[start : start + self.sequence_tokens + 1]
+            checksum = zlib.crc32(span.astype("<i8").tobytes(), checksum)
+        return {
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "windows": self.windows,
+            "sequence_tokens": self.sequence_tokens,
+            "crc32": checksum,
+        }
+
+
+def evaluation_batches(
+    tokens: Tokens | Array,
+    *,
+    sequence_tokens: int,
+    microbatch_sequences: int,
+    rank: int,
+    ranks: int,
+    max_batches: int | None = None,
+) -> Iterator[Batch]:
+    """Microbatches of one rank over held-out tokens: the same number on every rank, each window at most once, no padding.
+
+    `max_batches` (None: as many as fit) bounds the steps; the windows that are read are spread evenly over
+    the run, in its order. What does not fill a step of all ranks, fewer than `microbatch_sequences * ranks`
+    windows, is left out. Raises ValueError at the call when there is not one full step.
+    """
+    _check_slice(microbatch_sequences, rank, ranks)
+    if max_batches is not None and max_batches < 1:
+        raise ValueError(f"max_batches={max_batches}: must be a whole number ≥ 1, or None for all")
+    run = _as_run(tokens)
+    windows = count_windows(run, sequence_tokens)
+    step_windows = microbatch_sequences * ranks
+    if windows < step_windows:
+        raise ValueError(
+            f"{run.name}: {len(run)} tokens make {windows} windows of {sequence_tokens}, but one evaluation step takes "
+            f"{microbatch_sequences} on each of {ranks} ranks; give more data, raise data.held_out, or take shorter "
+            "sequences or fewer per microbatch"
+        )
+    steps = min(max_batches or windows, windows // step_windows)
+    chosen = np.arange(steps * step_windows) * windows // (steps * step_windows)
+    mine = chosen.reshape(steps, ranks, microbatch_sequences)[:, rank]
+    return (read_windows(run, indices, sequence_tokens) for indices in mine)
+
+
+def count_windows(tokens: Tokens, sequence_tokens: int) -> int:
+    """How many windows of `sequence_tokens` the run holds. Raises ValueError when it is not one."""
+    if sequence_tokens < 1:
+        raise ValueError(f"sequence_tokens={sequence_tokens}: must be a whole number ≥ 1")
+    if len(tokens) < sequence_tokens + 1:
+        raise ValueError(
+            f"{tokens.name}: too short, {len(tokens)} tokens; a sequence of {sequence_tokens} and its targets need "
+            f"{sequence_tokens + 1}: give more data, a shorter sequence, or another data.held_out"
+        )
+    return (len(tokens) - 1) // sequence_tokens
+
+
+def read_windows(tokens: Tokens, indices: NDArray[np.int64], sequence_tokens: int) -> Batch:
+    """(inputs, targets) of the windows [n], both int64 CPU tensors [n, sequence_tokens]."""
+    block = np.empty((len(indices), sequence_tokens + 1), np.int64)
+    for row, start in zip(block, (indices * sequence_tokens).tolist(), strict=True):
+        row[:] = tokens[start : start + sequence_tokens + 1]
+    rows = torch.from_numpy(block)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _as_run(tokens: Tokens | Array) -> Tokens:
+    return tokens if isinstance(tokens, Tokens) else Tokens((tokens,))
+
+
+def _check_slice(microbatch_sequences: int, rank: int, ranks: int) -> None:
+    if microbatch_sequences < 1:
+        raise ValueError(f"microbatch_sequences={microbatch_sequences}: must be a whole number ≥ 1")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} of ranks={ranks}: a rank is 0 to ranks - 1")

@@ -1,0 +1,61 @@
+"""Dynamic loss scaling for fp16: the one number by which losses are multiplied so that gradients do not vanish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerConfig:
+    """`init`: first scale; it doubles after `growth_interval` good steps and halves after `hysteresis` bad ones.
+
+    `hysteresis` bad steps in a row are tolerated before each halving (1 = halve at once); never below `floor`.
+    """
+
+    init: float = 65536.0
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    floor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.floor <= self.init:
+            raise ValueError(f"scaler.floor={self.floor}, scaler.init={self.init}: need 0 < floor ≤ init")
+        if self.growth_interval < 1 or self.hysteresis < 1:
+            raise ValueError(
+                f"scaler.growth_interval={self.growth_interval}, scaler.hysteresis={self.hysteresis}: must be ≥ 1"
+            )
+
+
+class LossScaler:
+    """The scale and its history. Every rank feeds it the same decisions, so every rank holds the same scale."""
+
+    def __init__(self, config: ScalerConfig | None) -> None:
+        self._config = config
+        self.scale = config.init if config else 1.0
+        self._good_steps = 0
+        self._bad_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """After each step: grow or back off; a fixed scale of 1 (no config) never moves."""
+        config = self._config
+        if config is None:
+            return
+        if finite:
+            self._bad_steps = 0
+            self._good_steps += 1
+            if self._good_steps == config.growth_interval:
+                self.scale, self._good_steps = self.scale * 2, 0
+        else:
+            self._good_steps = 0
+            self._bad_steps += 1
+            if self._bad_steps >= config.hysteresis:
+                self.scale, self._bad_steps = max(self.scale / 2, config.floor), 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Plain numbers."""
+        return {"scale": self.scale, "good_steps": self._good_steps, "bad_steps": self._bad_steps}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.scale = float(state["scale"])
+        self._good_steps, self._bad_steps = int(state["good_steps"]), int(state["bad_steps"])

@@ -1,0 +1,131 @@
+"""AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
+
+    states                 CPU                                        CUDA (and fp16 on the CPU)
+    one pass per element   host_kernels.adamw_kernel, thread pool     rules.adamw on chunks of torch operations
+
+Both give the bits of `rules.adamw` (CUDA: up to its own square root and division).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dzero.optim import host_kernels, rules
+from dzero.zero.working import join, split, to_working
+
+
+@dataclass
+class ParamStates:
+    """One parameter's local states, all flat [n] and contiguous.
+
+    work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
+    remainder: int16 or None. m, v: fp32 or bf16. first: global flat index of element 0. name: keys the rounding noise.
+    """
+
+    name: str
+    first: int
+    work: torch.Tensor
+    master: torch.Tensor | None
+    remainder: torch.Tensor | None
+    m: torch.Tensor
+    v: torch.Tensor
+
+    def slice(self, start: int, length: int) -> ParamStates:
+        """Elements [start, start + length)."""
+
+        def cut(state: torch.Tensor | None) -> torch.Tensor | None:
+            return None if state is None else state[start : start + length]
+
+        m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
+        return ParamStates(self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One parameter's update of this step: its states, its gradient [n] and its coefficients."""
+
+    states: ParamStates
+    grad: torch.Tensor
+    coefficients: rules.Coefficients
+    step: int
+
+    def chunks(self, elems: int) -> Iterator[Update]:
+        """The same update in pieces of at most `elems` elements."""
+        for start in range(0, self.grad.numel(), elems):
+            piece = self.grad[start : start + elems]
+            yield Update(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
+
+
+class AdamWUpdater:
+    """Runs updates; owns the thread pool of the CPU kernels (`threads` of them, 1 runs in the caller)."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="update") if threads > 1 else None
+
+    def run(self, updates: list[Update]) -> None:
+        """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
+        pieces = [piece for update in updates for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
+        if self._pool is None:
+            for piece in pieces:
+                apply(piece)
+        else:
+            list(self._pool.map(apply, pieces))
+
+
+@torch.no_grad()
+def apply(update: Update) -> None:
+    """One chunk, by the kernel where there is one."""
+    states = update.states
+    if states.work.is_cuda or torch.float16 in (states.work.dtype, update.grad.dtype):
+        _apply_with_torch(update)
+    else:
+        _apply_with_kernel(update)
+
+
+def _apply_with_kernel(update: Update) -> None:
+    s, none = update.states, np.empty(0, np.uint16)
+    own = s.work.dtype == torch.float32
+    kernel = host_kernels.adamw_kernel(
+        grad_bf16=update.grad.dtype == torch.bfloat16,
+        master="param" if own else "fp32" if s.remainder is None else "remainder",
+        moments_bf16=s.m.dtype == torch.bfloat16,
+    )
+    kernel(
+        host_kernels.as_array(update.grad),
+        none if own else host_kernels.as_array(s.work),
+        np.empty(0, np.float32) if s.master is None else host_kernels.as_array(s.master),
+        np.empty(0, np.int16) if s.remainder is None else host_kernels.as_array(s.remainder),
+        host_kernels.as_array(s.m),
+        host_kernels.as_array(s.v),
+        update.coefficients.as_floats(),
+        np.uint32(rules.noise_seed(s.name, update.step)),
+        np.int64(s.first),
+    )
+
+
+def _apply_with_torch(update: Update) -> None:
+    s, grad = update.states, update.grad.float()
+    master = s.master if s.master is not None else join(s.work, _present(s.remainder))
+    m, v = s.m.float(), s.v.float()  # the states themselves where they are fp32
+    rules.adamw(grad, master, m, v, update.coefficients)
+    if s.m.dtype == torch.bfloat16:
+        seed = rules.noise_seed(s.name, update.step)
+        noise = rules.rounding_noise(s.first, m.numel(), seed, m.device)
+        s.m.copy_(rules.stochastic_bf16(m, noise & 0xFFFF))
+        s.v.copy_(rules.stochastic_bf16(v, noise >> 16))
+    if s.remainder is not None:
+        work, remainder = split(master)
+        s.work.copy_(work)
+        s.remainder.copy_(remainder)
+    elif master is not s.work:
+        s.work.copy_(to_working(master, s.work.dtype))
+
+
+def _present(remainder: torch.Tensor | None) -> torch.Tensor:
+    assert remainder is not None, "a state without fp32 master has a remainder"
+    return remainder

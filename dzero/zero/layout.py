@@ -1,0 +1,235 @@
+"""The one table of ZeRO: where each kind of model state is cut, in which dtype it is stored.
+
+    row       over the shard axis                            dtype                         bytes per element
+    param     stage 0-2 whole, stage 3 Shard(0)              fp32 | bf16 | fp16            2 (4)
+    grad      stage 0-1 whole, stage 2-3 Shard(0)            that of param, or fp32        2 or 4
+    master    stage 0 whole, stage 1-3 Shard(0)              fp32 | 16-bit remainder       4 or 2 (none for fp32)
+    moments   stage 0 whole, stage 1-3 Shard(0)              fp32 | bf16 | int8            8, 4 or about 2
+
+Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), which is why no row needs to
+ask for the stage again: `Layout` is the table filled in, and the FSDP2 switches, the cadence of microbatches, the
+collectives and the bytes below are all derived from it. Pure: no tensors, no communication.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASTERS = ("fp32", "remainder")
+MOMENTS = ("fp32", "bf16", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What is sharded. `stage`: 0 nothing, 1 master and moments, 2 and gradients, 3 and parameters.
+
+    `reshard_after_forward` (stage 3 only): True frees a unit after its forward and gathers it again in backward, False
+    keeps it, an integer reshards it over that many neighbouring ranks (ZeRO++'s secondary partition, hpZ).
+    `units`: class names of the modules that are sharded and gathered together; empty means the transformer blocks
+    (elements of the outermost ModuleList or Sequential). `reduction`: `exact` (rank-ordered fp32 sums, the same bits at
+    every stage), `native` (the backend's), or `auto` (exact on CPU, native on CUDA).
+    """
+
+    stage: int = 2
+    reshard_after_forward: bool | int = True
+    units: list[str] | None = None
+    reduction: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
+        if self.reduction not in ("auto", "exact", "native"):
+            raise ValueError(f"zero.reduction={self.reduction!r}: choose auto, exact or native")
+        if self.reshard_after_forward is not True and self.stage != 3:
+            raise ValueError(
+                f"zero.reshard_after_forward={self.reshard_after_forward} has no effect at zero.stage={self.stage}, "
+                "which keeps unsharded parameters from forward to backward; remove it or take zero.stage=3"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Dtypes of the table. `param`: fp32, bf16 or fp16, the working copy and the compute.
+
+    `reduce`: payload of the gradient reduction; `grad`: storage and accumulation of gradients. `auto`: the parameter's
+    dtype, but fp32 for `grad` when an optimizer step has several microbatches. `master`: fp32, or `remainder`, the 16
+    bits that bf16 lacks (the same bits as fp32 masters, 2 bytes less per parameter). `moments`: fp32; bf16 (rounded
+    stochastically); int8 (torchao's block-wise 8 bits). `loss_scale`, `loss_scale_*`: dynamic loss scaling, fp16 only.
+    """
+
+    param: str = "bf16"
+    reduce: str = "auto"
+    grad: str = "auto"
+    master: str = "fp32"
+    moments: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("param", self.param, [*DTYPES]),
+            ("reduce", self.reduce, ["auto", *DTYPES]),
+            ("grad", self.grad, ["auto", *DTYPES]),
+            ("master", self.master, [*MASTERS]),
+            ("moments", self.moments, [*MOMENTS]),
+        ):
+            if value not in allowed:
+                raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
+        if self.master == "remainder" and self.param != "bf16":
+            raise ValueError(
+                f"precision.master=remainder needs precision.param=bf16, not {self.param}: the remainder is the low half "
+                "of an fp32 whose high half is the bf16 parameter; take precision.master=fp32"
+            )
+        if self.grad not in ("auto", "fp32", self.param):
+            raise ValueError(f"precision.grad={self.grad}: choose auto, fp32 or precision.param's {self.param}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of state: cut over the shard axis or whole, and the dtype it is stored in."""
+
+    sharded: bool
+    dtype: torch.dtype
+
+    @property
+    def placements(self) -> tuple[Placement, Placement]:
+        """DTensor placements over (replicate, shard)."""
+        return Replicate(), Shard(0) if self.sharded else Replicate()
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """What FSDP2 does at the end of one microbatch's backward."""
+
+    reduce: bool
+    reshard: bool
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The table, filled in for a mesh of `replicate` x `shard` ranks and `microbatches` per optimizer step."""
+
+    stage: int
+    replicate: int
+    shard: int
+    microbatches: int
+    param: Row
+    grad: Row
+    master: Row
+    moments: Row
+    wire: torch.dtype
+    """Payload of the gradient reduction within the shard axis (stage 0: within the replicate axis)."""
+    remainder: bool
+    reshard_after_forward: bool | int
+
+    @classmethod
+    def of(
+        cls,
+        zero: ZeroConfig,
+        precision: PrecisionConfig,
+        *,
+        replicate: int,
+        shard: int,
+        microbatches: int = 1,
+    ) -> Layout:
+        """Fill the table. Raises ValueError for combinations that cannot take effect."""
+        if zero.stage == 0 and shard != 1:
+            raise ValueError(
+                f"zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not {shard}: "
+                "make_mesh(device_type, replicate=<world size>)"
+            )
+        param = DTYPES[precision.param]
+        fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and microbatches > 1)
+        grad = torch.float32 if fp32_grad else param
+        wire = param if precision.reduce == "auto" else DTYPES[precision.reduce]
+        if wire.itemsize > grad.itemsize:
+            raise ValueError(
+                f"precision.reduce={precision.reduce} is wider than the {grad} gradients it would carry; "
+                "take precision.grad=fp32 as well, or precision.reduce=auto"
+            )
+        post_forward = zero.reshard_after_forward
+        if post_forward is not True and post_forward is not False:
+            allowed = [d for d in range(2, shard) if shard % d == 0]
+            if post_forward not in allowed:
+                raise ValueError(
+                    f"zero.reshard_after_forward={post_forward}: choose true, false or a non-trivial divisor of the "
+                    f"shard axis of {shard} ranks: {allowed}"
+                )
+        return cls(
+            stage=zero.stage,
+            replicate=replicate,
+            shard=shard,
+            microbatches=microbatches,
+            param=Row(zero.stage >= 3, param),
+            grad=Row(zero.stage >= 2, grad),
+            master=Row(zero.stage >= 1, torch.int16 if precision.master == "remainder" else torch.float32),
+            moments=Row(
+                zero.stage >= 1,
+                {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments],
+            ),
+            wire=wire,
+            remainder=precision.master == "remainder",
+            # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
+            reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks, which is also the number of chunks that norms are summed in."""
+        return self.replicate * self.shard
+
+    @property
+    def hybrid(self) -> bool:
+        """Sharded inside, replicated across: gradients take two hops, with fp32 between them."""
+        return self.replicate > 1 and self.shard > 1
+
+    @property
+    def reduce_buffer(self) -> torch.dtype:
+        """Dtype that FSDP2 reduces and accumulates in; the payload is cast to `wire` on the way out."""
+        return torch.float32 if self.hybrid else self.grad.dtype
+
+    @property
+    def replicate_wire(self) -> torch.dtype:
+        """Payload of the hop over the replicate axis."""
+        return torch.float32 if self.hybrid else self.wire
+
+    def cadence(self, is_last: bool) -> Cadence:
+        """Whole gradients wait for the last microbatch; whole parameters stay gathered until then."""
+        return Cadence(
+            reduce=is_last or self.grad.sharded,
+            reshard=is_last or self.param.sharded or self.shard == 1,
+        )
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """An unsharded parameter: its name in the model, shape, dtype, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def elems(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def shard_elems(self, ranks: int) -> int:
+        """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to."""
+        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """The parameters that are gathered in one collective, and reduced in one collective."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+
+    def shard_elems(self, ranks: int, *, trainable_only: bool = False) -> int:
+        """Elements of one rank's padded shards."""
+        return sum(p.shard_elems(ranks) for p in self.params if p.trainable or not trainable_only)

@@ -1,0 +1,281 @@
+"""The table applied: `fully_shard` and its switches. No other file calls them.
+
+    switch                        value                          why
+    mesh                          the shard axis alone (1-D)     the hop over replicate is ours: exact, fp32, once a step
+    reshard_after_forward         Layout.reshard_after_forward
+    reduce_dtype                  Layout.reduce_buffer           so that what the hook receives is already the gradient
+    custom all_gather, ..._scatter  comm/collectives             exact sums, pairwise moves, the ledger
+    gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
+    all_reduce_hook               Unit.deliver                   called on the reduced shard, also where nothing is reduced
+
+A unit's gradients leave through `Unit.deliver`: first the flat reduced buffer, then (FSDP2's post-accumulate hooks, in
+the buffer's order) the parameters that lie in it. Without a consumer the buffer is averaged over the copies in place
+and FSDP2's ordinary `.grad` is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, make_exchange
+from dzero.comm.exchange import Exchange
+from dzero.comm.ledger import Ledger
+from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
+from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
+from dzero.zero.units import ROOT, find_units
+from dzero.zero.working import to_working
+
+Materialise = Callable[[nn.Module], None]
+
+
+@dataclass
+class Unit:
+    """Modules that are gathered and reduced together, and where their reduced gradients go.
+
+    `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
+    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters.
+    """
+
+    shape: UnitShape
+    modules: list[FSDPModule]
+    params: dict[str, nn.Parameter]
+    average: AverageCopies | None
+    origin: dict[str, torch.Tensor] = field(default_factory=dict)
+    consumer: Callable[[torch.Tensor], None] | None = None
+
+    def deliver(self, reduced: torch.Tensor) -> None:
+        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, reduce_buffer]."""
+        if self.consumer is not None:
+            self.consumer(reduced)
+        elif self.average is not None:
+            self.average(reduced)
+
+
+class Sharded:
+    """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches."""
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger
+    ) -> None:
+        self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
+        self.is_last = True
+
+    @contextmanager
+    def microbatch(self, is_last: bool = True) -> Iterator[None]:
+        """Forward and backward of one microbatch run inside; `is_last` marks the step's last one.
+
+        A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
+        microbatches.
+        """
+        self._set(is_last)
+        try:
+            yield
+        finally:
+            self._set(True)
+
+    def _set(self, is_last: bool) -> None:
+        cadence = self.layout.cadence(is_last)
+        self.is_last = is_last
+        root = self.units[-1].modules[0]
+        root.set_requires_gradient_sync(cadence.reduce)
+        root.set_reshard_after_backward(cadence.reshard)
+
+    def reshard(self) -> None:
+        """Free every unsharded parameter, e.g. those that a forward without backward left at stages 1 and 2."""
+        for unit in self.units:
+            for module in unit.modules:
+                module.reshard()
+
+    @property
+    def shapes(self) -> list[UnitShape]:
+        """The units' unsharded shapes."""
+        return [unit.shape for unit in self.units]
+
+    def named_params(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, by its first name in the model, in the order of the units."""
+        return {name: param for unit in self.units for name, param in unit.params.items()}
+
+
+def shard(
+    model: nn.Module,
+    zero: ZeroConfig,
+    *,
+    precision: PrecisionConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    microbatches: int = 1,
+    materialise: Materialise | None = None,
+) -> Sharded:
+    """Cut `model` in place over the data-parallel `mesh`, unit by unit.
+
+    model: on the mesh's device or the CPU, or on meta together with `materialise`, which is called on each unit just
+        before that unit is cut, so that at most one unit is ever whole. Without it rank 0's values are broadcast.
+    precision: defaults to bf16 parameters with fp32 masters.
+    mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis).
+    microbatches: per optimizer step; it decides where gradients accumulate.
+
+    Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
+    """
+    if mesh is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(f"mesh axes {mesh.mesh_dim_names}: expected {AXES}, as dzero.make_mesh builds them")
+    replicate, degree = mesh.size(0), mesh.size(1)
+    layout = Layout.of(
+        zero, precision or PrecisionConfig(), replicate=replicate, shard=degree, microbatches=microbatches
+    )
+    return _Sharder(model, layout, zero, mesh, materialise).run()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a parameter lives: FSDP2 replaces the object, so the place is its identity."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def param(self) -> nn.Parameter:
+        param = getattr(self.owner, self.attribute)
+        assert isinstance(param, nn.Parameter)
+        return param
+
+
+class _Sharder:
+    """One pass over the units, the root last; lives only during `shard`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        zero: ZeroConfig,
+        mesh: DeviceMesh,
+        materialise: Materialise | None,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.materialise = model, layout, mesh, materialise
+        self.ledger = Ledger()
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if _is_cuda(mesh) else None)
+        self.groups = {axis: mesh.get_group(axis) for axis in AXES}
+        self.exchanges: dict[str, Exchange] = {
+            axis: make_exchange(zero.reduction, group, mesh.device_type) for axis, group in self.groups.items()
+        }
+        self.units = [*find_units(model, zero.units), (ROOT, [model])]
+        self.slots = _slots_by_unit(model, self.units)
+
+    def run(self) -> Sharded:
+        units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
+        return Sharded(self.model, self.layout, self.mesh, units, self.ledger)
+
+    def _cut(self, name: str, modules: list[nn.Module], slots: list[_Slot]) -> Unit:
+        """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
+        self._fill(modules, slots)
+        shape = UnitShape(
+            name,
+            tuple(
+                ParamShape(s.name, tuple(s.param.shape), self.layout.param.dtype, s.param.requires_grad)
+                for s in slots
+            ),
+        )
+        origin = {slot.name: chunk for slot in slots if (chunk := self._round(slot.param)) is not None}
+        is_root = modules[0] is self.model
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self.mesh[SHARD],
+            reshard_after_forward=self.layout.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=self.layout.param.dtype,
+                reduce_dtype=self.layout.reduce_buffer,
+                cast_forward_inputs=is_root,
+            ),
+            ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
+        )
+        unit = Unit(
+            shape=shape,
+            modules=[_as_fsdp(m) for m in modules],
+            params={slot.name: slot.param for slot in slots},
+            average=self._average_copies(name),
+            origin=origin,
+        )
+        self._switch(unit)
+        return unit
+
+    def _fill(self, modules: list[nn.Module], slots: list[_Slot]) -> None:
+        """Values before the cut, equal on every rank: drawn by `materialise`, or rank 0's."""
+        for module in modules:
+            if self.materialise is not None:
+                self.materialise(module)
+        for slot in slots:
+            param = slot.param
+            if param.is_meta:
+                raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
+            param.data = param.data.to(self.device).contiguous()
+            if self.materialise is None:
+                for group in self.groups.values():
+                    dist.broadcast(param.data, group=group, group_src=0)
+
+    @torch.no_grad()
+    def _round(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Round `param` to the working dtype; return this rank's fp32 chunk [local shard] if that lost anything."""
+        working = self.layout.param.dtype
+        if param.dtype == working:
+            return None
+        whole = param.data.float()
+        param.data = to_working(whole, working)
+        if not param.requires_grad:
+            return None
+        ranks, rank = self.layout.shard, self.groups[SHARD].rank()
+        rows = -(-whole.shape[0] // ranks)
+        return whole[rank * rows : (rank + 1) * rows].clone()
+
+    def _average_copies(self, name: str) -> AverageCopies | None:
+        if self.layout.replicate == 1:
+            return None
+        exchange, wire = self.exchanges[REPLICATE], self.layout.replicate_wire
+        return AverageCopies(name, exchange, REPLICATE, wire, self.ledger)
+
+    def _switch(self, unit: Unit) -> None:
+        module, name, exchange = unit.modules[0], unit.shape.name, self.exchanges[SHARD]
+        if unit.params:
+            module.set_all_reduce_hook(unit.deliver)
+        if self.layout.shard > 1:
+            module.set_custom_all_gather(UnshardParams(name, exchange, SHARD, self.ledger))
+            module.set_custom_reduce_scatter(ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) -> dict[str, list[_Slot]]:
+    """Each trainable or frozen floating-point parameter once, under the first unit that holds it."""
+    unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
+    seen: set[nn.Parameter] = set()
+    slots: dict[str, list[_Slot]] = {name: [] for name, _ in units}
+    for prefix, module in model.named_modules():
+        for attribute, param in module.named_parameters(recurse=False):
+            if param in seen or not param.is_floating_point():
+                continue
+            seen.add(param)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if param.ndim == 0:
+                raise ValueError(f"parameter {name} has no dimension to shard; give it the shape (1,)")
+            slots[unit_of[module]].append(_Slot(name, module, attribute))
+    if not seen:
+        raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
+    return slots
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _is_cuda(mesh: DeviceMesh) -> bool:
+    return mesh.device_type == "cuda"

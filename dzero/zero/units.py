@@ -1,0 +1,72 @@
+"""Which modules are sharded and gathered together.
+
+A *unit* is a list of modules that share one collective: a transformer block by default, several blocks where they share
+weights. What no unit holds (embedding, final norm, head) belongs to the last unit, the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+ROOT = "root"
+
+
+def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, list[nn.Module]]]:
+    """(name, modules) of every unit but the root, in the order of the model's modules.
+
+    `class_names` picks modules by class; by default units are the elements of the outermost ModuleLists and Sequentials
+    (the model itself may be a Sequential). A unit that shares parameters with what is left for the root is left to the
+    root too; units that share parameters become one. Raises ValueError for a class name that no module has.
+    """
+    named = _by_class(model, class_names) if class_names else _outermost_elements(model)
+    named = [(name, module) for name, module in named if any(True for _ in module.parameters())]
+    return _joined_by_tied_weights(model, named)
+
+
+def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    found = [(n, m) for n, m in model.named_modules() if m is not model and type(m).__name__ in class_names]
+    missing = set(class_names) - {type(m).__name__ for _, m in found}
+    if missing:
+        present = sorted({type(m).__name__ for m in model.modules() if m is not model})
+        raise ValueError(f"zero.units={sorted(missing)}: no such modules; the model has {present}")
+    return found
+
+
+def _outermost_elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                found.append((path, child))
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def _joined_by_tied_weights(
+    model: nn.Module, named: list[tuple[str, nn.Module]]
+) -> list[tuple[str, list[nn.Module]]]:
+    inside = {p for _, module in named for p in module.parameters()}
+    owned = {m for _, module in named for m in module.modules()}
+    outside = {p for m in model.modules() if m not in owned for p in m.parameters(recurse=False)}
+    units: list[tuple[str, list[nn.Module], set[nn.Parameter]]] = []
+    for name, module in named:
+        params = set(module.parameters())
+        if params & outside & inside:
+            outside |= params
+            continue
+        if any(module in modules for _, modules, _ in units):
+            continue
+        tied = [unit for unit in units if unit[2] & params]
+        merged = ("+".join([*(u[0] for u in tied), name]), [m for u in tied for m in u[1]] + [module], params)
+        for unit in tied:
+            merged[2].update(unit[2])
+            units.remove(unit)
+        units.append(merged)
+    return [(name, modules) for name, modules, params in units if not params & outside]
