@@ -49,9 +49,7 @@ class MeshConfig:
             return ranks, 1
         if ranks % self.replicate:
             allowed = [d for d in range(1, ranks + 1) if ranks % d == 0]
-            raise ValueError(
-                f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}"
-            )
+            raise ValueError(f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}")
         return self.replicate, ranks // self.replicate
 
 
@@ -62,9 +60,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
     CPU tensors travel over gloo, CUDA tensors over nccl, in one group.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, timeout=timeout, device_id=device if device.type == "cuda" else None
-    )
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
     try:
         yield
     finally:

@@ -17,26 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from dzero.comm.exchange import Exact, Exchange, Native
+from dzero.comm.exchange import Exchange, all_gather_single
 from dzero.comm.ledger import Ledger
 
 REDUCTIONS = ("auto", "exact", "native")
 
 
-def make_exchange(reduction: str, group: dist.ProcessGroup, device_type: str) -> Exchange:
-    """`auto` is `exact` for CPU tensors (gloo: also the faster one) and `native` for CUDA tensors (nccl)."""
+def is_exact(reduction: str, device_type: str) -> bool:
+    """`auto` is `exact` for CPU tensors (over gloo it is also the faster one) and `native` for CUDA tensors (nccl)."""
     if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
-    exact = reduction == "exact" or (reduction == "auto" and device_type == "cpu")
-    return Exact(group) if exact else Native(group)
+        raise ValueError(f"zero.reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
+    return reduction == "exact" or (reduction == "auto" and device_type == "cpu")
 
 
 class _Buffers:
     """FSDP2's allocation interface: one temporary buffer per call."""
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -72,10 +69,8 @@ class UnshardParams(_Buffers):
             exchange = type(exchange)(group)  # type: ignore[call-arg]
         with record_function(self._span):
             works = exchange.all_gather(output_tensor, input_tensor)
-            elems, ranks = output_tensor.numel(), exchange.ranks
-            self._ledger.record(
-                "unshard", "all_gather", self._axis, dtype=output_tensor.dtype, elems=elems, ranks=ranks
-            )
+            sent = (exchange.ranks - 1) * input_tensor.nbytes
+            self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
             if async_op:
                 return _Works(works)
             for work in works:
@@ -104,14 +99,8 @@ class ReduceGrads(_Buffers):
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
         with record_function(self._span):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
-        self._ledger.record(
-            "reduce",
-            "reduce_scatter",
-            self._axis,
-            dtype=self._wire,
-            elems=input_tensor.numel(),
-            ranks=self._exchange.ranks,
-        )
+        sent = (self._exchange.ranks - 1) * output_tensor.numel() * self._wire.itemsize
+        self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
 
 
 class AverageCopies:
@@ -122,11 +111,13 @@ class AverageCopies:
         self._wire, self._ledger = wire, ledger
 
     def __call__(self, grads: torch.Tensor) -> None:
-        ranks = self._exchange.ranks
+        exchange, wire = self._exchange, self._wire
         with record_function(self._span):
-            self._exchange.all_reduce(grads, self._wire)
-        padded = -(-grads.numel() // ranks) * ranks
-        self._ledger.record("reduce", "all_reduce", self._axis, dtype=self._wire, elems=padded, ranks=ranks)
+            exchange.all_reduce(grads, wire)
+        owned = -(-grads.numel() // exchange.ranks)
+        back = grads.dtype if exchange.exact else wire
+        sent = (exchange.ranks - 1) * owned * (wire.itemsize + back.itemsize)
+        self._ledger.record("reduce", "all_reduce", self._axis, wire, sent)
 
 
 class GatherScalars:
@@ -140,8 +131,6 @@ class GatherScalars:
         gathered = values.new_empty(ranks, values.numel())
         if ranks == 1:
             return gathered.copy_(values)
-        dist.all_gather_into_tensor(gathered.view(-1), values.contiguous(), group=self._group)
-        self._ledger.record(
-            "control", "all_gather", self._axis, dtype=values.dtype, elems=gathered.numel(), ranks=ranks
-        )
+        all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
+        self._ledger.record("control", "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
         return gathered

@@ -19,6 +19,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed these two; 2.11 has only the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 STAGING_BYTES = 32 << 20
 # Blocks that stay in a core's cache between arrival and sum; GPUs want fewer, larger messages.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": STAGING_BYTES}
@@ -29,6 +33,8 @@ class Exchange(Protocol):
 
     group: dist.ProcessGroup
     ranks: int
+    exact: bool
+    """Sums in fp32, so an all-reduce returns full precision; else it returns in the wire dtype."""
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """Average `full` [ranks * n] over the axis; this rank's part goes to `output` [n], any float dtype."""
@@ -42,6 +48,8 @@ class Exchange(Protocol):
 
 class Exact:
     """Pairwise exchange and fp32 sums in rank order; see the module's note."""
+
+    exact = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
@@ -138,13 +146,15 @@ class Exact:
 class Native:
     """The backend's own collectives, for backends that reduce well by themselves (nccl's default)."""
 
+    exact = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.reduce_scatter`; sums in the wire dtype, in the backend's order."""
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-        dist.reduce_scatter_tensor(target, full.to(wire), group=self.group)
+        reduce_scatter_single(target, full.to(wire), group=self.group)
         if target is not output:
             output.copy_(target)
         output.mul_(1.0 / self.ranks)
@@ -159,5 +169,5 @@ class Native:
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_gather`."""
-        work = dist.all_gather_into_tensor(output, part, group=self.group, async_op=True)
+        work = all_gather_single(output, part, group=self.group, async_op=True)
         return [] if work is None else [work]

@@ -1,8 +1,9 @@
 """What moved: every collective of the project, counted where it is issued.
 
     entry  = (phase, kind, axis, dtype)  ->  calls, bytes
-    bytes  = payload that one rank must send, with n ranks and a full (unsharded, padded) buffer of B bytes:
-             all_gather, reduce_scatter  (n - 1)/n * B        all_reduce  2 * (n - 1)/n * B
+    bytes  = payload that one rank must send, with n ranks that own e elements each (padded to the largest):
+             all_gather, reduce_scatter   (n - 1) * e * wire bytes
+             all_reduce                   (n - 1) * e * (wire bytes out + bytes back)
 
 These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
 An entry costs one dictionary addition per *collective* (not per operator), with no synchronisation.
@@ -37,10 +38,9 @@ class Traffic:
         return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
 
 
-def sent_bytes(kind: str, full_bytes: int, ranks: int) -> int:
-    """Bytes a rank sends for one collective whose unsharded buffer is `full_bytes` (a multiple of `ranks`)."""
-    hops = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}[kind]
-    return hops * (ranks - 1) * (full_bytes // ranks)
+def dtype_key(dtype: torch.dtype) -> str:
+    """`bfloat16` for torch.bfloat16, as in entries."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Ledger:
@@ -50,13 +50,11 @@ class Ledger:
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()
 
-    def record(
-        self, phase: str, kind: str, axis: str, *, dtype: torch.dtype, elems: int, ranks: int
-    ) -> None:
-        """Count one collective over `ranks` ranks of `axis`; `elems` is the unsharded, padded element count."""
-        entry = Entry(phase, kind, axis, str(dtype).removeprefix("torch."))
+    def record(self, phase: str, kind: str, axis: str, dtype: torch.dtype, sent_bytes: int) -> None:
+        """Count one collective along `axis` that sends `sent_bytes` from this rank."""
+        entry = Entry(phase, kind, axis, dtype_key(dtype))
         self._calls[entry] += 1
-        self._bytes[entry] += sent_bytes(kind, elems * dtype.itemsize, ranks)
+        self._bytes[entry] += sent_bytes
 
     def totals(self) -> dict[Entry, Traffic]:
         """Totals by entry, without resetting them."""

@@ -72,8 +72,7 @@ class TokenizerCodec:
         flat = [piece for of_document in pieces for piece in of_document]
         encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [
-            np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document])
-            for of_document in pieces
+            np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document]) for of_document in pieces
         ]
 
 
@@ -112,9 +111,7 @@ def _separator(vocab: dict[str, int], token: str | None, path: str) -> int:
         if name in vocab:
             return vocab[name]
     problem = f"data.separator={token} is not in" if token is not None else f"none of {[*END_TOKENS]} is in"
-    raise ValueError(
-        f"{problem} the vocabulary of {path}: set data.separator to the token that ends a document"
-    )
+    raise ValueError(f"{problem} the vocabulary of {path}: set data.separator to the token that ends a document")
 
 
 def _text(document: Document) -> str:

@@ -72,9 +72,7 @@ class DataConfig:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise ValueError(f"data.vocab_size={self.vocab_size}: must be a whole number ≥ 1")
         if self.separator is not None and self.tokenizer is None:
-            raise ValueError(
-                f"data.separator={self.separator} has no effect without data.tokenizer; remove it"
-            )
+            raise ValueError(f"data.separator={self.separator} has no effect without data.tokenizer; remove it")
         self.refuse_idle(self.source, [self.source])
 
     @property
@@ -122,9 +120,7 @@ def load(config: DataConfig) -> Corpus:
 
 
 def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Corpus:
-    codec: Codec = (
-        ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
-    )
+    codec: Codec = ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
     train, held_out, count = encode_split(documents, codec, config.held_out)
     sides = Tokens((train,), label), Tokens((held_out,), label)
     return _corpus(config, *sides, codec.vocab_size, f"{label}, {count:,} documents")
@@ -149,10 +145,10 @@ def _map(config: DataConfig, found: Found, label: str) -> Corpus:
 
 def _corpus(config: DataConfig, train: Tokens, held_out: Tokens, vocab_size: int, label: str) -> Corpus:
     """Name the sides, after moving the cut to the tail where the hash left one of them empty."""
-    names = f"{label} (train)", f"{label} (held out)"
+    names = f"{train.name} (train)", f"{train.name} (held out)"
     total = len(train) + len(held_out)
     if total == 0:
-        raise ValueError(f"{label}: there is no text in it; give data.path or data.name with some")
+        raise ValueError(f"{train.name}: there is no text in it; choose another data.path or data.name")
     if not len(train) or (not len(held_out) and config.held_out > 0.0):
         whole = train if len(train) else held_out
         train, held_out = whole.split(total - round(total * config.held_out), names)

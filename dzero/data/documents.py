@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 class Document(NamedTuple):
-    """`name` for errors, `key` hashed by the held-out split, `text` in UTF-8 (a .txt file: its bytes as they are)."""
+    """`name` for errors, `key` hashed by the held-out split, `text` in UTF-8 (.txt: the file's bytes)."""
 
     name: str
     key: bytes
@@ -35,7 +36,7 @@ class Document(NamedTuple):
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Whether the document belongs to the held-out share: a property of its key alone, the same on every machine."""
+    """Whether the document is held out: a property of its key and the share alone, on every machine."""
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -43,13 +44,13 @@ def is_held_out(key: bytes, share: float) -> bool:
 def python_library() -> Found:
     """The .py files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    kept = sorted(path.as_posix() for path in relative if not NOT_LIBRARY.intersection(path.parts))
-    if not kept:
-        raise FileNotFoundError(
-            f"this Python keeps no .py files in {root}: set data.path to texts of your own"
-        )
-    return Found(root=root, paths=tuple(root / path for path in kept))
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
+        paths += (Path(folder, name) for name in names if name.endswith(".py"))
+    if not paths:
+        raise FileNotFoundError(f"this Python keeps no .py files in {root}: set data.path to your own texts")
+    return Found(root=root, paths=tuple(sorted(paths, key=lambda path: path.relative_to(root).as_posix())))
 
 
 def read_files(found: Found, field: str) -> Iterator[Document]:
@@ -64,15 +65,13 @@ def read_files(found: Found, field: str) -> Iterator[Document]:
 
 
 def read_dataset(name: str, config: str | None, split: str | None, field: str) -> Iterator[Document]:
-    """The rows of a Hugging Face dataset: a name on the hub, a local folder of data files, or a saved dataset.
+    """The rows of a Hugging Face dataset: a name on the hub, a folder of data files, or a saved dataset.
 
     `split`: None means `train`, or all of a dataset that was saved without splits.
     """
     dataset = _open_dataset(name, config, split)
     if field not in dataset.column_names:
-        raise ValueError(
-            f"data.field={field}: {name} has no such column; choose one of {dataset.column_names}"
-        )
+        raise ValueError(f"data.field={field}: {name} has no such column; choose one of {dataset.column_names}")
     batches = dataset.select_columns([field]).iter(batch_size=ROWS)
     texts = (text for batch in batches for text in batch[field])
     return _rows((f"{name} row {row}", text) for row, text in enumerate(texts))
@@ -81,9 +80,7 @@ def read_dataset(name: str, config: str | None, split: str | None, field: str) -
 def _rows(rows: Iterable[tuple[str, object]]) -> Iterator[Document]:
     for name, text in rows:
         if not isinstance(text, str):
-            raise ValueError(
-                f"{name}: the field is a {type(text).__name__}, not text; choose another data.field"
-            )
+            raise ValueError(f"{name}: the field is a {type(text).__name__}, not text; choose another data.field")
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -139,7 +136,8 @@ def _open_dataset(name: str, config: str | None, split: str | None) -> Any:
         opened = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"data.name={name} (data.config={config}, data.split={split or 'train'}) could not be opened: {error}"
+            f"data.name={name} (config={config}, split={split or 'train'}) could not be opened: {error}; "
+            "check the three settings, or give local files as data.path"
         ) from error
     return _one_split(opened, name, config, split)
 
@@ -153,7 +151,5 @@ def _one_split(saved: Any, name: str, config: str | None, split: str | None) -> 
             raise ValueError(f"data.split={split} has no effect: {name} was saved without splits; remove it")
         return saved
     if (split or "train") not in saved:
-        raise ValueError(
-            f"data.split={split or 'train'}: {name} has no such split; choose one of {sorted(saved)}"
-        )
+        raise ValueError(f"data.split={split or 'train'}: {name} has no such split; choose one of {sorted(saved)}")
     return saved[split or "train"]

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a package of the extra `data`. Raises ModuleNotFoundError that names the extra when it is absent."""
+    """Import a package of the extra `data`. Raises ModuleNotFoundError naming the extra when it is absent."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

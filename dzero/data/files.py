@@ -50,11 +50,11 @@ def find(pattern: str) -> Found:
 
 def _in_folder(root: Path) -> Found:
     paths = _sorted(root, root.rglob("*"))
-    known = tuple(path for path in paths if path.suffix in SUFFIXES)
+    known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
     if not known:
         hint = "; a Hugging Face dataset folder is given as data.name" if any(root.rglob("*.arrow")) else ""
         raise FileNotFoundError(f"data.path={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
-    others = Counter(path.suffix or path.name for path in paths if path.suffix not in SUFFIXES)
+    others = Counter(kind for path in paths if (kind := _kind(root, path)) not in SUFFIXES)
     return Found(root=root, paths=known, ignored=others)
 
 
@@ -67,23 +67,25 @@ def _by_glob(pattern: str, path: Path) -> Found:
     if not paths:
         what = "no file matches" if glob.has_magic(pattern) else "no such file or folder"
         raise FileNotFoundError(
-            f"data.path={pattern}: {what} (looked from {Path.cwd()}); a file, a folder or a quoted glob is expected"
+            f"data.path={pattern}: {what} (looked from {Path.cwd()}); give a file, a folder or a quoted glob"
         )
     return Found(root=root, paths=tuple(paths))
 
 
+def _kind(root: Path, path: Path) -> str:
+    """The suffix, or `hidden` for what a dot hides (copies made by editors and version control)."""
+    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return "hidden" if hidden else path.suffix or "without suffix"
+
+
 def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
-    return sorted(
-        (path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix()
-    )
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
 def _check(found: Found, pattern: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
-            raise ValueError(
-                f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}"
-            )
+            raise ValueError(f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
         if path.stat().st_size == 0:
             raise ValueError(f"data.path={pattern}: {path} is empty (0 bytes); remove it or write it again")
     if found.suffixes & set(TEXT_SUFFIXES) and found.suffixes & set(TOKEN_SUFFIXES):

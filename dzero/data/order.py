@@ -21,7 +21,7 @@ LEAST_HALF_BITS = 3
 def shuffled(positions: NDArray[np.int64], *, windows: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The window at each position [n] of the epoch's order; one to one on [0, windows)."""
     half_bits = max(LEAST_HALF_BITS, ((windows - 1).bit_length() + 1) // 2)
-    keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(ROUNDS, np.uint64)
+    keys = np.random.SeedSequence(seed, spawn_key=(epoch,)).generate_state(ROUNDS, np.uint64).astype(np.uint64)
     values = _feistel(positions.astype(np.uint64), keys, half_bits)
     while (outside := values >= windows).any():
         values[outside] = _feistel(values[outside], keys, half_bits)

@@ -1,7 +1,7 @@
 """Resumable token streams: every window of a corpus once per epoch, over any number of ranks.
 
-    window i    tokens[i*T : (i+1)*T + 1]; inputs are its first T tokens, targets its last T. Neighbours share one token,
-                so every token but the first is a target once. Fewer than T tokens at the very end fill no window.
+    window i    tokens[i*T : (i+1)*T + 1]; its first T tokens are inputs, its last T targets. Neighbours share
+                one token, so every token but the first is a target once, save fewer than T at the very end
     sample s    the s-th window ever trained on: position s mod W of epoch s div W, W windows an epoch
     a step      takes the next `microbatch_sequences * ranks` samples; rank r takes the r-th slice of them
 
@@ -91,9 +91,7 @@ class TokenStream:
         """
         identity = self._identity()
         if missing := sorted({"epoch", "position", *identity} - state.keys()):
-            raise ValueError(
-                f"the state of the token stream lacks {missing}; it was not made by state_dict()"
-            )
+            raise ValueError(f"the state of the token stream lacks {missing}; it was not made by state_dict()")
         if drifted := [key for key in identity if state[key] != identity[key]]:
             changes = ", ".join(f"{key} was {state[key]} and is {identity[key]}" for key in drifted)
             raise ValueError(
@@ -118,7 +116,7 @@ class TokenStream:
         return positions
 
     def _identity(self) -> dict[str, int]:
-        """What fixes the order of samples, the content by a checksum of some windows spread over the corpus."""
+        """What fixes the order of samples; the content by a checksum of windows spread over the corpus."""
         step = max(1, self.windows // FINGERPRINT_WINDOWS)
         checksum = 0
         for window in range(0, self.windows, step):
@@ -143,7 +141,7 @@ def evaluation_batches(
     ranks: int,
     max_batches: int | None = None,
 ) -> Iterator[Batch]:
-    """Microbatches of one rank over held-out tokens: the same number on every rank, each window at most once, no padding.
+    """Microbatches of one rank over held-out tokens: as many on every rank, no window twice, no padding.
 
     `max_batches` (None: as many as fit) bounds the steps; the windows that are read are spread evenly over
     the run, in its order. What does not fill a step of all ranks, fewer than `microbatch_sequences * ranks`
@@ -157,9 +155,9 @@ def evaluation_batches(
     step_windows = microbatch_sequences * ranks
     if windows < step_windows:
         raise ValueError(
-            f"{run.name}: {len(run)} tokens make {windows} windows of {sequence_tokens}, but one evaluation step takes "
-            f"{microbatch_sequences} on each of {ranks} ranks; give more data, raise data.held_out, or take shorter "
-            "sequences or fewer per microbatch"
+            f"{run.name}: {len(run)} tokens make {windows} windows of {sequence_tokens}, but one evaluation step "
+            f"takes {microbatch_sequences} on each of {ranks} ranks; give more data, raise data.held_out, or take "
+            "shorter or fewer sequences"
         )
     steps = min(max_batches or windows, windows // step_windows)
     chosen = np.arange(steps * step_windows) * windows // (steps * step_windows)
@@ -173,8 +171,8 @@ def count_windows(tokens: Tokens, sequence_tokens: int) -> int:
         raise ValueError(f"sequence_tokens={sequence_tokens}: must be a whole number ≥ 1")
     if len(tokens) < sequence_tokens + 1:
         raise ValueError(
-            f"{tokens.name}: too short, {len(tokens)} tokens; a sequence of {sequence_tokens} and its targets need "
-            f"{sequence_tokens + 1}: give more data, a shorter sequence, or another data.held_out"
+            f"{tokens.name}: too short, {len(tokens)} tokens; one sequence of {sequence_tokens} and its "
+            f"targets need {sequence_tokens + 1}; give more data, a shorter sequence, or another data.held_out"
         )
     return (len(tokens) - 1) // sequence_tokens
 

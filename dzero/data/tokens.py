@@ -34,7 +34,7 @@ class Tokens:
         for part in self.parts:
             if part.ndim != 1 or part.dtype.kind not in "iu":
                 raise ValueError(
-                    f"{self.name}: token ids must be a 1-D array of integers, not {part.dtype} {[*part.shape]}"
+                    f"{self.name}: token ids must be 1-D integers, not {part.dtype} of shape {[*part.shape]}"
                 )
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ def map_tokens(path: Path, dtype: str) -> Array:
         raise ValueError(f"{path} is no .npy file of token ids: {error}; write it with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.size == 0:
         raise ValueError(
-            f"{path} holds {array.dtype} {[*array.shape]}: token ids must be a 1-D array of integers, not empty"
+            f"{path} holds {array.dtype} of shape {[*array.shape]}; token ids must be 1-D integers, not empty"
         )
     return array
 
@@ -110,6 +110,6 @@ def largest_id(array: Array, name: str | Path) -> int:
         largest = max(largest, int(block.max()))
         if block.dtype.kind == "i" and block.min() < 0:
             raise ValueError(
-                f"{name}: token id {block.min()} is negative; set data.token_dtype (for .bin) or write it again"
+                f"{name}: token id {block.min()} is negative; correct data.token_dtype (.bin) or write it again"
             )
     return largest

@@ -20,7 +20,7 @@ BLOCK_ELEMS = 256
 def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
     """torchao's state for `elems` zeros, a multiple of BLOCK_ELEMS."""
     # Imported here because it costs a second and prints about its CUDA extensions, which only this storage needs.
-    from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415
+    from torchao.optim.subclass_8bit import OptimState8bit
 
     return OptimState8bit.zeros((elems,), signed, BLOCK_ELEMS, device)
 

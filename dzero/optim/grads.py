@@ -12,8 +12,8 @@ at stage 0, where rank c sums only its own chunk. Every rank receives all sums a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch import nn
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import REPLICATE, SHARD
 from dzero.optim import host_kernels
+from dzero.optim.storage import local_of
 from dzero.zero.layout import ParamShape
 from dzero.zero.shard import Sharded, Unit
 
@@ -94,7 +95,8 @@ class _UnitGrads:
         self.clear()
         unit.consumer = self._receive
         for name in self.trained:
-            unit.params[name].register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+            hook = partial(self._take, name)
+            unit.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         self.views: dict[str, torch.Tensor] = {}
@@ -114,7 +116,7 @@ class _UnitGrads:
     def _take(self, name: str, param: nn.Parameter) -> None:
         """Cut `name`'s slice out of the incoming buffer; after the last slice the buffer is used up."""
         param.grad = None
-        local, shape = _local(param), self._shapes[name]
+        local, shape = local_of(param), self._shapes[name]
         piece = self._incoming[self._offset : self._offset + local.numel()]
         self._offset += shape.shard_elems(self._sharded.layout.shard)
         if name in self.views:
@@ -162,14 +164,5 @@ def sum_squares(grad: torch.Tensor) -> float | torch.Tensor:
     """Sum of squares in fp64: a float on the CPU, a 0-dim tensor on CUDA (no synchronisation)."""
     if not grad.is_cuda:
         return host_kernels.sum_squares(grad)
-    return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-
-
-def _local(param: nn.Parameter) -> torch.Tensor:
-    local: torch.Tensor = param.to_local()  # type: ignore[operator]
-    return local
-
-
-def names_of(units: Sequence[Unit]) -> dict[nn.Parameter, str]:
-    """Sharded parameters to their names in the model."""
-    return {param: name for unit in units for name, param in unit.params.items()}
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return norm.square()

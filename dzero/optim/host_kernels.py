@@ -143,6 +143,4 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor) -> float:
         acc += grad
         return sum_squares(acc)
     a, g, kernel = as_array(acc), as_array(grad), _accumulate_kernel()
-    return float(
-        sum(kernel(a[i : i + CHUNK_ELEMS], g[i : i + CHUNK_ELEMS]) for i in range(0, a.size, CHUNK_ELEMS))
-    )
+    return float(sum(kernel(a[i : i + CHUNK_ELEMS], g[i : i + CHUNK_ELEMS]) for i in range(0, a.size, CHUNK_ELEMS)))

@@ -221,6 +221,8 @@ def _copy_states(stored: Stored, saved: dict[str, torch.Tensor]) -> None:
             )
         local = local_of(value)
         if local.shape != local_of(own).shape:
-            raise ValueError(f"{stored.name}.{key}: a local shard of {tuple(local.shape)} where this rank's is "
-                             f"{tuple(local_of(own).shape)}; load resharded states through DCP")
+            raise ValueError(
+                f"{stored.name}.{key}: a local shard of {tuple(local.shape)} where this rank's is "
+                f"{tuple(local_of(own).shape)}; load resharded states through DCP"
+            )
         local_of(own).copy_(local)

@@ -59,9 +59,7 @@ class Coefficients:
         return tuple(np.float32(value) for value in vars(self).values())
 
 
-def adamw(
-    grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients
-) -> None:
+def adamw(grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients) -> None:
     """Update `master`, `m`, `v` in place; all fp32 and of one shape, `grad` unscaled and unclipped."""
     g = grad * c.scale
     m.mul_(c.beta1).add_(g * c.blend1)

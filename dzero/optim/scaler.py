@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """`init`: first scale; it doubles after `growth_interval` good steps and halves after `hysteresis` bad ones.
+    """`init`: first scale; it doubles after `growth_interval` good steps in a row.
 
-    `hysteresis` bad steps in a row are tolerated before each halving (1 = halve at once); never below `floor`.
+    It halves, never below `floor`, at the `hysteresis`-th bad step in a row and at each one after it (1 = at once).
     """
 
     init: float = 65536.0
@@ -49,7 +49,7 @@ class LossScaler:
             self._good_steps = 0
             self._bad_steps += 1
             if self._bad_steps >= config.hysteresis:
-                self.scale, self._bad_steps = max(self.scale / 2, config.floor), 0
+                self.scale = max(self.scale / 2, config.floor)
 
     def state_dict(self) -> dict[str, float | int]:
         """Plain numbers."""

@@ -8,7 +8,7 @@ With M microbatches, n ranks on the shard axis, r on the replicate axis, for eve
     2       1                             M                1 if r > 1
     3       2 M (M if kept after forward) M                1 if r > 1
 
-Bytes follow `ledger.sent_bytes`. The counts hold for units all of whose parameters are trained; FSDP2 skips the
+Bytes follow `comm/ledger.py`. The counts hold for units all of whose parameters are trained; FSDP2 skips the
 backward gather of a leading unit whose input and parameters need no gradient.
 """
 
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dzero.comm.ledger import Entry, Traffic, sent_bytes
+from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.mesh import REPLICATE, SHARD
-from dzero.zero.layout import Layout, UnitShape
+from dzero.zero.layout import Layout, Row, UnitShape
 
 KINDS = ("param", "grad", "master", "moments")
 
@@ -31,25 +31,25 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
     """Calls and bytes sent per rank for one optimizer step, by the ledger's entries (phases unshard and reduce)."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
-    def add(phase: str, kind: str, axis: str, dtype: torch.dtype, elems: int, ranks: int, calls: int) -> None:
-        if ranks > 1 and elems and calls:
-            moved = calls * sent_bytes(kind, elems * ranks * dtype.itemsize, ranks)
-            totals[Entry(phase, kind, axis, str(dtype).removeprefix("torch."))] += Traffic(calls, moved)
+    def add(kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int) -> None:
+        if ranks > 1 and owned_bytes and calls:
+            phase = "unshard" if kind == "all_gather" else "reduce"
+            totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * (ranks - 1) * owned_bytes)
 
-    n, steps = layout.shard, layout.microbatches
+    n, copies, microbatches = layout.shard, layout.replicate, layout.microbatches
+    dtype, wire, hop = layout.param.dtype, layout.wire, layout.replicate_wire
+    back = layout.grad.dtype if layout.exact else hop
     for unit in units:
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
-        dtype = unit.params[0].dtype
-        wire = min(layout.wire, dtype, key=lambda d: d.itemsize) if dtype != layout.param.dtype else layout.wire
-        gathers = steps if layout.param.sharded else 1
-        add("unshard", "all_gather", SHARD, dtype, shard, n, gathers)
+        gathers = microbatches if layout.param.sharded else 1
+        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers)
         if layout.param.sharded and layout.reshard_after_forward is not False:
             inner = n if layout.reshard_after_forward is True else int(layout.reshard_after_forward)
-            add("unshard", "all_gather", SHARD, dtype, unit.shard_elems(inner), inner, steps)
-        add("reduce", "reduce_scatter", SHARD, wire, trained, n, steps if layout.grad.sharded else 1)
-        copies = layout.replicate
-        chunk = -(-trained // copies)
-        add("reduce", "all_reduce", REPLICATE, layout.replicate_wire, chunk, copies, 1)
+            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches)
+        reduces = microbatches if layout.grad.sharded else 1
+        add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
+        owned = -(-trained // copies)
+        add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
     return dict(totals)
 
 
@@ -66,3 +66,58 @@ class StateBytes:
     def total(self) -> int:
         """All kinds together."""
         return self.param + self.grad + self.master + self.moments
+
+
+def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
+    """Between steps, with shards padded to the largest: FSDP2's registered shards, masters, moments, no gradients.
+
+    8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
+    """
+    n = layout.shard
+    trained = [p.shard_elems(n) for unit in units for p in unit.params if p.trainable]
+    stored = sum(unit.shard_elems(n) for unit in units)
+    own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
+    eight = layout.moments.dtype == torch.uint8
+    blocks = sum(max(1, -(-elems // 256)) for elems in trained)
+    return StateBytes(
+        param=stored * layout.param.dtype.itemsize,
+        grad=0,
+        master=0 if own else sum(trained) * layout.master.dtype.itemsize,
+        moments=2 * blocks * (256 + 4) if eight else 2 * sum(trained) * layout.moments.dtype.itemsize,
+    )
+
+
+def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
+    """At the end of the last backward, just before the update, without the unsharded unit in flight.
+
+    Stages 1-2 hold the unsharded copy beside FSDP2's shards until then; gradients that wait for the last microbatch
+    are whole. This is DESIGN's second column: 2Ψ + 16Ψ/N at stage 2 with bf16 and fp32 masters.
+    """
+    rest, n = resting_bytes(layout, units), layout.shard
+    whole = 0 if layout.param.sharded or n == 1 else sum(unit.shard_elems(n) for unit in units) * n
+    waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
+    trained = sum(unit.shard_elems(n, trainable_only=True) for unit in units) * (n if waits else 1)
+    return StateBytes(
+        param=rest.param + whole * layout.param.dtype.itemsize,
+        grad=trained * layout.grad.dtype.itemsize,
+        master=rest.master,
+        moments=rest.moments,
+    )
+
+
+def paper_bytes(layout: Layout, elems: int) -> StateBytes:
+    """ZeRO's own formulas (Rajbhandari et al. 2020, section 5) for `elems` parameters: 2 + 2 + 4 + 8 bytes, cut by N.
+
+    They count neither FSDP2's registered shards nor the unit in flight, and assume 16-bit gradients.
+    """
+    n = layout.shard
+
+    def cut(row: Row, itemsize: int) -> int:
+        return elems * itemsize // (n if row.sharded else 1)
+
+    return StateBytes(
+        param=cut(layout.param, 2),
+        grad=cut(layout.grad, 2),
+        master=cut(layout.master, 4),
+        moments=cut(layout.moments, 8),
+    )

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from dzero.comm.collectives import is_exact
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
@@ -43,8 +45,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
-        if self.reduction not in ("auto", "exact", "native"):
-            raise ValueError(f"zero.reduction={self.reduction!r}: choose auto, exact or native")
+        is_exact(self.reduction, "cpu")  # raises for an unknown one
         if self.reshard_after_forward is not True and self.stage != 3:
             raise ValueError(
                 f"zero.reshard_after_forward={self.reshard_after_forward} has no effect at zero.stage={self.stage}, "
@@ -57,7 +58,7 @@ class PrecisionConfig:
     """Dtypes of the table. `param`: fp32, bf16 or fp16, the working copy and the compute.
 
     `reduce`: payload of the gradient reduction; `grad`: storage and accumulation of gradients. `auto`: the parameter's
-    dtype, but fp32 for `grad` when an optimizer step has several microbatches. `master`: fp32, or `remainder`, the 16
+    dtype, but fp32 for `grad` when a step has several microbatches or the reduction two hops. `master`: fp32, or `remainder`, the 16
     bits that bf16 lacks (the same bits as fp32 masters, 2 bytes less per parameter). `moments`: fp32; bf16 (rounded
     stochastically); int8 (torchao's block-wise 8 bits). `loss_scale`, `loss_scale_*`: dynamic loss scaling, fp16 only.
     """
@@ -124,6 +125,7 @@ class Layout:
     """Payload of the gradient reduction within the shard axis (stage 0: within the replicate axis)."""
     remainder: bool
     reshard_after_forward: bool | int
+    exact: bool
 
     @classmethod
     def of(
@@ -134,6 +136,7 @@ class Layout:
         replicate: int,
         shard: int,
         microbatches: int = 1,
+        exact: bool = True,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
         if zero.stage == 0 and shard != 1:
@@ -142,7 +145,13 @@ class Layout:
                 "make_mesh(device_type, replicate=<world size>)"
             )
         param = DTYPES[precision.param]
-        fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and microbatches > 1)
+        hybrid = replicate > 1 and shard > 1
+        if hybrid and precision.grad not in ("auto", "fp32"):
+            raise ValueError(
+                f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
+                "take precision.grad=auto or fp32"
+            )
+        fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
         wire = param if precision.reduce == "auto" else DTYPES[precision.reduce]
         if wire.itemsize > grad.itemsize:
@@ -172,6 +181,7 @@ class Layout:
             ),
             wire=wire,
             remainder=precision.master == "remainder",
+            exact=exact,
             # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
             reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
         )
@@ -185,11 +195,6 @@ class Layout:
     def hybrid(self) -> bool:
         """Sharded inside, replicated across: gradients take two hops, with fp32 between them."""
         return self.replicate > 1 and self.shard > 1
-
-    @property
-    def reduce_buffer(self) -> torch.dtype:
-        """Dtype that FSDP2 reduces and accumulates in; the payload is cast to `wire` on the way out."""
-        return torch.float32 if self.hybrid else self.grad.dtype
 
     @property
     def replicate_wire(self) -> torch.dtype:

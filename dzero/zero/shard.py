@@ -3,7 +3,7 @@
     switch                        value                          why
     mesh                          the shard axis alone (1-D)     the hop over replicate is ours: exact, fp32, once a step
     reshard_after_forward         Layout.reshard_after_forward
-    reduce_dtype                  Layout.reduce_buffer           so that what the hook receives is already the gradient
+    reduce_dtype                  Layout.grad.dtype              so that what the hook receives is already the gradient
     custom all_gather, ..._scatter  comm/collectives             exact sums, pairwise moves, the ledger
     gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
     all_reduce_hook               Unit.deliver                   called on the reduced shard, also where nothing is reduced
@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, make_exchange
-from dzero.comm.exchange import Exchange
+from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is_exact
+from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
@@ -52,7 +52,7 @@ class Unit:
     consumer: Callable[[torch.Tensor], None] | None = None
 
     def deliver(self, reduced: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, reduce_buffer]."""
+        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
         if self.consumer is not None:
             self.consumer(reduced)
         elif self.average is not None:
@@ -62,9 +62,7 @@ class Unit:
 class Sharded:
     """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches."""
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.is_last = True
 
@@ -130,7 +128,12 @@ def shard(
         raise ValueError(f"mesh axes {mesh.mesh_dim_names}: expected {AXES}, as dzero.make_mesh builds them")
     replicate, degree = mesh.size(0), mesh.size(1)
     layout = Layout.of(
-        zero, precision or PrecisionConfig(), replicate=replicate, shard=degree, microbatches=microbatches
+        zero,
+        precision or PrecisionConfig(),
+        replicate=replicate,
+        shard=degree,
+        microbatches=microbatches,
+        exact=is_exact(zero.reduction, mesh.device_type),
     )
     return _Sharder(model, layout, zero, mesh, materialise).run()
 
@@ -163,10 +166,10 @@ class _Sharder:
     ) -> None:
         self.model, self.layout, self.mesh, self.materialise = model, layout, mesh, materialise
         self.ledger = Ledger()
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if _is_cuda(mesh) else None)
+        self.device = _current_device(mesh.device_type)
         self.groups = {axis: mesh.get_group(axis) for axis in AXES}
         self.exchanges: dict[str, Exchange] = {
-            axis: make_exchange(zero.reduction, group, mesh.device_type) for axis, group in self.groups.items()
+            axis: (Exact if layout.exact else Native)(group) for axis, group in self.groups.items()
         }
         self.units = [*find_units(model, zero.units), (ROOT, [model])]
         self.slots = _slots_by_unit(model, self.units)
@@ -181,8 +184,7 @@ class _Sharder:
         shape = UnitShape(
             name,
             tuple(
-                ParamShape(s.name, tuple(s.param.shape), self.layout.param.dtype, s.param.requires_grad)
-                for s in slots
+                ParamShape(s.name, tuple(s.param.shape), self.layout.param.dtype, s.param.requires_grad) for s in slots
             ),
         )
         origin = {slot.name: chunk for slot in slots if (chunk := self._round(slot.param)) is not None}
@@ -193,7 +195,7 @@ class _Sharder:
             reshard_after_forward=self.layout.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=self.layout.param.dtype,
-                reduce_dtype=self.layout.reduce_buffer,
+                reduce_dtype=self.layout.grad.dtype,
                 cast_forward_inputs=is_root,
             ),
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
@@ -247,8 +249,11 @@ class _Sharder:
         if unit.params:
             module.set_all_reduce_hook(unit.deliver)
         if self.layout.shard > 1:
-            module.set_custom_all_gather(UnshardParams(name, exchange, SHARD, self.ledger))
-            module.set_custom_reduce_scatter(ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger))
+            # FSDP2's abstract classes for these two are private; only their methods count.
+            gather = UnshardParams(name, exchange, SHARD, self.ledger)
+            reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger)
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
@@ -277,5 +282,5 @@ def _as_fsdp(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _is_cuda(mesh: DeviceMesh) -> bool:
-    return mesh.device_type == "cuda"
+def _current_device(device_type: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)

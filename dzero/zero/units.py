@@ -49,9 +49,7 @@ def _outermost_elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _joined_by_tied_weights(
-    model: nn.Module, named: list[tuple[str, nn.Module]]
-) -> list[tuple[str, list[nn.Module]]]:
+def _joined_by_tied_weights(model: nn.Module, named: list[tuple[str, nn.Module]]) -> list[tuple[str, list[nn.Module]]]:
     inside = {p for _, module in named for p in module.parameters()}
     owned = {m for _, module in named for m in module.modules()}
     outside = {p for m in model.modules() if m not in owned for p in m.parameters(recurse=False)}

@@ -1,0 +1,8 @@
+"""dzero: the ZeRO family as DTensor placements. See README.md for the five lines a training loop needs."""
+
+from dzero.mesh import make_mesh
+from dzero.optim.master import AdamW
+from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.zero.shard import Sharded, shard
+
+__all__ = ["AdamW", "PrecisionConfig", "Sharded", "ZeroConfig", "make_mesh", "shard"]

@@ -1,0 +1,58 @@
+"""Learning-rate schedules as factors of the base rate, for `torch.optim.lr_scheduler.LambdaLR`.
+
+constant   warm-up, then 1
+cosine     warm-up, then half a cosine from 1 to `final`
+wsd        warm-up, stable at 1, then linear decay to `final` over the last `decay_steps` (Hu et al. 2024)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+KINDS = ("constant", "cosine", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """`kind` as above; `warmup_steps` of linear warm-up; `final`: factor at the last step; `decay_steps`: wsd only."""
+
+    kind: str = "cosine"
+    warmup_steps: int = 10
+    decay_steps: int | None = None
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: must be ≥ 0")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"schedule.final={self.final}: a factor in [0, 1]")
+        if (self.kind == "wsd") != (self.decay_steps is not None):
+            raise ValueError(
+                f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: wsd needs it, others ignore it"
+            )
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ValueError(f"schedule.decay_steps={self.decay_steps}: must be ≥ 1")
+
+    def factor(self, total_steps: int) -> Callable[[int], float]:
+        """Factor for step 0, 1, ... of a run of `total_steps`. Raises ValueError when warm-up and decay do not fit."""
+        warmup, decay = self.warmup_steps, self.decay_steps or 0
+        if warmup + decay > total_steps:
+            raise ValueError(
+                f"schedule.warmup_steps={warmup} + schedule.decay_steps={decay} exceed train.steps={total_steps}"
+            )
+
+        def at(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            if self.kind == "constant":
+                return 1.0
+            length = decay if self.kind == "wsd" else total_steps - warmup
+            done = min(1.0, max(0.0, (step - (total_steps - length)) / max(1, length - 1)))
+            fall = done if self.kind == "wsd" else (1 - math.cos(math.pi * done)) / 2
+            return 1 - (1 - self.final) * fall
+
+        return at

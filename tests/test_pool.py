@@ -1,0 +1,154 @@
+"""Promises of the pool of worker processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import build
+from pool import Pool, WorkerError
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def summed(rank: int, ranks: int, base: Tensor) -> tuple[Tensor, int]:
+    total = base + rank
+    dist.all_reduce(total)
+    return total, dist.get_world_size()
+
+
+def echo(rank: int, ranks: int, value: Any) -> Any:
+    return value
+
+
+def identity(rank: int, ranks: int) -> tuple[int, int, float]:
+    return os.getpid(), torch.get_num_threads(), torch.rand(()).item()
+
+
+def sharded(rank: int, ranks: int) -> Tensor:
+    model = build("uneven")
+    fully_shard(model)
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    weight = model.get_parameter("head.weight")
+    assert isinstance(weight, DTensor)
+    return weight.full_tensor().detach()
+
+
+def dtensor(rank: int, ranks: int) -> Any:
+    model = nn.Linear(2, 2)
+    fully_shard(model)
+    return model.weight
+
+
+def one_fails(rank: int, ranks: int, failing: int) -> None:
+    if rank == failing:
+        raise KeyError(f"stage of rank {rank}")
+    dist.barrier()
+
+
+def all_fail(rank: int, ranks: int) -> None:
+    raise ValueError("zero.stage=5")
+
+
+def one_dies(rank: int, ranks: int) -> None:
+    if rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def sleeps(rank: int, ranks: int) -> None:
+    time.sleep(60)
+
+
+def test_results_come_in_rank_order_from_one_group_of_every_size(pool: Pool) -> None:
+    for ranks in (2, 4, 1):
+        results = pool.run(summed, ranks, torch.ones(3))
+        expected = torch.full((3,), float(ranks + sum(range(ranks))))
+        assert [(total.tolist(), size) for total, size in results] == [(expected.tolist(), ranks)] * ranks
+
+
+def test_workers_are_kept_single_threaded_and_seeded_alike(pool: Pool) -> None:
+    first, second = pool.run(identity, 2), pool.run(identity, 2)
+    assert first == second
+    assert len({pid for pid, _, _ in first}) == 2
+    assert {(threads, drawn) for _, threads, drawn in first} == {(1, first[0][2])}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_tensors_of_every_dtype_and_shape_travel_with_their_bits(
+    pool: Pool, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    sent = torch.randn(shape).mul(9).to(dtype)
+    (nested,) = pool.run(echo, 1, {"a": [sent]})
+    back = nested["a"][0]
+    assert (back.dtype, back.shape) == (dtype, sent.shape)
+    assert back.reshape(-1).view(torch.uint8).tolist() == sent.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_a_model_travels_with_tied_and_frozen_parameters(pool: Pool) -> None:
+    tied, frozen = pool.run(echo, 1, (build("tied"), build("frozen")))[0]
+    assert tied.head.weight is tied.embed.weight
+    assert [p.requires_grad for p in frozen.parameters()] == [p.requires_grad for p in build("frozen").parameters()]
+
+
+def test_consecutive_runs_may_shard_models(pool: Pool) -> None:
+    expected = build("uneven").head.weight
+    for _ in range(2):
+        for weight in pool.run(sharded, 4):
+            assert torch.equal(weight, expected)
+
+
+def test_a_dtensor_is_refused_with_the_repair(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"to_local\(\) or full_tensor\(\)"):
+        pool.run(dtensor, 2)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_first_failure_is_raised_and_ranks_left_in_a_collective_are_replaced(pool: Pool, failing: int) -> None:
+    pool.run(echo, 2, None)
+    before = pool.pids
+    started_s = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank {failing} of 2: Traceback[\s\S]*KeyError: 'stage of rank {failing}'"):
+        pool.run(one_fails, 2, failing)
+    assert time.monotonic() - started_s < 10
+    left = before[1 - failing]
+    assert left not in pool.pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(left or 0, 0)
+    assert pool.run(summed, 2, torch.zeros(1))[0][0].item() == 1.0
+
+
+def test_a_failure_of_all_ranks_keeps_the_workers(pool: Pool) -> None:
+    pool.run(echo, 2, None)
+    before = pool.pids
+    with pytest.raises(WorkerError, match=r"zero\.stage=5"):
+        pool.run(all_fail, 2)
+    assert pool.pids == before
+
+
+def test_a_dead_worker_is_named_with_its_exit_code(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match="rank 1 of 2: the process died with exit code 7"):
+        pool.run(one_dies, 2)
+
+
+def test_a_run_that_takes_too_long_is_ended(pool: Pool) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[0\] of 1 did not return within 0.5 s"):
+        pool.run(sleeps, 1, timeout_s=0.5)
+
+
+def test_a_function_without_an_importable_name_is_refused(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="define it at module level"):
+        pool.run(lambda rank, ranks: None, 1)
+
+
+def test_closing_leaves_no_process() -> None:
+    with Pool() as pool:
+        (pid, _, _) = pool.run(identity, 1)[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
