@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -75,6 +75,17 @@ class LauncherConfig:
         return timedelta(seconds=self.timeout_s)
 
 
+class RunConfig(Protocol):
+    """What a launch needs to know of a run; the rest is the workers' business."""
+
+    @property
+    def launch(self) -> LauncherConfig: ...
+    def check_ranks(self, ranks: int) -> None: ...
+
+
+Entry = Callable[[Any, Path], None]
+
+
 def launched() -> bool:
     """Whether this process is a worker already (torchrun's or ours)."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -91,8 +102,23 @@ def worker_device(config: LauncherConfig) -> torch.device:
     return device
 
 
-def run(entry: Callable[[Any], None], config: Any, *, workers: int) -> int:
-    """Run `entry(config)` (both picklable) in `workers` processes; return the exit code after telling what failed."""
+def quiet_hydra() -> list[str]:
+    """Overrides with which workers other than rank 0 keep Hydra from making output folders of their own."""
+    if os.environ.get("RANK", "0") == "0":
+        return []
+    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+
+
+def start(entry: Entry, config: RunConfig, run_folder: Path) -> int:
+    """Run `entry(config, run_folder)` here where this is a worker already, else in workers of our own.
+
+    Returns the exit code, after telling what failed. Raises ValueError for settings that do not fit the ranks.
+    """
+    if launched():
+        entry(config, run_folder)
+        return 0
+    workers = config.launch.worker_count
+    config.check_ranks(workers)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no other interface is needed
     with tempfile.TemporaryDirectory(prefix="dzero-launch-") as private:
         quiet = {rank: Std.ALL for rank in range(1, workers)}
@@ -109,20 +135,20 @@ def run(entry: Callable[[Any], None], config: Any, *, workers: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=private, redirects=quiet),
         )
         try:
-            elastic_launch(launcher, _worker)(entry, config, private)
+            elastic_launch(launcher, _worker)(entry, config, run_folder, Path(private))
         except ChildFailedError as failed:
             print(_explain(failed, Path(private)), file=sys.stderr)
             return 1
     return 0
 
 
-def _worker(entry: Callable[[Any], None], config: Any, private: str) -> None:
+def _worker(entry: Entry, config: RunConfig, run_folder: Path, private: Path) -> None:
     try:
-        entry(config)
+        entry(config, run_folder)
     except BaseException:
-        failure = {"time_ns": time.time_ns(), "traceback": traceback.format_exc()}
         rank = os.environ["RANK"]
-        (Path(private) / f"failed-{rank}.json").write_text(json.dumps(failure | {"rank": rank}))
+        report = {"rank": rank, "time_ns": time.time_ns(), "traceback": traceback.format_exc()}
+        (private / f"failed-{rank}.json").write_text(json.dumps(report))
         raise
 
 

@@ -55,8 +55,8 @@ class AdamW:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """Doubles after `growth_interval` good steps in a row; halves, down to `floor`, after `hysteresis` overflows in a
-    row. Either change starts both counts anew."""
+    """Doubles after `growth_interval` good steps in a row; halves, down to `floor`, at the
+    `hysteresis`-th overflow in a row and at each one after it."""
 
     init: float = 2.0**16
     growth_interval: int = 2000
@@ -255,8 +255,8 @@ class _Scaler:
         self.good, self.overflows = (self.good + 1, 0) if finite else (0, self.overflows + 1)
         if self.good == self.config.growth_interval:
             self.scale, self.good = self.scale * 2.0, 0
-        if self.overflows == self.config.hysteresis:
-            self.scale, self.overflows = max(self.scale * 0.5, self.config.floor), 0
+        if self.overflows >= self.config.hysteresis:
+            self.scale = max(self.scale * 0.5, self.config.floor)
 
 
 @contextmanager

@@ -223,7 +223,7 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_for_all() -> None:
     ("config", "pattern", "scales"),
     [
         (LossScale(init=16.0), "x..x", [16, 8, 8, 8, 4]),
-        (LossScale(init=16.0, hysteresis=2), "x.xxxx", [16, 16, 16, 16, 8, 8, 4]),
+        (LossScale(init=16.0, hysteresis=2), "x.xxxx", [16, 16, 16, 16, 8, 4, 2]),
         (LossScale(init=2.0), "xxx", [2, 1, 1, 1]),
         (LossScale(init=16.0, growth_interval=2), "...x...", [16, 16, 32, 32, 16, 16, 32, 32]),
     ],

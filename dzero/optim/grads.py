@@ -12,6 +12,7 @@ at stage 0, where rank c sums only its own chunk. Every rank receives all sums a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,7 +70,7 @@ class Gradients:
         per_param = chunks[0].clone()
         for chunk in chunks[1:]:
             per_param += chunk
-        norm = sum(per_param.tolist()) ** 0.5 / scale
+        norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
         bad = () if finite else self._culprits(chunks)

@@ -14,7 +14,6 @@ parameter's or the file's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -26,26 +25,6 @@ from dzero.optim.scaler import LossScaler, ScalerConfig
 from dzero.optim.storage import Stored, local_of
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    """AdamW's hyper-parameters. `max_norm`: global-norm clipping, None for none. `weight_decay` is decoupled."""
-
-    lr: float = 3e-4
-    betas: list[float] | None = None
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_norm: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        for key in ("lr", "eps", "weight_decay"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"optim.{key}={getattr(self, key)}: must be ≥ 0")
-        if self.betas is not None and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
-            raise ValueError(f"optim.betas={self.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]")
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"optim.max_norm={self.max_norm}: must be > 0, or null for no clipping")
 
 
 class MasterOptimizer(torch.optim.Optimizer):

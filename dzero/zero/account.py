@@ -53,6 +53,20 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
     return dict(totals)
 
 
+def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
+    """Calls and bytes sent per rank and step for decisions: one fp64 sum per trained parameter along the axis that
+    cuts the chunks, and the loss, one fp64, along every axis."""
+    chunk_axis = SHARD if layout.shard > 1 else REPLICATE
+    params = sum(p.trainable for unit in units for p in unit.params)
+    totals = {}
+    for axis, ranks in ((REPLICATE, layout.replicate), (SHARD, layout.shard)):
+        if ranks > 1:
+            norms = Traffic(1, 8 * params * (ranks - 1)) if axis == chunk_axis else Traffic()
+            entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
+            totals[entry] = norms + Traffic(1, 8 * (ranks - 1))
+    return totals
+
+
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of model states on one rank, by kind of state."""

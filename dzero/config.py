@@ -1,0 +1,180 @@
+"""The whole configuration of a run: the owners' dataclasses under one roof, and what must agree between them.
+
+Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides train.py and the command-line
+doors, no other file knows Hydra.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dzero.data.corpus import DataConfig
+from dzero.launch import LauncherConfig
+from dzero.mesh import MeshConfig
+from dzero.models.config import ModelConfig
+from dzero.monitor.profile import ProfileConfig
+from dzero.monitor.sink import MonitorConfig
+from dzero.optim.build import OptimConfig
+from dzero.optim.scaler import ScalerConfig
+from dzero.optim.schedule import ScheduleConfig
+from dzero.parallel.blocks import BlockConfig
+from dzero.zero.layout import PrecisionConfig, ZeroConfig
+
+
+class ConfigError(ValueError):
+    """A setting that cannot take effect; the message names the key, the value and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and in what portions.
+
+    A step consumes `microbatch_sequences` x `accumulate` x ranks sequences of `sequence_tokens` tokens; set
+    `global_sequences` to have that product checked. `evaluate_every_steps`: held-out loss on `evaluate_batches`
+    microbatches per rank (0: never). `max_skipped_steps`: in a row, for non-finite gradients, before the run stops.
+    """
+
+    steps: int = 200
+    microbatch_sequences: int = 4
+    sequence_tokens: int = 256
+    accumulate: int = 1
+    global_sequences: int | None = None
+    seed: int = 0
+    evaluate_every_steps: int = 100
+    evaluate_batches: int = 8
+    max_skipped_steps: int = 20
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "microbatch_sequences", "sequence_tokens", "accumulate", "evaluate_every_steps"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 1")
+        for key in ("seed", "evaluate_batches", "max_skipped_steps"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 0")
+
+    def sequences(self, ranks: int) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return self.microbatch_sequences * self.accumulate * ranks
+
+    def check_batch(self, ranks: int) -> None:
+        """Raises ValueError where `global_sequences` is not what the other settings make."""
+        wanted, made = self.global_sequences, self.sequences(ranks)
+        if wanted is None or wanted == made:
+            return
+        per_rank = self.microbatch_sequences * ranks
+        allowed = (
+            f"train.accumulate={wanted // per_rank} makes it"
+            if wanted % per_rank == 0
+            else f"with {ranks} ranks it must be a multiple of {per_rank}, or change train.microbatch_sequences"
+        )
+        raise ValueError(
+            f"train.global_sequences={wanted}, but train.microbatch_sequences={self.microbatch_sequences} x "
+            f"train.accumulate={self.accumulate} x {ranks} ranks = {made}; {allowed}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that `train.py` obeys, one group per owner."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    scaler: ScalerConfig = field(default_factory=ScalerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    launch: LauncherConfig = field(default_factory=LauncherConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    def __post_init__(self) -> None:
+        self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit
+        if self.precision.param != "fp16" and self.scaler != ScalerConfig():
+            raise ValueError(
+                f"scaler.* has no effect at precision.param={self.precision.param}; remove it or take fp16"
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """What depends on the number of data-parallel ranks. Raises ValueError."""
+        self.mesh.degrees(ranks, stage=self.zero.stage)
+        self.train.check_batch(ranks)
+
+
+def register() -> None:
+    """Make `RunConfig` the schema under which Hydra composes `conf/`."""
+    schema = OmegaConf.structured(RunConfig)
+    _thaw(schema)
+    ConfigStore.instance().store(name="run_schema", node=schema)
+
+
+def _thaw(node: DictConfig) -> None:
+    """OmegaConf makes the config of a frozen dataclass read-only; Hydra has to merge into it first."""
+    OmegaConf.set_readonly(node, False)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            _thaw(child)
+
+
+def resolve(composed: DictConfig) -> RunConfig:
+    """The composed configuration as validated dataclasses. Raises ConfigError."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(str(error)) from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The resolved configuration, for people."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def check_overrides(arguments: Sequence[str], conf: Path) -> None:
+    """Find unknown keys and options before Hydra does, to say what is allowed. Raises ConfigError."""
+    words = [word for word in arguments if "=" in word and not word.startswith("-")]
+    for override in OverridesParser.create().parse_overrides(words):
+        key = override.key_or_group.split("@")[0]
+        if key.split("/")[0].split(".")[0] == "hydra":
+            continue
+        if (conf / key).is_dir():
+            options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
+            values = override.value() if not override.is_sweep_override() else None
+            if isinstance(values, str) and values not in options:
+                raise ConfigError(f"{key}={values}: choose one of {options}{_closest(values, options)}")
+        else:
+            _check_key(key)
+
+
+def _check_key(key: str) -> None:
+    owner: Any = RunConfig
+    done: list[str] = []
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(owner):
+            return  # inside a free-form mapping such as optim.options
+        hints = get_type_hints(owner)
+        if part not in hints:
+            where = ".".join(done) or "the configuration"
+            raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{_closest(part, list(hints))}")
+        owner = hints[part]
+        done.append(part)
+
+
+def _closest(word: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, allowed, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -1,0 +1,200 @@
+"""What this machine offers: peaks of known accelerators, memory and cores of this process, dtypes by name, units.
+
+question                          answer from
+FLOP/s of an accelerator          the vendor's datasheet, by the exact device name; None when it is not listed
+memory, cores                     the smallest of the machine, the scheduler's affinity and every enclosing cgroup
+memory of this process            /proc/self/status: VmRSS now, VmHWM the high-water mark
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+}
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense peaks in TFLOP/s, without sparsity: 16-bit products summed in fp32, TF32, and plain fp32."""
+
+    bf16: float | None
+    fp16: float | None
+    tf32: float | None
+    fp32: float
+
+
+# Keys are patterns for the whole name, so that a slice (MIG), a laptop chip or a restricted model matches none.
+# Datasheets quote sparse peaks for Ampere and later; half of them stands here.
+PEAKS: dict[str, Peak] = {
+    r"Tesla V100-SXM2-\d+GB(-LS)?": Peak(None, 125.0, None, 15.7),  # NVIDIA V100 datasheet, 2020 (no bf16 units)
+    r"Tesla V100-PCIE-\d+GB": Peak(None, 112.0, None, 14.0),  # NVIDIA V100 datasheet, 2020
+    r"NVIDIA A100-(SXM4|PCIE)-(40|80)GB": Peak(312.0, 312.0, 156.0, 19.5),  # NVIDIA A100 datasheet, 2022
+    r"NVIDIA A100 80GB PCIe": Peak(312.0, 312.0, 156.0, 19.5),  # NVIDIA A100 datasheet, 2022
+    r"NVIDIA H100 80GB HBM3": Peak(989.4, 989.4, 494.7, 66.9),  # NVIDIA H100 (SXM5) architecture whitepaper
+    r"NVIDIA H100 PCIe": Peak(756.5, 756.5, 378.0, 51.2),  # NVIDIA H100 (PCIe) datasheet: 1,513 sparse
+    r"NVIDIA H200": Peak(989.4, 989.4, 494.7, 66.9),  # NVIDIA H200 (SXM) datasheet: the GPU of H100 SXM
+    r"NVIDIA B200": Peak(2250.0, 2250.0, 1100.0, 75.0),  # NVIDIA HGX B200 datasheet, per GPU: 4.5 and 2.2 PF sparse
+    r"NVIDIA GeForce RTX 4090": Peak(165.2, 165.2, 82.6, 82.6),  # NVIDIA Ada whitepaper, appendix A, fp32 sums
+    r"NVIDIA GeForce RTX 5090": Peak(209.5, 209.5, 104.8, 104.8),  # NVIDIA RTX Blackwell whitepaper, fp32 sums
+    r"NVIDIA L4": Peak(121.0, 121.0, 60.0, 30.3),  # NVIDIA L4 datasheet: 242 and 120 sparse
+    r"NVIDIA L40S": Peak(362.05, 362.05, 183.0, 91.6),  # NVIDIA L40S datasheet
+    r"AMD Instinct MI300X( OAM)?": Peak(1307.4, 1307.4, 653.7, 163.4),  # AMD Instinct MI300X datasheet
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Dense peak of `device` in FLOP/s for matmuls in `dtype`; None where it is unknown (any CPU, unlisted names).
+
+    fp32 matmuls count against the TF32 peak when torch is set to use TF32 for them, else against plain fp32.
+    """
+    if device.type != "cuda":
+        return None
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return peak_flops_of(torch.cuda.get_device_name(device), dtype, tf32=tf32)
+
+
+def peak_flops_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
+    """Dense peak in FLOP/s of the accelerator called `name` (as torch.cuda.get_device_name gives it), or None."""
+    for pattern, peak in PEAKS.items():
+        if re.fullmatch(pattern, name):
+            tera = {
+                torch.bfloat16: peak.bf16,
+                torch.float16: peak.fp16,
+                torch.float32: peak.tf32 if tf32 and peak.tf32 else peak.fp32,
+            }.get(dtype)
+            return None if tera is None else tera * 1e12
+    return None
+
+
+def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DTYPES)) -> torch.dtype:
+    """torch.bfloat16 for `bf16`. Raises ValueError, naming the setting `key`, when `name` is not `allowed`."""
+    names = tuple(allowed)
+    if name not in names:
+        raise ValueError(f"{key}={name}: choose one of {', '.join(names)}")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bf16` for torch.bfloat16; torch's own name where we have none (`int64`)."""
+    return {known: name for name, known in DTYPES.items()}.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Memory in all, used or not, of a CUDA device; of the host for any other device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory_bytes()
+
+
+def host_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Memory that this process and its neighbours may fill: the machine's RAM, or less under a cgroup's limit."""
+    limits = [_status_bytes(proc / "meminfo", "MemTotal") or 0]
+    for folder in _cgroup_folders("memory", proc, cgroup):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, v1
+            limits += [int(word) for word in _words(folder / name) if word != "max"]
+    return min(limits)
+
+
+def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Cores this process may keep busy: its affinity, or less (rounded down, at least 1) under a cgroup's quota."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroup_folders("cpu", proc, cgroup):
+        v2 = _words(folder / "cpu.max")
+        v1 = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        for quota in (v2, v1):
+            if len(quota) == 2 and quota[0] not in ("max", "-1"):
+                cores = min(cores, int(quota[0]) / int(quota[1]))
+    return max(1, int(cores))
+
+
+def rss_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return _status_bytes(PROC / "self/status", "VmRSS") or 0
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had in RAM since it started, or since `reset_peak_rss`."""
+    peak = _status_bytes(PROC / "self/status", "VmHWM")
+    return peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_rss() -> bool:
+    """Start the high-water mark anew from what is in RAM now. False, and no effect, where the kernel refuses."""
+    try:
+        (PROC / "self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def format_bytes(count: float) -> str:
+    """`1.50 GiB`; powers of 1024, three digits."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def format_count(count: float) -> str:
+    """`124 M`; powers of 1000 (k, M, G, T), three digits."""
+    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def format_seconds(seconds: float) -> str:
+    """`4.20 ms`, `12.3 s`, `4:05` (minutes), `1:02:03` (hours)."""
+    if round(seconds) < 60:
+        scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "µs"))
+        return f"{_three_digits(seconds * scale)} {unit}"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while round(abs(value)) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = f"{value:.0f}" if power == 0 else _three_digits(value)
+    return f"{digits} {units[power]}".rstrip()
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def _cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
+    """This process's cgroup for `controller` and those around it; each may limit. v2 and v1 hierarchies alike."""
+    for line in (proc / "self/cgroup").read_text().splitlines() if (proc / "self/cgroup").exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = mount / controller if controllers else mount
+        inner = Path(path.lstrip("/"))
+        yield from (root / folder for folder in (inner, *inner.parents))
+
+
+def _words(path: Path) -> list[str]:
+    """The words of a small kernel file; none when it does not exist."""
+    return path.read_text().split() if path.exists() else []
+
+
+def _status_bytes(path: Path, field: str) -> int | None:
+    """A `field:  123 kB` line of a /proc file in bytes; None when the kernel does not tell."""
+    if not path.exists():
+        return None
+    found = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,75 @@
+"""From a config to a model without values: `build` makes it on meta, shapes only, whatever its size.
+
+`materialise.Materialiser` fills it afterwards, part by part.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dzero.models.config import ModelConfig
+from dzero.models.hf import build_hf, local_weights
+from dzero.models.llama import Llama
+from dzero.models.materialise import Materialiser
+
+
+class Decoder(Protocol):
+    """What `build` returns: an nn.Module from tokens int64 [batch, time] to logits [batch, time, vocab]."""
+
+    @property
+    def attention_width(self) -> int:
+        """heads * head_dim, summed over the layers that attend."""
+        ...
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+
+def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
+    """The `Decoder` on meta, in fp32.
+
+    vocab_size: ids of the data. Raises ValueError where it exceeds the model's vocabulary.
+    """
+    if config.kind == "hf":
+        assert config.name_or_path is not None
+        return build_hf(config.name_or_path, vocab_size)
+    with torch.device("meta"):
+        return Llama(config.shape(vocab_size))
+
+
+def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> Materialiser:
+    """What fills the `model` that `build(config)` made: random values, or the folder's where `config.weights` is set.
+
+    Raises FileNotFoundError or ValueError naming the weights that the folder lacks or holds in another shape.
+    """
+    weights = None
+    if config.weights:
+        assert config.name_or_path is not None
+        weights = local_weights(config.name_or_path, model)
+    return Materialiser(model, seed=seed, device=device, weights=weights)
+
+
+def count(model: nn.Module) -> int:
+    """Elements of all parameters, tied ones once, sharded ones whole."""
+    return sum(param.numel() for param in model.parameters())
+
+
+def flops_per_token(model: nn.Module, sequence_tokens: int) -> float:
+    """Model FLOPs of forward and backward per trained token, for MFU; one multiply-add is 2.
+
+        6 * matmul_elems + 12 * attention_width * sequence_tokens
+
+    matmul_elems: elements of the parameters with ≥ 2 dims, tables that are only looked up (nn.Embedding) excepted; a
+    tied head counts. Each costs 2 in forward and 4 in backward. Attention: queries · keys and weights · values cost
+    4 * width * sequence_tokens in forward, twice that in backward. This is the convention of PaLM (appendix B): all
+    sequence_tokens² pairs count although the causal mask needs half of them, and recomputation does not count. Every
+    expert of a mixture counts as active. Raises TypeError for a model that tells no attention_width.
+    """
+    attention_width = getattr(model, "attention_width", None)
+    if attention_width is None:
+        raise TypeError(f"{type(model).__name__} tells no attention_width (heads * head_dim over all layers)")
+    multiplied = {p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    matmul_elems = sum(param.numel() for param in multiplied if param.ndim >= 2)
+    return 6.0 * matmul_elems + 12.0 * int(attention_width) * sequence_tokens

@@ -1,0 +1,82 @@
+"""What model is trained: the group `model`.
+
+    kind   built by                                             settings
+    llama  `llama.Llama`, plain torch                           sizes; hidden_size, layers, heads, ffn_size are required
+    hf     any causal LM of transformers (extra `hf`), offline  name_or_path, weights
+
+A setting of the other kind would have no effect, so it is an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from dzero.models.llama import LlamaShape
+
+SETTINGS = {
+    "llama": {field.name for field in fields(LlamaShape)},
+    "hf": {"name_or_path", "weights"},
+}
+REQUIRED = {"llama": ("hidden_size", "layers", "heads", "ffn_size"), "hf": ("name_or_path",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model's kind and sizes; unset llama sizes take the defaults of `LlamaShape`.
+
+    `vocab_size` (unset: the data's), `kv_heads` (unset: heads). `name_or_path`: a local folder with config.json, or a
+    model type such as `gpt2` in its default sizes. `weights`: start from the folder's safetensors files; otherwise
+    from random values.
+    """
+
+    kind: str = "llama"
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    ffn_size: int | None = None
+    max_tokens: int | None = None
+    rope_theta: float | None = None
+    norm_eps: float | None = None
+    tied: bool | None = None
+    name_or_path: str | None = None
+    weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in SETTINGS:
+            raise ValueError(f"model.kind={self.kind!r}: choose one of {[*SETTINGS]}")
+        allowed = SETTINGS[self.kind]
+        idle = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind" and f.name not in allowed}
+        for key, value in idle.items():
+            if value not in (None, False):
+                raise ValueError(
+                    f"model.{key}={value} has no effect with model.kind={self.kind}, which takes {sorted(allowed)}; "
+                    "remove it"
+                )
+        for key in REQUIRED[self.kind]:
+            if getattr(self, key) is None:
+                raise ValueError(f"model.{key} is unset: model.kind={self.kind} needs {[*REQUIRED[self.kind]]}; set it")
+        if self.kind == "llama":
+            self.shape(vocab_size=1)
+
+    def shape(self, vocab_size: int | None) -> LlamaShape:
+        """Sizes of a llama whose data has `vocab_size` ids. Raises ValueError when the model knows fewer, or none."""
+        assert self.kind == "llama"
+        vocab_size = check_vocabulary(self.vocab_size, vocab_size)
+        given = {key: value for key in SETTINGS["llama"] if (value := getattr(self, key)) is not None}
+        return LlamaShape(**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
+
+
+def check_vocabulary(model: int | None, data: int | None) -> int:
+    """The model's vocabulary: its own, else the data's. Raises ValueError when ids of the data would be outside."""
+    if model is None and data is None:
+        raise ValueError("model.vocab_size is unset and the data names no vocabulary: set model.vocab_size")
+    if model is not None and data is not None and model < data:
+        raise ValueError(
+            f"model.vocab_size={model}: the data has ids up to {data - 1}; take a vocabulary ≥ {data} "
+            "or a tokenizer with fewer ids"
+        )
+    size = data if model is None else model
+    assert size is not None
+    return size

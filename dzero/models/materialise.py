@@ -1,0 +1,141 @@
+"""Values for a model on meta, part by part, so that no rank ever holds more than one whole unit.
+
+Note: why every rank draws the same bits. Each module draws after the generator was seeded from (seed, the module's
+name in the whole model). So its values depend on neither the order of the calls, nor the parts they name, nor the
+number of ranks; only on the kind of device, whose generators differ. The caller's generators are left as they were.
+
+Note: who draws. A module that owns parameters or buffers brings `reset_parameters()`, as torch's own do. In a model of
+transformers the nearest `_init_weights` above a module draws for it; as that may also rewrite what children own
+(GPT-2 narrows its output projections from their parents), it runs for every module that lies wholly in the part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Initialise = Callable[[nn.Module], None]
+Weights = Mapping[str, Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """A tensor just allocated, its names in the model (several when tied), and its version before any write.
+
+    Floating-point memory starts as NaN, so that what no initialiser wrote is found.
+    """
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    version: int
+
+    @property
+    def is_written(self) -> bool:
+        if self.tensor.is_floating_point():
+            return not bool(self.tensor.isnan().any())
+        return self.tensor.numel() == 0 or self.tensor._version > self.version
+
+
+class Materialiser:
+    """Fills modules of `model` in place: `materialise(module)`, each tensor once, modules in any order.
+
+    model: the whole model; names and ties are taken from it now. device: where tensors are allocated, floating-point
+    parameters in fp32. weights: readers by name in the model; a tensor that has one is read instead of drawn.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, seed: int, device: torch.device | str, weights: Weights | None = None
+    ) -> None:
+        self.seed, self.device, self.weights = seed, torch.device(device), weights or {}
+        self.names = {module: name for name, module in model.named_modules()}
+        self.sweeps = dict(_sweeps(model, None))
+        self.places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+        for module in self.names:
+            for attribute, tensor in _own(module):
+                self.places.setdefault(tensor, []).append((module, attribute))
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Allocate and fill what is still on meta in `module` and below; leave everything else alone.
+
+        Raises ValueError naming the tensors that no initialiser wrote.
+        """
+        on_meta = dict.fromkeys(t for part in module.modules() for _, t in _own(part) if t.is_meta)
+        fresh = [self._allocate(tensor) for tensor in on_meta]
+        drawn = [f for f in fresh if self._reader(f) is None]
+        self._draw({f.tensor for f in fresh}, {f.tensor for f in drawn})
+        if unwritten := [f.names[0] for f in drawn if not f.is_written]:
+            raise ValueError(
+                f"no initialiser for {unwritten}: give the modules that own them a reset_parameters() that writes "
+                "each of their parameters and buffers in place, or build the model on a real device"
+            )
+        for f in fresh:
+            if (read := self._reader(f)) is not None:
+                f.tensor.copy_(read())
+
+    def _allocate(self, meta: Tensor) -> _Fresh:
+        """One real tensor in every place where the model has `meta`, so that ties stay ties."""
+        is_param = isinstance(meta, nn.Parameter)
+        dtype = torch.float32 if is_param and meta.is_floating_point() else meta.dtype
+        tensor = torch.empty_like(meta, dtype=dtype, device=self.device)
+        if dtype.is_floating_point:
+            tensor.fill_(torch.nan)
+        if is_param:
+            tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+        places = self.places.pop(meta)
+        for owner, attribute in places:
+            setattr(owner, attribute, tensor)
+        names = tuple(f"{self.names[owner]}.{attribute}".removeprefix(".") for owner, attribute in places)
+        return _Fresh(names, tensor, tensor._version)
+
+    def _reader(self, fresh: _Fresh) -> Callable[[], Tensor] | None:
+        return next((self.weights[name] for name in fresh.names if name in self.weights), None)
+
+    def _draw(self, fresh: set[Tensor], drawn: set[Tensor]) -> None:
+        """Children draw before parents and, of modules that share a parameter, the first in the model last."""
+        for module, name in reversed(self.names.items()):
+            sweep = self.sweeps.get(module)
+            below = {t for part in module.modules() for _, t in _own(part)} if sweep else set()
+            owns = any(tensor in drawn for _, tensor in _own(module))
+            if owns or (below <= fresh and below & drawn):
+                with self._seeded(name):
+                    (sweep or _reset)(module)
+
+    @contextmanager
+    def _seeded(self, name: str) -> Iterator[None]:
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.default_generator.manual_seed(seed)
+            for device in devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            yield
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that `module` itself holds, by attribute."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _reset(module: nn.Module) -> None:
+    """torch's convention; nn.MultiheadAttention spells it with an underscore."""
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None:
+        reset()
+
+
+def _sweeps(module: nn.Module, inherited: Initialise | None) -> Iterator[tuple[nn.Module, Initialise]]:
+    """(module, the nearest `_init_weights` at or above it), where there is one."""
+    sweep: Initialise | None = getattr(module, "_init_weights", inherited)
+    if sweep is not None:
+        yield module, sweep
+    for child in module.children():
+        yield from _sweeps(child, sweep)

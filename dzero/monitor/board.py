@@ -1,0 +1,72 @@
+"""The run for TensorBoard: scalars by step, the resolved config and the closing summary as text.
+
+loss/train  loss/held_out                                   nats
+optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
+speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
+memory/<kind>_bytes  traffic/<kind>_bytes                   of rank 0; traffic is that of one step
+config  note  summary                                       text
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.tables import plain, summary_tables
+
+
+class TensorBoardSink:
+    """Event files under `folder`, which is made if need be. `resolved_config`: YAML text. Use on one rank only."""
+
+    def __init__(self, folder: Path, *, resolved_config: str = "", scalars_every_steps: int = 1) -> None:
+        self._every = scalars_every_steps
+        self._writer = SummaryWriter(str(folder))
+        if resolved_config:
+            self._writer.add_text("config", code_block(resolved_config, "yaml"), 0)
+
+    def step(self, record: StepRecord) -> None:
+        """Write the scalars of every `scalars_every_steps`-th step; what is not known has no point."""
+        if record.step % self._every == 0:
+            for tag, value in scalars(record).items():
+                if value is not None:
+                    self._writer.add_scalar(tag, value, record.step)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Write a held-out loss [nats]."""
+        self._writer.add_scalar("loss/held_out", loss, step)
+
+    def note(self, step: int, message: str) -> None:
+        """Keep something rare as text."""
+        self._writer.add_text("note", code_block(message), step)
+
+    def summary(self, summary: RunSummary) -> None:
+        """Keep the closing tables as text."""
+        self._writer.add_text("summary", code_block(plain(summary_tables(summary))), summary.steps)
+
+    def close(self) -> None:
+        """Flush to disk and end the writer's thread."""
+        self._writer.close()
+
+
+def scalars(record: StepRecord) -> dict[str, float | None]:
+    """Values by tag; None where not known."""
+    return {
+        "loss/train": record.loss,
+        "optim/lr": record.lr,
+        "optim/grad_norm": record.grad_norm,
+        "optim/loss_scale": record.loss_scale,
+        "optim/skipped_steps": record.skipped_steps,
+        "speed/tokens_per_s": record.speed.tokens_per_s,
+        "speed/mfu": record.speed.mfu,
+        "speed/step_s": record.seconds,
+        "speed/tokens": record.tokens,
+        **{f"memory/{kind}_bytes": count for kind, count in record.memory_bytes.items()},
+        **{f"traffic/{kind}_bytes": count for kind, count in record.traffic_bytes.items()},
+    }
+
+
+def code_block(text: str, language: str = "") -> str:
+    """`text` as Markdown that keeps its columns."""
+    return f"```{language}\n{text}\n```"

@@ -1,0 +1,119 @@
+"""The closing summary as tables, and each table as rich, or as plain aligned text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from dzero.comm.ledger import Traffic
+from dzero.hardware import format_bytes, format_count, format_seconds
+from dzero.monitor.records import RunSummary
+
+OK, DIFFERS, NO_THEORY = "ok", "≠", "-"
+THEORY_PHASES = ("unshard", "reduce")  # what the formulas speak of; control traffic is a few numbers per step
+SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Table:
+    """`header` and every row have as many cells; the first `left` columns are words, the others numbers."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: int = 1
+
+
+def summary_tables(summary: RunSummary) -> list[Table]:
+    """Result, memory per rank, and traffic per step; a table with nothing to say is left out."""
+    tables = [result_table(summary), memory_table(summary), traffic_table(summary)]
+    return [table for table in tables if table.rows]
+
+
+def result_table(summary: RunSummary) -> Table:
+    """Losses, speed and what was skipped."""
+    speed, held_out = summary.speed, summary.held_out_loss
+    rate = "unknown: no step after the warm-up"
+    if speed.tokens_per_s is not None:
+        rate = f"{speed.tokens_per_s:,.0f} ({summary.counted_steps} steps, warm-up left out)"
+    mfu = "unknown peak" if summary.peak_flops is None else "unknown"
+    if speed.mfu is not None and summary.peak_flops is not None:
+        mfu = f"{speed.mfu:.1%} of {summary.peak_flops / 1e12:.4g} TFLOP/s per device"
+    return Table(
+        "result",
+        ("quantity", "value"),
+        (
+            ("steps", f"{summary.steps}, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"),
+            ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
+            ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}"),
+            ("tokens/s", rate),
+            ("MFU", mfu),
+            ("skipped steps", str(summary.skipped_steps)),
+        ),
+        left=2,
+    )
+
+
+def memory_table(summary: RunSummary) -> Table:
+    """Peak bytes by kind, a row per rank; of many ranks, those with the least and the most."""
+    kinds = tuple(dict.fromkeys(kind for rank in summary.peak_bytes for kind in rank))
+    totals = [sum(rank.values()) for rank in summary.peak_bytes]
+    shown = {rank: str(rank) for rank in range(len(totals))}
+    if len(totals) > SHOWN_RANKS:
+        least, most = totals.index(min(totals)), totals.index(max(totals))
+        shown = {least: f"{least} (least)", most: f"{most} (most)"}
+    rows = tuple(
+        (name, *(format_bytes(summary.peak_bytes[rank].get(kind, 0)) for kind in kinds), format_bytes(totals[rank]))
+        for rank, name in shown.items()
+    )
+    return Table("peak memory per rank", ("rank", *kinds, "total"), rows)
+
+
+def traffic_table(summary: RunSummary) -> Table:
+    """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`."""
+    steps = max(1, summary.traffic_steps)
+    rows = []
+    for entry in sorted(summary.traffic.keys() | summary.theory.keys()):
+        sent, due = summary.traffic.get(entry, Traffic()), summary.theory.get(entry, Traffic())
+        if entry.phase in THEORY_PHASES:
+            equal = (sent.calls, sent.sent_bytes) == (due.calls * steps, due.sent_bytes * steps)
+            theory = (str(due.calls), format_bytes(due.sent_bytes), OK if equal else DIFFERS)
+        else:
+            theory = (NO_THEORY, NO_THEORY, NO_THEORY)
+        measured = (f"{sent.calls / steps:.6g}", format_bytes(sent.sent_bytes / steps))
+        rows.append((entry.phase, entry.kind, entry.axis, entry.dtype, *measured, *theory))
+    header = ("phase", "kind", "axis", "dtype", "calls", "sent", "theory calls", "theory sent", "")
+    return Table("collectives per step of rank 0, measured against theory", header, tuple(rows), left=4)
+
+
+def plain(tables: Sequence[Table]) -> str:
+    """Tables as aligned text, a blank line between them."""
+    return "\n\n".join(_plain_table(table) for table in tables)
+
+
+def _plain_table(table: Table) -> str:
+    lines = (table.header, *table.rows)
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+
+    def aligned(line: tuple[str, ...]) -> str:
+        cells = (
+            cell.ljust(width) if column < table.left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([table.title, *("  " + aligned(line) for line in lines)])
+
+
+def rich_table(table: Table) -> RichTable:
+    """The same for a terminal; differences in red."""
+    drawn = RichTable(title=table.title, title_justify="left")
+    for column, name in enumerate(table.header):
+        drawn.add_column(name, justify="left" if column < table.left else "right")
+    styles = {OK: "green", DIFFERS: "bold red"}
+    for row in table.rows:
+        drawn.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    return drawn

@@ -1,0 +1,81 @@
+"""The optimizer a config names, with the usual two groups: matrices decay, vectors (norms, biases) do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dzero.optim.master import AdamW, MasterOptimizer
+from dzero.optim.scaler import ScalerConfig
+from dzero.optim.torch_rule import TorchOptimizer
+from dzero.zero.shard import Sharded
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """`rule`: adamw, or the name of a class of torch.optim (SGD, Adagrad, ...) that runs over the fp32 masters.
+
+    `betas`, `eps`: adamw's (unset: 0.9, 0.95 and 1e-8). `options`: another rule's keyword arguments, e.g.
+    {momentum: 0.9}. `weight_decay`: of matrices. `max_norm`: clips the global gradient norm; null for no clipping.
+    """
+
+    rule: str = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    max_norm: float | None = 1.0
+    betas: list[float] | None = None
+    eps: float | None = None
+    options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.lr >= 0 and self.weight_decay >= 0):
+            raise ValueError(f"optim.lr={self.lr}, optim.weight_decay={self.weight_decay}: must be ≥ 0")
+        if self.betas is not None and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
+            raise ValueError(f"optim.betas={self.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]")
+        if self.eps is not None and not self.eps >= 0:
+            raise ValueError(f"optim.eps={self.eps}: must be ≥ 0")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"optim.max_norm={self.max_norm}: must be > 0, or null for no clipping")
+        if self.rule == "adamw":
+            if self.options is not None:
+                raise ValueError("optim.options has no effect with optim.rule=adamw; set optim.betas and optim.eps")
+            return
+        classes = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer")
+        if self.rule not in classes:
+            raise ValueError(f"optim.rule={self.rule!r}: choose adamw or one of torch.optim's {classes}")
+        if self.betas is not None or self.eps is not None:
+            raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
+
+
+def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig | None = None) -> MasterOptimizer:
+    """The optimizer of `config` over `sharded`'s trained parameters. Raises ValueError as the optimizers do."""
+    groups = decay_groups(sharded, config.weight_decay)
+    if config.rule == "adamw":
+        return AdamW(
+            sharded,
+            groups,
+            lr=config.lr,
+            betas=BETAS if config.betas is None else (config.betas[0], config.betas[1]),
+            eps=EPS if config.eps is None else config.eps,
+            max_norm=config.max_norm,
+            scaler=scaler,
+        )
+    rule = getattr(torch.optim, config.rule)
+    options = {str(key): value for key, value in (config.options or {}).items()}
+    return TorchOptimizer(sharded, rule, groups, max_norm=config.max_norm, scaler=scaler, lr=config.lr, **options)
+
+
+def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: those with two or more dims at `weight_decay`, the others at 0; empty groups left out."""
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for param in sharded.named_params().values():
+        if param.requires_grad:
+            (matrices if param.ndim >= 2 else vectors).append(param)
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

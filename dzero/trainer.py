@@ -1,0 +1,266 @@
+"""The training loop: build, step, evaluate, tell.
+
+A step reads as its phases: microbatches under `microbatch(is_last)`; the optimizer decides once for all ranks, then
+updates or skips; the learning rate moves; the step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import record_function
+
+from dzero.comm.collectives import GatherScalars
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig, as_yaml
+from dzero.data.corpus import Corpus, load
+from dzero.data.stream import TokenStream, evaluation_batches
+from dzero.hardware import format_count, peak_flops
+from dzero.launch import worker_device
+from dzero.mesh import AXES, make_mesh, process_group
+from dzero.models.build import build, count, flops_per_token, materialiser
+from dzero.monitor.memory import MemoryMeter, storage_bytes
+from dzero.monitor.meter import Meter
+from dzero.monitor.profile import Profiler
+from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.sink import Monitor
+from dzero.optim.build import build_optimizer
+from dzero.parallel.blocks import apply_blocks
+from dzero.zero.account import expected_control, expected_traffic, peak_bytes
+from dzero.zero.shard import shard
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; the message says why and what to change."""
+
+
+def train(config: RunConfig, run_folder: Path) -> None:
+    """One worker of a run: join the group, train, leave. `run_folder`: rank 0's is used by all."""
+    device = worker_device(config.launch)
+    with process_group(device, timeout=config.launch.timeout):
+        Trainer(config, _folder_of_rank_0(run_folder, device), device).run()
+
+
+class Trainer:
+    """The state of one worker's run."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
+        self.config, self.device, self.run_folder = config, device, run_folder
+        self.rank, ranks = dist.get_rank(), dist.get_world_size()
+        config.check_ranks(ranks)
+        self.memory = MemoryMeter(device)
+        self.corpus: Corpus = load(config.data)
+        replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
+        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree)
+
+        model = build(config.model, self.corpus.vocab_size)
+        flops = flops_per_token(model, config.train.sequence_tokens)
+        apply_blocks(model, config.block, device.type)
+        self.sharded = shard(
+            model,
+            config.zero,
+            precision=config.precision,
+            mesh=self.mesh,
+            microbatches=config.train.accumulate,
+            materialise=materialiser(config.model, model, seed=config.train.seed, device=device),
+        )
+        self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
+        self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
+        self.stream = TokenStream(
+            self.corpus.train,
+            sequence_tokens=config.train.sequence_tokens,
+            microbatch_sequences=config.train.microbatch_sequences,
+            rank=self.rank,
+            ranks=ranks,
+            seed=config.train.seed,
+            shuffle=config.data.shuffle,
+        )
+        self.peak_flops = peak_flops(device, self.sharded.layout.param.dtype)
+        self.meter = Meter(
+            total_steps=config.train.steps, flops_per_token=flops, peak_flops=self.peak_flops, ranks=ranks
+        )
+        self.across = [GatherScalars(self.mesh.get_group(axis), axis, self.sharded.ledger) for axis in AXES]
+        self.traffic: dict[Entry, Traffic] = {}
+        self.losses: list[float] = []
+        self.grad_bytes = 0
+
+    def run(self) -> None:
+        """Train to the last step, evaluating on the way; close with the summary."""
+        config, steps = self.config, self.config.train.steps
+        monitor = Monitor(
+            config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
+        )
+        profiler = Profiler(config.profile, self.run_folder, rank=self.rank, device=self.device, run_steps=steps)
+        with monitor, profiler:
+            monitor.note(0, self._introduce())
+            self.memory.reset()
+            held_out = None
+            for step in range(1, steps + 1):
+                monitor.step(self._step(step, monitor))
+                profiler.step()
+                if step == steps or step % config.train.evaluate_every_steps == 0:
+                    held_out = self._evaluate()
+                    if held_out is not None:
+                        monitor.held_out(step, held_out)
+            monitor.summary(self._summarise(held_out))
+
+    def _step(self, step: int, monitor: Monitor) -> StepRecord:
+        """One optimizer step, phase by phase."""
+        self.meter.begin()
+        loss = self._microbatches()
+        lr = float(self.optim.param_groups[0]["lr"])
+        scale = self.optim.scaler.scale
+        self.grad_bytes = max(self.grad_bytes, storage_bytes(self.optim.gradients.named().values()))
+        self.optim.step()
+        self.schedule.step()
+        self._check_skips(step, monitor)
+        mean_loss = self._mean_over_ranks(loss)
+        seconds = self.meter.end(self._tokens_per_step())
+        return self._record(step, mean_loss, lr, scale, seconds)
+
+    def _microbatches(self) -> torch.Tensor:
+        """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
+        accumulate = self.config.train.accumulate
+        total = torch.zeros((), device=self.device)
+        for index in range(accumulate):
+            with self.sharded.microbatch(is_last=index == accumulate - 1):
+                loss = self._loss(*self.stream.next()) / accumulate
+                with record_function("backward"):
+                    self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return total
+
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow."""
+        with record_function("forward"):
+            logits = self.sharded.model(tokens.to(self.device))
+            return functional.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+
+    def _check_skips(self, step: int, monitor: Monitor) -> None:
+        decision = self.optim.last_decision
+        assert decision is not None
+        if decision.finite:
+            return
+        where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
+        monitor.note(step, f"skipped: non-finite gradients in {where}")
+        if self.optim.consecutive_skips > self.config.train.max_skipped_steps:
+            raise TrainingStopped(
+                f"{self.optim.consecutive_skips} steps in a row had non-finite gradients, last in {where}; "
+                f"train.max_skipped_steps={self.config.train.max_skipped_steps} allows no more. Lower optim.lr or "
+                "scaler.init, take precision=bf16, or look at the data"
+            )
+
+    def _mean_over_ranks(self, value: torch.Tensor) -> float:
+        """The mean over all data-parallel ranks, the same on every rank."""
+        for gather in self.across:
+            value = gather(value.double().reshape(1)).mean()
+        return float(value)
+
+    def _tokens_per_step(self) -> int:
+        train = self.config.train
+        return train.sequences(dist.get_world_size()) * train.sequence_tokens
+
+    def _record(self, step: int, loss: float, lr: float, scale: float, seconds: float) -> StepRecord:
+        self.losses.append(loss)
+        moved = self.sharded.ledger.take()
+        for entry, traffic in moved.items():
+            self.traffic[entry] = self.traffic.get(entry, Traffic()) + traffic
+        by_kind: Counter[str] = Counter()
+        for entry, traffic in moved.items():
+            by_kind[entry.kind] += traffic.sent_bytes
+        decision = self.optim.last_decision
+        assert decision is not None
+        return StepRecord(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=decision.norm,
+            tokens=self.meter.tokens,
+            seconds=seconds,
+            loss_scale=scale if self.config.precision.param == "fp16" else None,
+            speed=self.meter.now(),
+            eta_s=self.meter.eta_s(),
+            skipped_steps=self.optim.skipped_steps,
+            memory_bytes=self._memory(),
+            traffic_bytes=by_kind,
+        )
+
+    def _memory(self) -> Mapping[str, int]:
+        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep."""
+        states = self.optim.state_bytes()
+        peak_param = peak_bytes(self.sharded.layout, self.sharded.shapes).param
+        return self.memory.split({**states, "param": peak_param, "grad": self.grad_bytes})
+
+    @torch.no_grad()
+    def _evaluate(self) -> float | None:
+        """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
+        train, held_out = self.config.train, self.corpus.held_out
+        if len(held_out) == 0 or train.evaluate_batches == 0:
+            return None
+        batches = evaluation_batches(
+            held_out,
+            sequence_tokens=train.sequence_tokens,
+            microbatch_sequences=train.microbatch_sequences,
+            rank=self.rank,
+            ranks=dist.get_world_size(),
+            max_batches=train.evaluate_batches,
+        )
+        self.sharded.model.eval()
+        losses = [self._loss(*batch) for batch in batches]
+        self.sharded.model.train()
+        self.sharded.reshard()
+        mean = self._mean_over_ranks(torch.stack(losses).mean())
+        self.sharded.ledger.take()  # what evaluation moved is no part of a step
+        return mean
+
+    def _introduce(self) -> str:
+        layout, ranks = self.sharded.layout, dist.get_world_size()
+        return (
+            f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, stage "
+            f"{layout.stage} on {ranks} {self.device.type} ranks ({layout.replicate} replicate x {layout.shard} shard), "
+            f"{self.config.precision.param}; {self.corpus.summary}; run folder {self.run_folder}"
+        )
+
+    def _summarise(self, held_out: float | None) -> RunSummary:
+        layout, shapes = self.sharded.layout, self.sharded.shapes
+        return RunSummary(
+            steps=self.meter.steps,
+            tokens=self.meter.tokens,
+            seconds=self.meter.seconds,
+            counted_steps=self.meter.counted_steps,
+            first_loss=self.losses[0],
+            loss=self.losses[-1],
+            held_out_loss=held_out,
+            speed=self.meter.overall(),
+            peak_flops=self.peak_flops,
+            skipped_steps=self.optim.skipped_steps,
+            peak_bytes=self._memory_of_ranks(),
+            traffic=self.traffic,
+            traffic_steps=self.meter.steps,
+            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
+        )
+
+    def _memory_of_ranks(self) -> list[dict[str, int]]:
+        memory = self._memory()
+        values = torch.tensor([*memory.values()], dtype=torch.float64, device=self.device)
+        for gather in reversed(self.across):
+            values = gather(values.flatten())
+        self.sharded.ledger.take()
+        rows = values.reshape(-1, len(memory)).long().tolist()
+        return [dict(zip(memory, row, strict=True)) for row in rows]
+
+
+def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:
+    """Every rank writes where rank 0 does, also where torchrun started them in other folders or at other seconds."""
+    path = torch.zeros(4096, dtype=torch.uint8)
+    encoded = str(folder.absolute()).encode()
+    path[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    path = path.to(device)
+    dist.broadcast(path, src=0)
+    return Path(bytes(path.cpu().tolist()).rstrip(b"\0").decode())
