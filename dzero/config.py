@@ -87,7 +87,7 @@ class TrainConfig:
 class RunConfig:
     """Everything that `train.py` obeys, one group per owner."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
@@ -118,6 +118,8 @@ def register() -> None:
     """Make `RunConfig` the schema under which Hydra composes `conf/`."""
     schema = OmegaConf.structured(RunConfig)
     _thaw(schema)
+    schema.model = OmegaConf.structured(ModelConfig)  # has no default: its sizes come from conf/model
+    _thaw(schema.model)
     ConfigStore.instance().store(name="run_schema", node=schema)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 DTYPES = {
+    "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

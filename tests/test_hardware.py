@@ -59,7 +59,7 @@ def test_a_listed_gpu_has_a_peak_for_the_precision_in_use() -> None:
 
 
 def test_dtype_names_read_back() -> None:
-    for name in ("fp32", "bf16", "fp16", "int8", "uint8"):
+    for name in ("fp64", "fp32", "bf16", "fp16", "int8", "uint8"):
         assert dtype_name(dtype_of(name)) == name
     assert dtype_name(torch.int64) == "int64"
 

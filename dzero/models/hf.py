@@ -48,12 +48,12 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     """
     transformers = _transformers()
     config = _read_config(transformers, name_or_path)
-    check_vocabulary(config.get_text_config().vocab_size, vocab_size)
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(f"model.name_or_path={name_or_path}: {type(config).__name__} is no causal LM") from error
+    check_vocabulary(config.get_text_config().vocab_size, vocab_size)
     return HFDecoder(model)
 
 

@@ -70,7 +70,7 @@ class Console:
         self._progress.update(self._task, completed=record.step, reading=reading)
 
     def _write(self, line: str) -> None:
-        self._terminal.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._terminal.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def live_line(record: StepRecord, held_out_loss: float | None) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from dzero.comm.ledger import Traffic
-from dzero.hardware import format_bytes, format_count, format_seconds
+from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
 from dzero.monitor.records import RunSummary
 
-OK, DIFFERS, NO_THEORY = "ok", "≠", "-"
-THEORY_PHASES = ("unshard", "reduce")  # what the formulas speak of; control traffic is a few numbers per step
+OK, DIFFERS = "ok", "≠"
 SHOWN_RANKS = 8
 
 
@@ -78,14 +79,12 @@ def traffic_table(summary: RunSummary) -> Table:
     rows = []
     for entry in sorted(summary.traffic.keys() | summary.theory.keys()):
         sent, due = summary.traffic.get(entry, Traffic()), summary.theory.get(entry, Traffic())
-        if entry.phase in THEORY_PHASES:
-            equal = (sent.calls, sent.sent_bytes) == (due.calls * steps, due.sent_bytes * steps)
-            theory = (str(due.calls), format_bytes(due.sent_bytes), OK if equal else DIFFERS)
-        else:
-            theory = (NO_THEORY, NO_THEORY, NO_THEORY)
-        measured = (f"{sent.calls / steps:.6g}", format_bytes(sent.sent_bytes / steps))
-        rows.append((entry.phase, entry.kind, entry.axis, entry.dtype, *measured, *theory))
-    header = ("phase", "kind", "axis", "dtype", "calls", "sent", "theory calls", "theory sent", "")
+        equal = (sent.calls, sent.sent_bytes) == (due.calls * steps, due.sent_bytes * steps)
+        due_calls, due_bytes, mark = str(due.calls), format_bytes(due.sent_bytes), OK if equal else DIFFERS
+        where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
+        calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)
+        rows.append((*where, calls, due_calls, sent_bytes, due_bytes, mark))
+    header = ("phase", "kind", "axis", "dtype", "calls", "theory", "sent", "theory", "")
     return Table("collectives per step of rank 0, measured against theory", header, tuple(rows), left=4)
 
 
@@ -110,9 +109,11 @@ def _plain_table(table: Table) -> str:
 
 def rich_table(table: Table) -> RichTable:
     """The same for a terminal; differences in red."""
-    drawn = RichTable(title=table.title, title_justify="left")
+    drawn = RichTable(
+        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
     for column, name in enumerate(table.header):
-        drawn.add_column(name, justify="left" if column < table.left else "right")
+        drawn.add_column(name, justify="left" if column < table.left else "right", overflow="fold")
     styles = {OK: "green", DIFFERS: "bold red"}
     for row in table.rows:
         drawn.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))

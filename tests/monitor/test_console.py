@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from io import StringIO
 
-from sample_records import RECORD, SUMMARY, record_of
 from rich.console import Console as Terminal
+from sample_records import RECORD, SUMMARY, record_of
 
 from dzero.monitor.console import Console, live_line
 from dzero.monitor.meter import Speed
@@ -41,16 +41,16 @@ def test_a_file_gets_held_out_losses_and_notes_as_they_come() -> None:
     )
 
 
-def test_a_file_gets_the_summary_without_escapes_or_boxes() -> None:
+def test_a_file_gets_the_summary_without_escapes_or_rules() -> None:
     file = StringIO()
     Console(300, terminal=Terminal(file=file, width=30)).summary(SUMMARY)
     assert re.search(r"held-out loss +2\.5000", file.getvalue())
     assert re.search(r"reduce +reduce_scatter +shard .*≠", file.getvalue())
     assert "\x1b" not in file.getvalue()
-    assert "│" not in file.getvalue()
+    assert "──" not in file.getvalue()
 
 
-def test_a_terminal_gets_one_live_line_and_boxed_tables() -> None:
+def test_a_terminal_gets_one_live_line_and_ruled_tables() -> None:
     file = StringIO()
     terminal = Terminal(file=file, force_terminal=True, width=140, _environ={"TERM": "xterm"})
     console = Console(300, terminal=terminal)
@@ -65,7 +65,7 @@ def test_a_terminal_gets_one_live_line_and_boxed_tables() -> None:
     assert "step=7 skipped: gradient of [w] is not finite" in shown
     assert "\x1b[2K" in file.getvalue()  # the line was redrawn in place
     assert "held-out loss" in shown
-    assert "│" in shown
+    assert "────" in shown
 
 
 def test_a_live_line_leaves_out_what_is_not_known() -> None:

@@ -6,8 +6,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from sample_records import RECORD, SUMMARY, record_of
 from rich.console import Console as Terminal
+from sample_records import RECORD, SUMMARY, record_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dzero.monitor.sink import Monitor, MonitorConfig

@@ -1,0 +1,194 @@
+"""Several sides in one run: every side lives in its own pair of processes, and rounds visit them in turn.
+
+    parent                                   rank r of side s
+    start, one side after another    -->     import, join the side's group, warm the libraries, note the memory
+                                             build, train `WARM_STEPS`, note the peak of construction, start a new peak
+    for each round, in shuffled order -->    barrier, train `steps` steps, report seconds and losses
+    finish                           -->     report peak memory, leave the group
+
+So a slow minute of the machine hits every side, ratios are taken within the run, and peak memory is a side's own. Only
+one side computes at a time: the others wait on a pipe. Seconds of a round are those of the slower rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing as mp
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+WARM_STEPS = 2
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One side: seconds per step of each round, mean loss over ranks of each step, bytes of the worst rank.
+
+    `peak_bytes`: highest resident memory while training, over that after imports; `rest_bytes`: between steps;
+    `build_bytes`: highest until the end of the warm-up.
+    """
+
+    side: str
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    rest_bytes: int = 0
+    build_bytes: int = 0
+
+
+def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> dict[str, Measured]:
+    """Run all `sides` interleaved; `workload`: `workload.Workload`."""
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = {}
+        try:
+            for side in sides:
+                pairs[side] = _Pair(side, workload, Path(folder))
+            results = {side: Measured(side, losses=list(pair.warm_losses)) for side, pair in pairs.items()}
+            order, shuffle = list(sides), random.Random(0)
+            for done in range(rounds):
+                shuffle.shuffle(order)
+                for side in order:
+                    seconds, losses = pairs[side].round(steps)
+                    results[side].step_s.append(seconds)
+                    results[side].losses.extend(losses)
+                print(f"round {done + 1}/{rounds}", flush=True)
+            return {side: pair.finish(results[side]) for side, pair in pairs.items()}
+        finally:
+            for pair in pairs.values():
+                pair.close()
+
+
+class _Pair:
+    """The parent's end of one side's processes."""
+
+    def __init__(self, side: str, workload: Any, folder: Path) -> None:
+        context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            args = (theirs, side, workload, rank, f"file://{folder / side}")
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.warm_losses = _mean_by_step(self._receive())
+
+    def _ask(self, request: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(request)
+        return self._receive()
+
+    def _receive(self) -> list[Any]:
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def round(self, steps: int) -> tuple[float, list[float]]:
+        """Seconds per step of the slower rank, and losses averaged over ranks."""
+        answers = self._ask(steps)
+        return max(seconds for seconds, _ in answers) / steps, _mean_by_step([losses for _, losses in answers])
+
+    def finish(self, measured: Measured) -> Measured:
+        """Add the worst rank's memory and end the processes."""
+        memories = self._ask(None)
+        worst = {key: max(memory[key] for memory in memories) for key in memories[0]}
+        return Measured(measured.side, measured.step_s, measured.losses, **worst)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.join(timeout=10)
+            process.kill()
+
+
+def _mean_by_step(by_rank: list[list[float]]) -> list[float]:
+    return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
+
+
+def _serve(pipe: Connection, side: str, workload: Any, rank: int, rendezvous: str) -> None:
+    try:
+        with _group(rank, rendezvous):
+            _train(pipe, side, workload, rank)
+    except BaseException as error:
+        pipe.send(RuntimeError(f"{side}, rank {rank}: {type(error).__name__}: {error}"))
+        raise
+
+
+@contextmanager
+def _group(rank: int, rendezvous: str) -> Iterator[None]:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:
+    import sides
+    import torch
+    import torch.distributed as dist
+    from workload import Batches
+
+    torch.set_num_threads(1)
+    sides.warm_libraries(side)
+    batches, baseline, done = Batches(workload), resident_bytes(), 0
+    step = sides.build(side, workload.build(), samples=workload.samples)
+
+    def run(count: int) -> list[float]:
+        nonlocal done
+        losses = [step(batches.get(done + index, rank)) for index in range(count)]
+        done += count
+        return [float(loss) for loss in losses]
+
+    losses = run(WARM_STEPS)
+    built = peak_bytes()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    restart_peak()
+    pipe.send(losses)
+    while (count := pipe.recv()) is not None:
+        dist.barrier()
+        start = time.perf_counter()
+        losses = run(count)
+        pipe.send((time.perf_counter() - start, losses))
+    memory = {"peak_bytes": peak_bytes(), "rest_bytes": resident_bytes(), "build_bytes": built}
+    pipe.send({key: value - baseline for key, value in memory.items()})
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """Its high-water mark since the start, or since `restart_peak`."""
+    return _status_bytes("VmHWM")
+
+
+def restart_peak() -> None:
+    """Set the high-water mark to what is resident now (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))

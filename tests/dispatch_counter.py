@@ -1,0 +1,55 @@
+"""The independent auditor of traffic: counts what torch itself dispatches to a process group, below all our objects.
+
+    dispatched op          bytes that this rank sends, in a group of n ranks
+    send                   the tensor's
+    _allgather_base_       (n - 1) * the input's
+    _reduce_scatter_base_  (n - 1) * the output's
+    allreduce_             2 (n - 1) / n * the tensor's (the bandwidth-optimal count)
+    recv_, wait, ...       none
+
+Backward on the CPU runs in the caller's thread, so what FSDP2's hooks issue there is seen as well.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DispatchCounter(TorchDispatchMode):
+    """`calls` and `sent_bytes` by the name of the c10d op, for groups of `ranks` ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.name().removeprefix("c10d::")
+            self.calls[name] += 1
+            self.sent_bytes[name] += self._sent(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _sent(self, name: str, args: Any) -> int:
+        if name == "send":
+            return nbytes(args[0])
+        if name == "_allgather_base_":
+            return (self.ranks - 1) * nbytes(args[1])
+        if name == "_reduce_scatter_base_":
+            return (self.ranks - 1) * nbytes(args[0])
+        if name == "allreduce_":
+            return 2 * (self.ranks - 1) * nbytes(args[0]) // self.ranks
+        if name in ("recv_", "barrier", "monitored_barrier_"):
+            return 0
+        raise AssertionError(f"c10d::{name} is not in the auditor's table")
+
+
+def nbytes(tensors: Tensor | list[Tensor]) -> int:
+    flat = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return sum(t.numel() * t.element_size() for t in flat)

@@ -1,0 +1,146 @@
+"""Every step moves exactly what the table says: the ledger, the formulas, and an auditor below all of it agree."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import nets
+import pytest
+import torch.distributed as dist
+from dispatch_counter import DispatchCounter
+from loops import backward, sharded_net
+from pool import Pool
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dzero import AdamW, Sharded
+from dzero.comm.ledger import Entry, Traffic
+from dzero.zero.account import expected_traffic
+
+BLOCKS = 3
+UNITS = BLOCKS + 1
+
+
+def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic], DispatchCounter]:
+    """The second step of a run: its ledger, and the auditor that watched it."""
+    sharded = sharded_net(net, **kwargs)
+    optim, layout = AdamW(sharded), sharded.layout
+    first, second = nets.batches(net, steps=2, ranks=1, microbatches=layout.microbatches)
+    backward(sharded, optim, first[0])
+    optim.step()
+    sharded.ledger.take()
+    with DispatchCounter(layout.replicate if layout.shard == 1 else layout.shard) as counter:
+        backward(sharded, optim, second[0])
+        optim.step()
+    return sharded, sharded.ledger.take(), counter
+
+
+def check(net: str, **kwargs: Any) -> None:
+    """One rank's traffic of a step against the table and against the auditor."""
+    sharded, ledger, counter = step_traffic(net, **kwargs)
+    layout = sharded.layout
+    where = f"{net} {kwargs} on {layout.replicate}x{layout.shard}"
+    control = {entry: traffic for entry, traffic in ledger.items() if entry.phase == "control"}
+    moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase != "control"}
+    assert moved == expected_traffic(layout, sharded.shapes), where
+
+    # One small gather per step decides for all ranks: 8 bytes (fp64) for each trained parameter.
+    axis, n = ("replicate", layout.replicate) if layout.shard == 1 else ("shard", layout.shard)
+    trained = sum(p.trainable for unit in sharded.shapes for p in unit.params)
+    assert control == {Entry("control", "all_gather", axis, "float64"): Traffic(1, (n - 1) * 8 * trained)}, where
+    audit(sharded, moved, counter, where)
+
+
+def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounter, where: str) -> None:
+    """Bytes in the ledger = bytes dispatched, but for the short last chunks of an exact all-reduce."""
+    layout = sharded.layout
+    booked = sum(traffic.sent_bytes for traffic in moved.values())
+    control = (counter.ranks - 1) * 8 * sum(p.trainable for unit in sharded.shapes for p in unit.params)
+    sent = sum(counter.sent_bytes.values()) - control
+    padding = 0
+    if layout.replicate > 1:
+        grad, wire = layout.grad.dtype.itemsize, layout.replicate_wire.itemsize
+        short = sum(-unit.shard_elems(layout.shard, trainable_only=True) % layout.replicate for unit in sharded.shapes)
+        # A rank with a full chunk sends the short one once less; one with a short chunk sends less back to all.
+        padding = short * max(wire, (layout.replicate - 1) * grad)
+    assert booked - padding <= sent <= booked, where
+    if layout.exact:
+        pieces = sum(t.calls * (layout.replicate - 1 if e.axis == "replicate" else layout.shard - 1) * (1 + (e.kind == "all_reduce")) for e, t in moved.items())
+        assert counter.calls["send"] == pieces or net_has_empty_pieces(sharded), where
+    else:
+        assert counter.calls["send"] == 0, where
+
+
+def net_has_empty_pieces(sharded: Sharded) -> bool:
+    layout = sharded.layout
+    return any(unit.shard_elems(layout.shard) < layout.replicate**2 for unit in sharded.shapes)
+
+
+def check_stages(rank: int, ranks: int, nets_: list[str]) -> None:
+    for net, stage, microbatches in itertools.product(nets_, (0, 1, 2, 3), (1, 4)):
+        check(net, stage=stage, microbatches=microbatches, param="bf16")
+    for stage in (0, 1, 2, 3):
+        check("even", stage=stage, microbatches=1, reduction="native", param="fp32")
+    check("even", stage=3, microbatches=4, reshard=False)
+    check("even", stage=2, grad="fp32", reduce="fp32")
+    check("even", stage=1, param="fp16", microbatches=4)
+
+
+def check_four_ranks(rank: int, ranks: int) -> None:
+    check_stages(rank, ranks, ["even"])
+    for stage, microbatches in itertools.product((1, 2, 3), (1, 4)):
+        check("even", stage=stage, microbatches=microbatches, replicate=2)
+    check("uneven", stage=3, replicate=2)
+    check("even", stage=2, replicate=2, reduction="native")
+    check("even", stage=3, microbatches=4, reshard=2)
+
+
+def test_a_step_of_two_ranks_moves_what_the_table_says(pool: Pool) -> None:
+    pool.run(check_stages, 2, ["even", "uneven", "tied"])
+
+
+def test_a_step_of_four_ranks_moves_what_the_table_says_hybrid_and_partial_reshard_included(pool: Pool) -> None:
+    pool.run(check_four_ranks, 4)
+
+
+@contextmanager
+def fake_group(rank: int, ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, stage: int) -> None:
+    with fake_group(1, ranks):
+        check("even", stage=stage, microbatches=2 if ranks == 64 else 1)
+
+
+def test_a_hybrid_step_of_64_ranks_moves_what_the_table_says() -> None:
+    with fake_group(9, 64):
+        check("even", stage=3, microbatches=2, replicate=8)
+
+
+def traffic_by_hand(rank: int, ranks: int) -> list[list[tuple[str, int, int]]]:
+    """(kind, calls, bytes) of bf16 steps at 2 ranks, for stages 0 to 3."""
+    rows = []
+    for stage in (0, 1, 2, 3):
+        _, ledger, _ = step_traffic("even", stage=stage, microbatches=4, grad="bf16")
+        rows.append([(e.kind, t.calls, t.sent_bytes) for e, t in ledger.items() if e.phase != "control"])
+    return rows
+
+
+def test_the_numbers_of_the_table_written_out(pool: Pool) -> None:
+    stage0, stage1, stage2, stage3 = pool.run(traffic_by_hand, 2)[0]
+    block = 2 * 2 * 32 + 3 * 32 * 32 + (32 * 32 + 32) + (64 * 32 + 64) + (32 * 64 + 32)
+    elems = BLOCKS * block + 64 * 32 + 16 * 32 + 2 * 32 + 64 * 32
+    half = elems * 2 // 2  # what one of two ranks sends of Ψ bf16 elements
+    assert stage0 == [("all_reduce", UNITS, 2 * half)]
+    assert stage1 == [("reduce_scatter", UNITS, half), ("all_gather", UNITS, half)]
+    assert stage2 == [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", UNITS, half)]
+    assert stage3 == [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", 2 * 4 * UNITS, 8 * half)]
