@@ -47,12 +47,12 @@ class ModelConfig:
         if self.kind not in SETTINGS:
             raise ValueError(f"model.kind={self.kind!r}: choose one of {[*SETTINGS]}")
         allowed = SETTINGS[self.kind]
-        idle = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "kind" and f.name not in allowed}
-        for key, value in idle.items():
-            if value not in (None, False):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in {"kind", *allowed} and value is not field.default:
                 raise ValueError(
-                    f"model.{key}={value} has no effect with model.kind={self.kind}, which takes {sorted(allowed)}; "
-                    "remove it"
+                    f"model.{field.name}={value} has no effect with model.kind={self.kind}, "
+                    f"which takes {sorted(allowed)}; remove it"
                 )
         for key in REQUIRED[self.kind]:
             if getattr(self, key) is None:

@@ -111,7 +111,13 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(
+                f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
+                f"or its config.json is broken; code from the folder is never run ({error})"
+            ) from error
     types = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if name_or_path not in types:
         raise FileNotFoundError(

@@ -21,19 +21,22 @@ import numpy as np
 import torch
 
 
+Scalar = float | torch.Tensor
+
+
 @dataclass(frozen=True)
 class Coefficients:
-    """The scalars of one step, each rounded once from float64 to fp32."""
+    """The scalars of one step, each rounded once from float64 to fp32; as floats, or as 0-dim fp32 tensors."""
 
-    scale: float
-    beta1: float
-    blend1: float
-    beta2: float
-    blend2: float
-    root: float
-    eps: float
-    keep: float
-    rate: float
+    scale: Scalar
+    beta1: Scalar
+    blend1: Scalar
+    beta2: Scalar
+    blend2: Scalar
+    root: Scalar
+    eps: Scalar
+    keep: Scalar
+    rate: Scalar
 
     @classmethod
     def of(
@@ -55,8 +58,12 @@ class Coefficients:
         return cls(*(float(np.float32(value)) for value in values))
 
     def as_floats(self) -> tuple[np.float32, ...]:
-        """In declaration order, for the kernels."""
+        """In declaration order, for the CPU kernels."""
         return tuple(np.float32(value) for value in vars(self).values())
+
+    def as_tensors(self, device: torch.device) -> Coefficients:
+        """For compiled code, which would be compiled anew for every new float; one small copy to the device."""
+        return Coefficients(*torch.tensor([float(v) for v in vars(self).values()], device=device).unbind())
 
 
 def adamw(grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients) -> None:

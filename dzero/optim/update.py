@@ -1,14 +1,13 @@
 """AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
 
-    states                 CPU                                        CUDA (and fp16 on the CPU)
-    one pass per element   host_kernels.adamw_kernel, thread pool     rules.adamw on chunks of torch operations
-
-Both give the bits of `rules.adamw` (CUDA: up to its own square root and division).
+CPU                    host_kernels.adamw_kernel in a thread pool    the bits of rules.adamw
+CPU, fp16              `step` on chunks, torch's operations          the same bits
+CUDA                   `step` compiled to one kernel                 its own square root, division, contraction
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -62,14 +61,22 @@ class Update:
 
 
 class AdamWUpdater:
-    """Runs updates; owns the thread pool of the CPU kernels (`threads` of them, 1 runs in the caller)."""
+    """Runs updates; owns the CPU kernels' thread pool (`threads`, 1 runs in the caller) and the compiled CUDA kernel."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="update") if threads > 1 else None
+        # One fused kernel; shapes and indices stay symbolic, scalars are tensors, so nothing is compiled twice.
+        self._fused = torch.compile(step, dynamic=True, fullgraph=True)
 
+    @torch.no_grad()
     def run(self, updates: list[Update]) -> None:
         """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
-        pieces = [piece for update in updates for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
+        for update in updates:
+            if update.grad.is_cuda and update.grad.numel():  # an empty shard would be a shape of its own to compile
+                _apply_with_torch(update, self._fused)
+        pieces = [
+            piece for update in updates if not update.grad.is_cuda for piece in update.chunks(host_kernels.CHUNK_ELEMS)
+        ]
         if self._pool is None:
             for piece in pieces:
                 apply(piece)
@@ -77,12 +84,10 @@ class AdamWUpdater:
             list(self._pool.map(apply, pieces))
 
 
-@torch.no_grad()
 def apply(update: Update) -> None:
-    """One chunk, by the kernel where there is one."""
-    states = update.states
-    if states.work.is_cuda or torch.float16 in (states.work.dtype, update.grad.dtype):
-        _apply_with_torch(update)
+    """One chunk on the CPU: by the kernel, or for fp16 by torch's operations."""
+    if torch.float16 in (update.states.work.dtype, update.grad.dtype):
+        _apply_with_torch(update, step)
     else:
         _apply_with_kernel(update)
 
@@ -108,22 +113,39 @@ def _apply_with_kernel(update: Update) -> None:
     )
 
 
-def _apply_with_torch(update: Update) -> None:
-    s, grad = update.states, update.grad.float()
-    master = s.master if s.master is not None else join(s.work, _present(s.remainder))
-    m, v = s.m.float(), s.v.float()  # the states themselves where they are fp32
-    rules.adamw(grad, master, m, v, update.coefficients)
-    if s.m.dtype == torch.bfloat16:
-        seed = rules.noise_seed(s.name, update.step)
-        noise = rules.rounding_noise(s.first, m.numel(), seed, m.device)
-        s.m.copy_(rules.stochastic_bf16(m, noise & 0xFFFF))
-        s.v.copy_(rules.stochastic_bf16(v, noise >> 16))
-    if s.remainder is not None:
-        work, remainder = split(master)
-        s.work.copy_(work)
-        s.remainder.copy_(remainder)
-    elif master is not s.work:
-        s.work.copy_(to_working(master, s.work.dtype))
+@torch.no_grad()
+def _apply_with_torch(update: Update, run: Callable[..., None]) -> None:
+    s = update.states
+    coefficients = update.coefficients.as_tensors(s.work.device)
+    seed = rules.noise_seed(s.name, update.step)
+    run(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed)
+
+
+def step(
+    grad: torch.Tensor,
+    work: torch.Tensor,
+    master: torch.Tensor | None,
+    remainder: torch.Tensor | None,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    coefficients: rules.Coefficients,
+    first: int,
+    seed: int,
+) -> None:
+    """`ParamStates` updated in place by torch's operations: decode, `rules.adamw`, round. All tensors flat [n]."""
+    state = join(work, _present(remainder)) if master is None else master
+    m32, v32 = m.float(), v.float()  # the states themselves where they are fp32
+    rules.adamw(grad.float(), state, m32, v32, coefficients)
+    if m.dtype == torch.bfloat16:
+        noise = rules.rounding_noise(first, m.numel(), seed, m.device)
+        m.copy_(rules.stochastic_bf16(m32, noise & 0xFFFF))
+        v.copy_(rules.stochastic_bf16(v32, noise >> 16))
+    if remainder is not None:
+        rounded, low = split(state)
+        work.copy_(rounded)
+        remainder.copy_(low)
+    elif work.dtype != torch.float32:
+        work.copy_(to_working(state, work.dtype))
 
 
 def _present(remainder: torch.Tensor | None) -> torch.Tensor:

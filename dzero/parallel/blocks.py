@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 ACTIVATIONS = ("none", "selective", "full")
 KEPT = [
@@ -66,10 +66,9 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
         )
     # The compiler goes outside: it then sees what may be recomputed, and compiles that too.
     if config.activation_checkpoint == "full":
-        _wrap_forward(blocks, partial(_checkpointed, context_fn=noop_context_fn))
+        _wrap_forward(blocks, _checkpointed)
     if config.activation_checkpoint == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, KEPT)
-        _wrap_forward(blocks, partial(_checkpointed, context_fn=contexts))
+        _wrap_forward(blocks, partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, KEPT)))
     if compiles:
         _wrap_forward(blocks, torch.compile)
 
@@ -98,9 +97,9 @@ def _wrap_forward(blocks: list[nn.Module], wrap: Callable[[Forward], Forward]) -
         block.__class__ = classes[cls]
 
 
-def _checkpointed(forward: Forward, context_fn: Callable[[], Any]) -> Forward:
+def _checkpointed(forward: Forward, **options: Any) -> Forward:
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed

@@ -211,6 +211,6 @@ def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     settings = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="evil"):
+    with pytest.raises(ValueError, match=r"code from the folder is never run"):
         build(ModelConfig(kind="hf", name_or_path=str(tmp_path)))
     assert not (tmp_path / "ran").exists()

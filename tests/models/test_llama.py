@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama, LlamaShape
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
-TINY = {"hidden_size": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_size": 40}
+TINY: dict[str, Any] = {"hidden_size": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_size": 40}
 
 
 def make(seed: int = 0, **changes: int | float | bool) -> Llama:
-    config = ModelConfig(**{**TINY, **changes})  # type: ignore[arg-type]
+    config = ModelConfig(**{**TINY, **changes})
     model = build(config, vocab_size=31)
     assert isinstance(model, Llama)
     materialiser(config, model, seed=seed, device="cpu")(model)
@@ -101,7 +102,7 @@ def test_logits_come_in_the_parameters_dtype() -> None:
 def test_a_sequence_over_the_limit_is_refused() -> None:
     model = make(max_tokens=8)
     model(torch.zeros(1, 8, dtype=torch.long))
-    with pytest.raises(ValueError, match="9 tokens: model.max_tokens=8"):
+    with pytest.raises(ValueError, match=r"9 tokens: model.max_tokens=8"):
         model(torch.zeros(1, 9, dtype=torch.long))
 
 
@@ -114,8 +115,8 @@ def test_the_first_loss_is_that_of_guessing() -> None:
     assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
 
-def load(name: str) -> dict[str, object]:
-    settings: dict[str, object] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
+def load(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = yaml.safe_load((CONF / f"{name}.yaml").read_text())
     return settings
 
 
@@ -137,7 +138,7 @@ def llama_elems(vocab: int, hidden: int, layers: int, kv_width: int, ffn: int, h
     ],
 )
 def test_each_size_has_the_parameters_its_file_says(name: str, elems: int) -> None:
-    model = build(ModelConfig(**load(name)), vocab_size=256)  # type: ignore[arg-type]
+    model = build(ModelConfig(**load(name)), vocab_size=256)
     assert all(param.is_meta for param in model.parameters())
     assert count(model) == elems
     assert f"{elems:,} parameters" in (CONF / f"{name}.yaml").read_text()
@@ -146,15 +147,15 @@ def test_each_size_has_the_parameters_its_file_says(name: str, elems: int) -> No
 def test_every_size_is_counted() -> None:
     files = {file.stem for file in CONF.glob("*.yaml")}
     assert files == {"tiny", "bench_21m", "bench_118m", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "hf"}
-    with pytest.raises(ValueError, match="model.name_or_path is unset"):
-        ModelConfig(**load("hf"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"model.name_or_path is unset"):
+        ModelConfig(**load("hf"))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_count_matmuls_and_attention(tied: bool) -> None:
     matmul = 2 * (24 * 24 * 2 + 2 * 24 * 8 + 3 * 24 * 40) + 31 * 24
     assert flops_per_token(make(tied=tied), 10) == 6 * matmul + 12 * 2 * 24 * 10
-    with pytest.raises(TypeError, match="attention_width"):
+    with pytest.raises(TypeError, match=r"attention_width"):
         flops_per_token(torch.nn.Linear(2, 2), 10)
 
 
@@ -174,15 +175,15 @@ def test_flops_count_matmuls_and_attention(tied: bool) -> None:
         ({"kind": "hf"}, r"model.hidden_size=24 has no effect with model.kind=hf"),
     ],
 )
-def test_config_errors_name_key_value_and_repair(changes: dict[str, object], message: str) -> None:
+def test_config_errors_name_key_value_and_repair(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ModelConfig(**{**TINY, **changes})  # type: ignore[arg-type]
+        ModelConfig(**{**TINY, **changes})
 
 
 def test_false_and_zero_of_the_other_kind_are_settings_too() -> None:
-    with pytest.raises(ValueError, match="model.tied=False has no effect"):
+    with pytest.raises(ValueError, match=r"model.tied=False has no effect"):
         ModelConfig(kind="hf", name_or_path="gpt2", tied=False)
-    with pytest.raises(ValueError, match="model.layers=0 has no effect"):
+    with pytest.raises(ValueError, match=r"model.layers=0 has no effect"):
         ModelConfig(kind="hf", name_or_path="gpt2", layers=0)
 
 

@@ -39,7 +39,7 @@ def test_values_depend_on_neither_order_nor_parts() -> None:
     whole = filled(lambda m: [m])
     assert same(whole, filled(lambda m: [*m.layers, m]))
     assert same(whole, filled(lambda m: [m.head, m.norm, *reversed(m.layers), m]))
-    assert same(whole, filled(lambda m: [m.layers[1].ffn.up, m]))
+    assert same(whole, filled(lambda m: [m.get_submodule("layers.1.ffn.up"), m]))
 
 
 def test_values_do_not_depend_on_the_callers_generator_and_leave_it_alone() -> None:

@@ -27,8 +27,8 @@ def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic]
     """The second step of a run: its ledger, and the auditor that watched it."""
     sharded = sharded_net(net, **kwargs)
     optim, layout = AdamW(sharded), sharded.layout
-    first, second = nets.batches(net, steps=2, ranks=1, microbatches=layout.microbatches)
-    backward(sharded, optim, first[0])
+    first, second = nets.batches(net, steps=2, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)
+    backward(sharded, optim, first[0][:1])
     optim.step()
     sharded.ledger.take()
     with DispatchCounter(layout.replicate if layout.shard == 1 else layout.shard) as counter:
@@ -67,19 +67,14 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
         padding = short * max(wire, (layout.replicate - 1) * grad)
     assert booked - padding <= sent <= booked, where
     if layout.exact:
-        pieces = sum(t.calls * (layout.replicate - 1 if e.axis == "replicate" else layout.shard - 1) * (1 + (e.kind == "all_reduce")) for e, t in moved.items())
-        assert counter.calls["send"] == pieces or net_has_empty_pieces(sharded), where
+        assert counter.calls.keys() <= {"send", "recv_", "_allgather_base_"}, where
+        assert counter.calls["_allgather_base_"] == 1, where  # the control gather
     else:
         assert counter.calls["send"] == 0, where
 
 
-def net_has_empty_pieces(sharded: Sharded) -> bool:
-    layout = sharded.layout
-    return any(unit.shard_elems(layout.shard) < layout.replicate**2 for unit in sharded.shapes)
-
-
-def check_stages(rank: int, ranks: int, nets_: list[str]) -> None:
-    for net, stage, microbatches in itertools.product(nets_, (0, 1, 2, 3), (1, 4)):
+def check_stages(rank: int, ranks: int, kinds: list[str]) -> None:
+    for net, stage, microbatches in itertools.product(kinds, (0, 1, 2, 3), (1, 4)):
         check(net, stage=stage, microbatches=microbatches, param="bf16")
     for stage in (0, 1, 2, 3):
         check("even", stage=stage, microbatches=1, reduction="native", param="fp32")
