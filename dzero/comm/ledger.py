@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """What kind of traffic: `phase` (unshard, reduce, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
+    """`phase` (unshard, reduce, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
 
     phase: str
     kind: str

@@ -129,8 +129,6 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
 
 def _stored_tensors(folder: Path) -> dict[str, tuple[Path, list[int]]]:
     """(file, shape) of every tensor in the folder's safetensors files, from their headers."""
-    from safetensors import SafetensorError, safe_open
-
     if (folder / INDEX).is_file():
         files = sorted({folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
     else:
@@ -139,17 +137,21 @@ def _stored_tensors(folder: Path) -> dict[str, tuple[Path, list[int]]]:
     for file in files:
         if file.parent != folder or not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; model.weights=true reads {SINGLE} or {INDEX} in {folder}")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                found.update({key: (file, list(tensors.get_slice(key).get_shape())) for key in tensors.keys()})  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
+        with _open(file) as tensors:
+            found.update({key: (file, list(tensors.get_slice(key).get_shape())) for key in tensors.keys()})  # noqa: SIM118
     return found
 
 
 def _read(file: Path, key: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
+    with _open(file) as tensors:
         tensor: Tensor = tensors.get_tensor(key)
         return tensor
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error

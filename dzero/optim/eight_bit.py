@@ -34,7 +34,7 @@ class EightBit:
 
     @classmethod
     def zeros(cls, elems: int, padded_elems: int, *, signed: bool, device: torch.device) -> EightBit:
-        """Zeros for a shard of `elems`, stored as `padded_elems` rounded up to whole blocks; `signed`: may be negative."""
+        """Zeros for a shard of `elems`, stored as `padded_elems` in whole blocks; `signed`: may be negative."""
         blocks = max(1, -(-padded_elems // BLOCK_ELEMS))
         return cls(blank(blocks * BLOCK_ELEMS, signed=signed, device=device), elems)
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-
 Scalar = float | torch.Tensor
 
 

@@ -32,7 +32,7 @@ class ScheduleConfig:
             raise ValueError(f"schedule.final={self.final}: a factor in [0, 1]")
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ValueError(
-                f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: wsd needs it, others ignore it"
+                f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: only wsd takes and needs it"
             )
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ValueError(f"schedule.decay_steps={self.decay_steps}: must be ≥ 1")

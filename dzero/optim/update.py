@@ -61,7 +61,7 @@ class Update:
 
 
 class AdamWUpdater:
-    """Runs updates; owns the CPU kernels' thread pool (`threads`, 1 runs in the caller) and the compiled CUDA kernel."""
+    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the compiled CUDA kernel."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="update") if threads > 1 else None

@@ -20,8 +20,9 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.comm.collectives import is_exact
+from dzero.hardware import dtype_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
 
@@ -55,12 +56,13 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of the table. `param`: fp32, bf16 or fp16, the working copy and the compute.
+    """Dtypes of the table.
 
-    `reduce`: payload of the gradient reduction; `grad`: storage and accumulation of gradients. `auto`: the parameter's
-    dtype, but fp32 for `grad` when a step has several microbatches or the reduction two hops. `master`: fp32, or `remainder`, the 16
-    bits that bf16 lacks (the same bits as fp32 masters, 2 bytes less per parameter). `moments`: fp32; bf16 (rounded
-    stochastically); int8 (torchao's block-wise 8 bits). `loss_scale`, `loss_scale_*`: dynamic loss scaling, fp16 only.
+    `param`: fp32, bf16 or fp16, of the working copy and the compute. `reduce`: payload of the gradient reduction;
+    `grad`: storage and accumulation of gradients; `auto` is the parameter's dtype, but fp32 for `grad` when a step has
+    several microbatches or the reduction two hops. `master`: fp32, or `remainder`, the 16 bits that bf16 lacks (the
+    same bits as fp32 masters, 2 bytes less per parameter). `moments`: fp32; bf16 (rounded stochastically); int8
+    (torchao's block-wise 8 bits).
     """
 
     param: str = "bf16"
@@ -71,9 +73,9 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
-            ("param", self.param, [*DTYPES]),
-            ("reduce", self.reduce, ["auto", *DTYPES]),
-            ("grad", self.grad, ["auto", *DTYPES]),
+            ("param", self.param, [*FLOATS]),
+            ("reduce", self.reduce, ["auto", *FLOATS]),
+            ("grad", self.grad, ["auto", *FLOATS]),
             ("master", self.master, [*MASTERS]),
             ("moments", self.moments, [*MOMENTS]),
         ):
@@ -81,8 +83,8 @@ class PrecisionConfig:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
         if self.master == "remainder" and self.param != "bf16":
             raise ValueError(
-                f"precision.master=remainder needs precision.param=bf16, not {self.param}: the remainder is the low half "
-                "of an fp32 whose high half is the bf16 parameter; take precision.master=fp32"
+                f"precision.master=remainder needs precision.param=bf16, not {self.param}: the remainder is the low "
+                "half of an fp32 whose high half is the bf16 parameter; take precision.master=fp32"
             )
         if self.grad not in ("auto", "fp32", self.param):
             raise ValueError(f"precision.grad={self.grad}: choose auto, fp32 or precision.param's {self.param}")
@@ -144,7 +146,7 @@ class Layout:
                 f"zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not {shard}: "
                 "make_mesh(device_type, replicate=<world size>)"
             )
-        param = DTYPES[precision.param]
+        param = dtype_of(precision.param)
         hybrid = replicate > 1 and shard > 1
         if hybrid and precision.grad not in ("auto", "fp32"):
             raise ValueError(
@@ -153,7 +155,7 @@ class Layout:
             )
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
-        wire = param if precision.reduce == "auto" else DTYPES[precision.reduce]
+        wire = param if precision.reduce == "auto" else dtype_of(precision.reduce)
         if wire.itemsize > grad.itemsize:
             raise ValueError(
                 f"precision.reduce={precision.reduce} is wider than the {grad} gradients it would carry; "

@@ -1,12 +1,12 @@
 """The table applied: `fully_shard` and its switches. No other file calls them.
 
     switch                        value                          why
-    mesh                          the shard axis alone (1-D)     the hop over replicate is ours: exact, fp32, once a step
+    mesh                          the shard axis alone (1-D)     the hop over replicate is ours: fp32, once a step
     reshard_after_forward         Layout.reshard_after_forward
     reduce_dtype                  Layout.grad.dtype              so that what the hook receives is already the gradient
     custom all_gather, ..._scatter  comm/collectives             exact sums, pairwise moves, the ledger
     gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
-    all_reduce_hook               Unit.deliver                   called on the reduced shard, also where nothing is reduced
+    all_reduce_hook               Unit.deliver                   called on the reduced shard, even where none is reduced
 
 A unit's gradients leave through `Unit.deliver`: first the flat reduced buffer, then (FSDP2's post-accumulate hooks, in
 the buffer's order) the parameters that lie in it. Without a consumer the buffer is averaged over the copies in place
@@ -30,7 +30,7 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
-from dzero.zero.units import ROOT, find_units
+from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.working import to_working
 
 Materialise = Callable[[nn.Module], None]
@@ -138,21 +138,6 @@ def shard(
     return _Sharder(model, layout, zero, mesh, materialise).run()
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Where a parameter lives: FSDP2 replaces the object, so the place is its identity."""
-
-    name: str
-    owner: nn.Module
-    attribute: str
-
-    @property
-    def param(self) -> nn.Parameter:
-        param = getattr(self.owner, self.attribute)
-        assert isinstance(param, nn.Parameter)
-        return param
-
-
 class _Sharder:
     """One pass over the units, the root last; lives only during `shard`."""
 
@@ -172,13 +157,13 @@ class _Sharder:
             axis: (Exact if layout.exact else Native)(group) for axis, group in self.groups.items()
         }
         self.units = [*find_units(model, zero.units), (ROOT, [model])]
-        self.slots = _slots_by_unit(model, self.units)
+        self.slots = slots_by_unit(model, self.units)
 
     def run(self) -> Sharded:
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         return Sharded(self.model, self.layout, self.mesh, units, self.ledger)
 
-    def _cut(self, name: str, modules: list[nn.Module], slots: list[_Slot]) -> Unit:
+    def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self._fill(modules, slots)
         shape = UnitShape(
@@ -210,7 +195,7 @@ class _Sharder:
         self._switch(unit)
         return unit
 
-    def _fill(self, modules: list[nn.Module], slots: list[_Slot]) -> None:
+    def _fill(self, modules: list[nn.Module], slots: list[Slot]) -> None:
         """Values before the cut, equal on every rank: drawn by `materialise`, or rank 0's."""
         for module in modules:
             if self.materialise is not None:
@@ -256,25 +241,6 @@ class _Sharder:
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) -> dict[str, list[_Slot]]:
-    """Each trainable or frozen floating-point parameter once, under the first unit that holds it."""
-    unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
-    seen: set[nn.Parameter] = set()
-    slots: dict[str, list[_Slot]] = {name: [] for name, _ in units}
-    for prefix, module in model.named_modules():
-        for attribute, param in module.named_parameters(recurse=False):
-            if param in seen or not param.is_floating_point():
-                continue
-            seen.add(param)
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if param.ndim == 0:
-                raise ValueError(f"parameter {name} has no dimension to shard; give it the shape (1,)")
-            slots[unit_of[module]].append(_Slot(name, module, attribute))
-    if not seen:
-        raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
-    return slots
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

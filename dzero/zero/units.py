@@ -7,6 +7,7 @@ weights. What no unit holds (embedding, final norm, head) belongs to the last un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -68,3 +69,41 @@ def _joined_by_tied_weights(model: nn.Module, named: list[tuple[str, nn.Module]]
             units.remove(unit)
         units.append(merged)
     return [(name, modules) for name, modules, params in units if not params & outside]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lives: FSDP2 replaces the object, so the place is its identity."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def param(self) -> nn.Parameter:
+        """What lives there now."""
+        param = getattr(self.owner, self.attribute)
+        assert isinstance(param, nn.Parameter)
+        return param
+
+
+def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) -> dict[str, list[Slot]]:
+    """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
+
+    Raises ValueError for a parameter without dims, and for a model without parameters.
+    """
+    unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
+    seen: set[nn.Parameter] = set()
+    slots: dict[str, list[Slot]] = {name: [] for name, _ in units}
+    for prefix, module in model.named_modules():
+        for attribute, param in module.named_parameters(recurse=False):
+            if param in seen or not param.is_floating_point():
+                continue
+            seen.add(param)
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            if param.ndim == 0:
+                raise ValueError(f"parameter {name} has no dimension to shard; give it the shape (1,)")
+            slots[unit_of[module]].append(Slot(name, module, attribute))
+    if not seen:
+        raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
+    return slots
