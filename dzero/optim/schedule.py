@@ -16,17 +16,20 @@ KINDS = ("constant", "cosine", "wsd")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """`kind` as above; `warmup_steps` of linear warm-up; `final`: factor at the last step; `decay_steps`: wsd only."""
+    """`kind` as above. `warmup_steps` of linear warm-up (unset: a 20th of the run). `final`: factor at the last step.
+
+    `decay_steps`: wsd only.
+    """
 
     kind: str = "cosine"
-    warmup_steps: int = 10
+    warmup_steps: int | None = None
     decay_steps: int | None = None
     final: float = 0.1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
-        if self.warmup_steps < 0:
+        if self.warmup_steps is not None and self.warmup_steps < 0:
             raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: must be ≥ 0")
         if not 0 <= self.final <= 1:
             raise ValueError(f"schedule.final={self.final}: a factor in [0, 1]")
@@ -39,7 +42,8 @@ class ScheduleConfig:
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Factor for step 0, 1, ... of a run of `total_steps`. Raises ValueError when warm-up and decay do not fit."""
-        warmup, decay = self.warmup_steps, self.decay_steps or 0
+        warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
+        decay = self.decay_steps or 0
         if warmup + decay > total_steps:
             raise ValueError(
                 f"schedule.warmup_steps={warmup} + schedule.decay_steps={decay} exceed train.steps={total_steps}"

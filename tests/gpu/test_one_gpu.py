@@ -1,0 +1,129 @@
+"""One CUDA device, a group of one rank: streams, compiled update, checkpointing. Run with `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import nets
+import pytest
+import torch
+import torch.distributed as dist
+from cells import master_of, whole
+
+from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero.optim import rules, update
+from dzero.zero.working import split, to_working
+
+pytestmark = pytest.mark.gpu
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device: `pytest -m gpu` asks for one")
+    torch.cuda.set_device(0)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        init_method=f"file://{tmp_path}/rendezvous",
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", 0),
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def train(
+    device_type: str, stage: int, *, precision: PrecisionConfig, microbatches: int = 1, reduction: str = "auto"
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Masters on the CPU and norms after STEPS steps of the uneven net."""
+    sharded = shard(
+        nets.build("uneven"),
+        ZeroConfig(stage=stage, reduction=reduction),
+        precision=precision,
+        mesh=make_mesh(device_type, replicate=1),
+        microbatches=microbatches,
+    )
+    optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
+    for of_step in nets.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches):
+        for index, batch in enumerate(of_step[0]):
+            with sharded.microbatch(is_last=index == microbatches - 1):
+                loss = nets.loss_fn(sharded.model, batch.to(device_type)) / microbatches
+                optim.scale_loss(loss).backward()
+        optim.step()
+        assert optim.last_decision is not None
+        norms.append(optim.last_decision.norm)
+    masters = {name: master_of(p, optim.state[p]) for name, p in sharded.named_params().items()}
+    return {name: whole(master).cpu() for name, master in masters.items()}, norms
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_stages_and_reductions_agree_to_the_bit_on_one_gpu(param: str, microbatches: int) -> None:
+    precision = PrecisionConfig(param=param)
+    first, norms = train("cuda", 0, precision=precision, microbatches=microbatches)
+    for stage, reduction in ((1, "native"), (2, "native"), (3, "native"), (3, "exact")):
+        other, other_norms = train("cuda", stage, precision=precision, microbatches=microbatches, reduction=reduction)
+        assert other_norms == norms
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_gpu_follows_the_cpu_in_fp32() -> None:
+    precision = PrecisionConfig(param="fp32")
+    ours, norms = train("cuda", 3, precision=precision)
+    cpu, cpu_norms = train("cpu", 3, precision=precision)
+    # Other matrix kernels, other order of additions: 10 steps of AdamW at lr 3e-3 amplify 1e-6 to some 1e-4.
+    assert norms == pytest.approx(cpu_norms, rel=1e-3)
+    for name, master in cpu.items():
+        torch.testing.assert_close(ours[name], master, rtol=0, atol=2e-3)
+
+
+def test_remainder_masters_equal_fp32_masters_to_the_bit() -> None:
+    plain, norms = train("cuda", 3, precision=PrecisionConfig())
+    remainder, other_norms = train("cuda", 3, precision=PrecisionConfig(master="remainder"))
+    assert norms == other_norms
+    assert all(torch.equal(plain[name], remainder[name]) for name in plain)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_compiled_update_is_slice_invariant_and_close_to_separate_operations(moments: torch.dtype) -> None:
+    device, length = torch.device("cuda"), 100_003
+    master = torch.randn(length, device=device)
+    work, low = to_working(master, torch.bfloat16), split(master)[1]
+    m, v = torch.zeros(2, length, dtype=moments, device=device)
+    grad = torch.randn(length, device=device).bfloat16()
+    c = rules.Coefficients.of(step=1, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, scale=0.5)
+    states = update.ParamStates("w", 0, work, None, low, m, v)
+
+    def run(cut: int, fused: bool) -> update.ParamStates:
+        own = replace(states, **{k: getattr(states, k).clone() for k in ("work", "remainder", "m", "v")})
+        whole_update = update.Update(own, grad, c, 1)
+        for piece in whole_update.chunks(cut):
+            if fused:
+                update.AdamWUpdater(threads=1).run([piece])
+            else:
+                update._apply_with_torch(piece, update.step)
+        return own
+
+    once, cut, separate = run(length, True), run(33_331, True), run(length, False)
+    for key in ("work", "remainder", "m", "v"):
+        assert torch.equal(getattr(once, key), getattr(cut, key))
+    torch.testing.assert_close(once.work.float(), separate.work.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_overflow_skips_and_names_the_parameter() -> None:
+    sharded = shard(nets.build("even"), ZeroConfig(stage=3), mesh=make_mesh("cuda"))
+    optim = AdamW(sharded)
+    before = {name: whole(p).clone() for name, p in sharded.named_params().items()}
+    batch = nets.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0].cuda()
+    (nets.loss_fn(sharded.model, batch) * float("inf")).backward()
+    optim.step()
+    assert optim.last_decision is not None
+    assert not optim.last_decision.finite
+    assert optim.last_decision.culprits
+    assert all(torch.equal(before[name], whole(p)) for name, p in sharded.named_params().items())
