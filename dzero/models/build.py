@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dzero.models.config import ModelConfig
 from dzero.models.hf import build_hf, local_weights
@@ -16,19 +14,8 @@ from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
 
 
-class Decoder(Protocol):
-    """What `build` returns: an nn.Module from tokens int64 [batch, time] to logits [batch, time, vocab]."""
-
-    @property
-    def attention_width(self) -> int:
-        """heads * head_dim, summed over the layers that attend."""
-        ...
-
-    def __call__(self, tokens: Tensor) -> Tensor: ...
-
-
 def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
-    """The `Decoder` on meta, in fp32.
+    """The decoder on meta, in fp32: tokens int64 [batch, time] -> logits [batch, time, vocab].
 
     vocab_size: ids of the data. Raises ValueError where it exceeds the model's vocabulary.
     """
@@ -62,10 +49,13 @@ def flops_per_token(model: nn.Module, sequence_tokens: int) -> float:
         6 * matmul_elems + 12 * attention_width * sequence_tokens
 
     matmul_elems: elements of the parameters with ≥ 2 dims, tables that are only looked up (nn.Embedding) excepted; a
-    tied head counts. Each costs 2 in forward and 4 in backward. Attention: queries · keys and weights · values cost
-    4 * width * sequence_tokens in forward, twice that in backward. This is the convention of PaLM (appendix B): all
-    sequence_tokens² pairs count although the causal mask needs half of them, and recomputation does not count. Every
-    expert of a mixture counts as active. Raises TypeError for a model that tells no attention_width.
+    tied head counts. Each costs 2 in forward and 4 in backward.
+    attention_width: heads * head_dim over all layers. Queries · keys and weights · values cost
+    4 * attention_width * sequence_tokens in forward, twice that in backward.
+
+    This is the convention of PaLM (appendix B): all sequence_tokens² pairs count although the causal mask needs half of
+    them, and recomputation does not count. Every expert of a mixture counts as active. Raises TypeError for a model
+    that tells no attention_width.
     """
     attention_width = getattr(model, "attention_width", None)
     if attention_width is None:

@@ -47,7 +47,7 @@ class BlockConfig:
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:
             raise ValueError(
-                f"blocks.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
+                f"block.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
             )
 
 
@@ -60,8 +60,8 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
     compiles = device_type == "cuda" if config.compile is None else config.compile
     if not blocks and (config.activation_checkpoint != "none" or config.compile):
         raise ValueError(
-            f"blocks: {type(model).__name__} has no blocks (elements of an nn.ModuleList or nn.Sequential), so "
-            f"activation_checkpoint={config.activation_checkpoint} and compile={config.compile} have no effect; "
+            f"block.activation_checkpoint={config.activation_checkpoint} and block.compile={config.compile}: idle, "
+            f"as {type(model).__name__} has no blocks (elements of an nn.ModuleList or nn.Sequential); "
             "take activation_checkpoint=none and leave compile unset"
         )
     # The compiler goes outside: it then sees what may be recomputed, and compiles that too.

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dzero.parallel.blocks import find_blocks
+
 ROOT = "root"
 
 
@@ -21,7 +23,7 @@ def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> li
     (the model itself may be a Sequential). A unit that shares parameters with what is left for the root is left to the
     root too; units that share parameters become one. Raises ValueError for a class name that no module has.
     """
-    named = _by_class(model, class_names) if class_names else _outermost_elements(model)
+    named = _by_class(model, class_names) if class_names else find_blocks(model)
     named = [(name, module) for name, module in named if any(True for _ in module.parameters())]
     return _joined_by_tied_weights(model, named)
 
@@ -32,21 +34,6 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, n
     if missing:
         present = sorted({type(m).__name__ for m in model.modules() if m is not model})
         raise ValueError(f"zero.units={sorted(missing)}: no such modules; the model has {present}")
-    return found
-
-
-def _outermost_elements(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                found.append((path, child))
-            else:
-                visit(path, child)
-
-    visit("", model)
     return found
 
 

@@ -6,12 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
+from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.zero.shard import shard
 
 CONFIG = ModelConfig(hidden_size=16, layers=3, heads=2, ffn_size=24, tied=True)
 
@@ -117,6 +121,22 @@ def test_the_modules_of_torch_are_filled() -> None:
     assert names(model) == names(make())
     assert all(bool(t.isfinite().all()) for t in model.state_dict().values())
     assert bool((model.get_parameter("1.self_attn.out_proj.bias") == 0).all())  # which the parent sets
+
+
+def sharded_values(rank: int, ranks: int, config: ModelConfig, stage: int) -> dict[str, Tensor]:
+    model = build(config, vocab_size=11)
+    materialise = materialiser(config, model, seed=0, device="cpu")
+    shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), materialise=materialise)
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.data for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [CONFIG, ModelConfig(kind="hf", name_or_path="bloom")], ids=["llama", "bloom"])
+def test_sharded_values_are_those_of_the_whole_model(pool: Pool, config: ModelConfig) -> None:
+    whole = build(config, vocab_size=11)
+    materialiser(config, whole, seed=0, device="cpu")(whole)
+    for stage in (0, 3):
+        for values in pool.run(sharded_values, 2, config, stage):
+            assert all(torch.equal(param, values[name]) for name, param in whole.named_parameters())
 
 
 class Scaled(nn.Module):
