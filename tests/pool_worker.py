@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 IDLE, RELEASE = b"idle", b"release"
@@ -64,6 +65,8 @@ def serve(pipe: Connection) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                # DTensor caches results by mesh, and an equal mesh of the next run would find this run's groups.
+                _clear_sharding_prop_cache()
                 gc.collect()
     except (EOFError, OSError):  # the parent closed the pipe, or is gone
         return
