@@ -13,6 +13,7 @@ at stage 0, where rank c sums only its own chunk. Every rank receives all sums a
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -96,7 +97,7 @@ class _UnitGrads:
         self.clear()
         unit.consumer = self._receive
         for name in self.trained:
-            hook = partial(self._take, name)
+            hook = partial(_take_if_alive, weakref.ref(self), name)
             unit.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
@@ -159,6 +160,14 @@ class _UnitGrads:
         rank, ranks = self._cut
         length = self._shapes[name].shard_elems(ranks)
         return grad[rank * length : (rank + 1) * length] if ranks > 1 else grad
+
+
+def _take_if_alive(owner: weakref.ref[_UnitGrads], name: str, param: nn.Parameter) -> None:
+    """Hooks live in the tensor's C++ half, where the garbage collector sees no cycle: a strong reference from there
+    would keep model, states and process groups alive for ever."""
+    unit = owner()
+    if unit is not None:
+        unit._take(name, param)
 
 
 def sum_squares(grad: torch.Tensor) -> float | torch.Tensor:
