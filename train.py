@@ -5,9 +5,11 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dzero import config, launch
+from dzero import command_line, config, launch
+from dzero.errors import RunError
 from dzero.trainer import train
 
 CONF = Path(__file__).parent / "conf"
@@ -15,20 +17,17 @@ CONF = Path(__file__).parent / "conf"
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(composed: DictConfig) -> None:
-    """One run; with --multirun, one of several."""
+    """One run; with --multirun one of several, of which one that fails does not keep the others from running."""
+    this_run = HydraConfig.get()
     try:
-        code = launch.start(train, config.resolve(composed), Path(HydraConfig.get().runtime.output_dir))
-    except config.ConfigError as error:
-        sys.exit(f"error: {error}")
-    if code:
-        sys.exit(code)
+        launch.start(train, config.resolve(composed), Path(this_run.runtime.output_dir))
+    except RunError as error:
+        if this_run.mode is not RunMode.MULTIRUN:
+            sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        raise RunError("a run of the sweep failed: see above") from error
 
 
 if __name__ == "__main__":
     config.register()
-    try:
-        config.check_overrides(sys.argv[1:], CONF)
-    except config.ConfigError as error:
-        sys.exit(f"error: {error}")
-    sys.argv += launch.quiet_hydra()
-    main()
+    command_line.run(main, CONF)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,12 +36,14 @@ TIMEOUT = timedelta(minutes=30)
 class Measured:
     """One side: seconds per step of each round, mean loss over ranks of each step, bytes of the worst rank.
 
-    `peak_bytes`: highest resident memory while training, over that after imports; `rest_bytes`: between steps;
-    `build_bytes`: highest until the end of the warm-up.
+    `step_s`: the slower rank's clock. `cpu_s`: processor time, mean of the ranks: less disturbed by other programs, but
+    blind to waiting. `peak_bytes`: highest resident memory while training, over that after imports; `rest_bytes`:
+    between steps; `build_bytes`: highest until the end of the warm-up.
     """
 
     side: str
     step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     rest_bytes: int = 0
@@ -60,9 +62,7 @@ def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> 
             for done in range(rounds):
                 shuffle.shuffle(order)
                 for side in order:
-                    seconds, losses = pairs[side].round(steps)
-                    results[side].step_s.append(seconds)
-                    results[side].losses.extend(losses)
+                    pairs[side].round(steps, results[side])
                 print(f"round {done + 1}/{rounds}", flush=True)
             return {side: pair.finish(results[side]) for side, pair in pairs.items()}
         finally:
@@ -99,16 +99,18 @@ class _Pair:
                 raise answer
         return answers
 
-    def round(self, steps: int) -> tuple[float, list[float]]:
-        """Seconds per step of the slower rank, and losses averaged over ranks."""
-        answers = self._ask(steps)
-        return max(seconds for seconds, _ in answers) / steps, _mean_by_step([losses for _, losses in answers])
+    def round(self, steps: int, into: Measured) -> None:
+        """Train `steps` steps and add what they took."""
+        seconds, cpu_s, losses = zip(*self._ask(steps), strict=True)
+        into.step_s.append(max(seconds) / steps)
+        into.cpu_s.append(sum(cpu_s) / RANKS / steps)
+        into.losses.extend(_mean_by_step(losses))
 
     def finish(self, measured: Measured) -> Measured:
         """Add the worst rank's memory and end the processes."""
         memories = self._ask(None)
         worst = {key: max(memory[key] for memory in memories) for key in memories[0]}
-        return Measured(measured.side, measured.step_s, measured.losses, **worst)
+        return replace(measured, **worst)
 
     def close(self) -> None:
         for process in self._processes:
@@ -116,11 +118,12 @@ class _Pair:
             process.kill()
 
 
-def _mean_by_step(by_rank: list[list[float]]) -> list[float]:
+def _mean_by_step(by_rank: Sequence[list[float]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
 
 
 def _serve(pipe: Connection, side: str, workload: Any, rank: int, rendezvous: str) -> None:
+    """A child process: rank `rank` of `side`."""
     try:
         with _group(rank, rendezvous):
             _train(pipe, side, workload, rank)
@@ -148,9 +151,11 @@ def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:
     import torch.distributed as dist
     from workload import Batches
 
+    from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
+
     torch.set_num_threads(1)
     sides.warm_libraries(side)
-    batches, baseline, done = Batches(workload), resident_bytes(), 0
+    batches, baseline, done = Batches(workload), rss_bytes(), 0
     step = sides.build(side, workload.build(), samples=workload.samples)
 
     def run(count: int) -> list[float]:
@@ -160,35 +165,16 @@ def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:
         return [float(loss) for loss in losses]
 
     losses = run(WARM_STEPS)
-    built = peak_bytes()
+    built = peak_rss_bytes()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    restart_peak()
+    if not reset_peak_rss():
+        raise RuntimeError("this kernel cannot restart the high-water mark (/proc/self/clear_refs)")
     pipe.send(losses)
     while (count := pipe.recv()) is not None:
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses = run(count)
-        pipe.send((time.perf_counter() - start, losses))
-    memory = {"peak_bytes": peak_bytes(), "rest_bytes": resident_bytes(), "build_bytes": built}
+        pipe.send((time.perf_counter() - start, time.process_time() - cpu_start, losses))
+    memory = {"peak_bytes": peak_rss_bytes(), "rest_bytes": rss_bytes(), "build_bytes": built}
     pipe.send({key: value - baseline for key, value in memory.items()})
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    return _status_bytes("VmRSS")
-
-
-def peak_bytes() -> int:
-    """Its high-water mark since the start, or since `restart_peak`."""
-    return _status_bytes("VmHWM")
-
-
-def restart_peak() -> None:
-    """Set the high-water mark to what is resident now (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))

@@ -59,7 +59,7 @@ def fsdp2_side(model: nn.Module, *, reshard: bool, reduce_dtype: torch.dtype) ->
 def deepspeed_side(model: nn.Module, *, stage: int, samples: int) -> Step:
     """DeepSpeed's engine with its own fused optimizer."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
+    import deepspeed  # type: ignore[import-untyped]
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     config = {
@@ -85,7 +85,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast:
     def step(batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = loss_of(model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

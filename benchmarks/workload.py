@@ -37,7 +37,9 @@ class Workload:
 
     def build(self) -> nn.Module:
         """The model in fp32 on the CPU, with the same values in every process."""
-        config = ModelConfig(**OmegaConf.load(CONF / f"bench_{self.model}.yaml"))
+        values = OmegaConf.to_container(OmegaConf.load(CONF / f"bench_{self.model}.yaml"))
+        assert isinstance(values, dict)
+        config = ModelConfig(**{str(key): value for key, value in values.items()})
         torch.manual_seed(self.seed)
         return Llama(config.shape(vocab_size=256))
 

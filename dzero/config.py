@@ -6,20 +6,19 @@ doors, no other file knows Hydra.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dzero.comm.collectives import is_exact
 from dzero.data.corpus import DataConfig
-from dzero.launch import LauncherConfig
+from dzero.data.files import find
+from dzero.errors import RunError
+from dzero.launch import LauncherConfig, launched
 from dzero.mesh import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.monitor.profile import ProfileConfig
@@ -28,10 +27,10 @@ from dzero.optim.build import OptimConfig
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
 from dzero.parallel.blocks import BlockConfig
-from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError):
     """A setting that cannot take effect; the message names the key, the value and what is allowed."""
 
 
@@ -103,15 +102,50 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit
-        if self.precision.param != "fp16" and self.scaler != ScalerConfig():
+        if self.precision.param != "fp16":
+            keys = [item.name for item in fields(self.scaler)]
+            _refuse_changed("scaler", self.scaler, keys, f"at precision.param={self.precision.param}, only at fp16")
+        if self.train.evaluate_batches == 0:
+            _refuse_changed("train", self.train, ["evaluate_every_steps"], "with train.evaluate_batches=0")
+        if self.data.held_out == 0.0:
+            keys = ["evaluate_every_steps", "evaluate_batches"]
+            _refuse_changed("train", self.train, keys, "with data.held_out=0")
+        longest = self.model.max_tokens
+        if longest is not None and longest < self.train.sequence_tokens:
             raise ValueError(
-                f"scaler.* has no effect at precision.param={self.precision.param}; remove it or take fp16"
+                f"train.sequence_tokens={self.train.sequence_tokens}: the model takes sequences up to "
+                f"model.max_tokens={longest}; shorten them or raise that"
             )
 
     def check_ranks(self, ranks: int) -> None:
         """What depends on the number of data-parallel ranks. Raises ValueError."""
-        self.mesh.degrees(ranks, stage=self.zero.stage)
+        replicate, shard = self.mesh.degrees(ranks, stage=self.zero.stage)
         self.train.check_batch(ranks)
+        Layout.of(
+            self.zero,
+            self.precision,
+            replicate=replicate,
+            shard=shard,
+            microbatches=self.train.accumulate,
+            exact=is_exact(self.zero.reduction, self.launch.device_type),
+        )
+
+    def check_here(self) -> None:
+        """What this machine can tell before any worker starts: its devices and files. Raises ValueError or OSError."""
+        if not launched():
+            self.check_ranks(self.launch.worker_count)
+        elif self.launch.workers is not None:
+            raise ValueError(f"launch.workers={self.launch.workers} has no effect under torchrun; remove it")
+        if self.data.path is not None:
+            find(self.data.path)
+
+
+def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:
+    """Raises ValueError for a value that is not its default, where none has an effect."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.name in keys and value != item.default:
+            raise ValueError(f"{group}.{item.name}={value} has no effect {why}; remove it")
 
 
 def register() -> None:
@@ -124,8 +158,10 @@ def register() -> None:
 
 
 def _thaw(node: DictConfig) -> None:
-    """OmegaConf makes the config of a frozen dataclass read-only; Hydra has to merge into it first."""
+    """OmegaConf makes the config of a frozen dataclass read-only, and Hydra closes mappings: open both to settings."""
     OmegaConf.set_readonly(node, False)
+    if OmegaConf.get_type(node) is dict:
+        OmegaConf.set_struct(node, False)
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -145,38 +181,3 @@ def resolve(composed: DictConfig) -> RunConfig:
 def as_yaml(config: RunConfig) -> str:
     """The resolved configuration, for people."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def check_overrides(arguments: Sequence[str], conf: Path) -> None:
-    """Find unknown keys and options before Hydra does, to say what is allowed. Raises ConfigError."""
-    words = [word for word in arguments if "=" in word and not word.startswith("-")]
-    for override in OverridesParser.create().parse_overrides(words):
-        key = override.key_or_group.split("@")[0]
-        if key.split("/")[0].split(".")[0] == "hydra":
-            continue
-        if (conf / key).is_dir():
-            options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
-            values = override.value() if not override.is_sweep_override() else None
-            if isinstance(values, str) and values not in options:
-                raise ConfigError(f"{key}={values}: choose one of {options}{_closest(values, options)}")
-        else:
-            _check_key(key)
-
-
-def _check_key(key: str) -> None:
-    owner: Any = RunConfig
-    done: list[str] = []
-    for part in key.split("."):
-        if not dataclasses.is_dataclass(owner):
-            return  # inside a free-form mapping such as optim.options
-        hints = get_type_hints(owner)
-        if part not in hints:
-            where = ".".join(done) or "the configuration"
-            raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{_closest(part, list(hints))}")
-        owner = hints[part]
-        done.append(part)
-
-
-def _closest(word: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, allowed, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

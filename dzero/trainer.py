@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +22,9 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
+from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count, peak_flops
-from dzero.launch import worker_device
-from dzero.mesh import AXES, make_mesh, process_group
+from dzero.mesh import AXES, make_mesh
 from dzero.models.build import build, count, flops_per_token, materialiser
 from dzero.monitor.memory import MemoryMeter, storage_bytes
 from dzero.monitor.meter import Meter
@@ -36,15 +37,16 @@ from dzero.zero.account import expected_control, expected_traffic, peak_bytes
 from dzero.zero.shard import shard
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(RunError):
     """The run cannot go on; the message says why and what to change."""
 
 
-def train(config: RunConfig, run_folder: Path) -> None:
-    """One worker of a run: join the group, train, leave. `run_folder`: rank 0's is used by all."""
-    device = worker_device(config.launch)
-    with process_group(device, timeout=config.launch.timeout):
-        Trainer(config, _folder_of_rank_0(run_folder, device), device).run()
+def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
+    """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
+    folder = _folder_of_rank_0(run_folder, device)
+    with user_errors():
+        trainer = Trainer(config, folder, device)
+    trainer.run()
 
 
 class Trainer:
@@ -72,43 +74,50 @@ class Trainer:
         )
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
-        self.stream = TokenStream(
-            self.corpus.train,
-            sequence_tokens=config.train.sequence_tokens,
-            microbatch_sequences=config.train.microbatch_sequences,
-            rank=self.rank,
-            ranks=ranks,
-            seed=config.train.seed,
-            shuffle=config.data.shuffle,
+        slices = {
+            "sequence_tokens": config.train.sequence_tokens,
+            "microbatch_sequences": config.train.microbatch_sequences,
+            "rank": self.rank,
+            "ranks": ranks,
+        }
+        self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        self.evaluation = partial(
+            evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
         )
+        if self._evaluates:
+            self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
         self.peak_flops = peak_flops(device, self.sharded.layout.param.dtype)
         self.meter = Meter(
             total_steps=config.train.steps, flops_per_token=flops, peak_flops=self.peak_flops, ranks=ranks
         )
         self.across = [GatherScalars(self.mesh.get_group(axis), axis, self.sharded.ledger) for axis in AXES]
+        self.profiler = Profiler(
+            config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
+        )
         self.traffic: dict[Entry, Traffic] = {}
         self.losses: list[float] = []
         self.grad_bytes = 0
 
-    def run(self) -> None:
-        """Train to the last step, evaluating on the way; close with the summary."""
+    def run(self) -> RunSummary:
+        """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic."""
         config, steps = self.config, self.config.train.steps
         monitor = Monitor(
             config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
         )
-        profiler = Profiler(config.profile, self.run_folder, rank=self.rank, device=self.device, run_steps=steps)
-        with monitor, profiler:
+        with monitor, self.profiler:
             monitor.note(0, self._introduce())
             self.memory.reset()
             held_out = None
             for step in range(1, steps + 1):
                 monitor.step(self._step(step, monitor))
-                profiler.step()
+                self.profiler.step()
                 if step == steps or step % config.train.evaluate_every_steps == 0:
                     held_out = self._evaluate()
                     if held_out is not None:
                         monitor.held_out(step, held_out)
-            monitor.summary(self._summarise(held_out))
+            summary = self._summarise(held_out)
+            monitor.summary(summary)
+        return summary
 
     def _step(self, step: int, monitor: Monitor) -> StepRecord:
         """One optimizer step, phase by phase."""
@@ -200,31 +209,27 @@ class Trainer:
     @torch.no_grad()
     def _evaluate(self) -> float | None:
         """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
-        train, held_out = self.config.train, self.corpus.held_out
-        if len(held_out) == 0 or train.evaluate_batches == 0:
+        if not self._evaluates:
             return None
-        batches = evaluation_batches(
-            held_out,
-            sequence_tokens=train.sequence_tokens,
-            microbatch_sequences=train.microbatch_sequences,
-            rank=self.rank,
-            ranks=dist.get_world_size(),
-            max_batches=train.evaluate_batches,
-        )
         self.sharded.model.eval()
-        losses = [self._loss(*batch) for batch in batches]
+        losses = [self._loss(*batch) for batch in self.evaluation()]
         self.sharded.model.train()
         self.sharded.reshard()
         mean = self._mean_over_ranks(torch.stack(losses).mean())
         self.sharded.ledger.take()  # what evaluation moved is no part of a step
         return mean
 
+    @property
+    def _evaluates(self) -> bool:
+        return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
+
     def _introduce(self) -> str:
         layout, ranks = self.sharded.layout, dist.get_world_size()
         return (
-            f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, stage "
-            f"{layout.stage} on {ranks} {self.device.type} ranks ({layout.replicate} replicate x {layout.shard} shard), "
-            f"{self.config.precision.param}; {self.corpus.summary}; run folder {self.run_folder}"
+            f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, "
+            f"stage {layout.stage} on {ranks} {self.device.type} ranks "
+            f"({layout.replicate} replicate x {layout.shard} shard), {self.config.precision.param}; "
+            f"{self.corpus.summary}; run folder {self.run_folder}"
         )
 
     def _summarise(self, held_out: float | None) -> RunSummary:

@@ -1,12 +1,12 @@
 """One cell of the parity product: train 20 steps on a small net, here and in the oracle, and compare.
 
-    factor     values
-    stage      0, 1, 2, 3
-    precision  fp32, bf16, fp16
-    M          1, 4 microbatches
-    master     fp32, remainder (bf16 only)
-    net        even, uneven, tied, frozen (tests/nets.py)
-    ranks      2, 4
+factor     values
+stage      0, 1, 2, 3
+precision  fp32, bf16, fp16
+M          1, 4 microbatches
+master     fp32, remainder (bf16 only)
+net        even, uneven, tied, frozen (tests/nets.py)
+ranks      2, 4
 """
 
 from __future__ import annotations

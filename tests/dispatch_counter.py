@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class DispatchCounter(TorchDispatchMode):
+class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`calls` and `sent_bytes` by the name of the c10d op, for groups of `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ranks = ranks
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()

@@ -24,7 +24,7 @@ def sharded_net(
     reduction: str = "exact",
     reshard: bool | int = True,
     seed: int = 0,
-    **precision: str,
+    **precision: Any,
 ) -> Sharded:
     """A net of `nets.py` over all ranks of the group; `replicate` as in make_mesh, for stages 1 to 3."""
     zero = ZeroConfig(stage=stage, reduction=reduction, reshard_after_forward=reshard)
@@ -39,7 +39,7 @@ def backward(sharded: Sharded, optim: MasterOptimizer, batches: list[Tensor]) ->
     for index, batch in enumerate(batches):
         with sharded.microbatch(is_last=index == len(batches) - 1):
             loss = nets.loss_fn(sharded.model, batch) / len(batches)
-            optim.scale_loss(loss).backward()
+            optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
 
@@ -62,7 +62,7 @@ def params_of(sharded: Sharded) -> dict[str, Tensor]:
 
 def masters_of(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
     """Whole fp32 masters of the trained parameters by name, on every rank."""
-    return {n: master_of(p, optim.state[p]) for n, p in sharded.named_params().items() if p in optim.state}
+    return {n: master_of(p, optim.state[p]).clone() for n, p in sharded.named_params().items() if p in optim.state}
 
 
 def snapshot(sharded: Sharded, optim: MasterOptimizer) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class OptimConfig:
     max_norm: float | None = 1.0
     betas: list[float] | None = None
     eps: float | None = None
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (self.lr >= 0 and self.weight_decay >= 0):
@@ -42,8 +42,10 @@ class OptimConfig:
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"optim.max_norm={self.max_norm}: must be > 0, or null for no clipping")
         if self.rule == "adamw":
-            if self.options is not None:
-                raise ValueError("optim.options has no effect with optim.rule=adamw; set optim.betas and optim.eps")
+            if self.options:
+                raise ValueError(
+                    f"optim.options={self.options} has no effect with optim.rule=adamw; set optim.betas and optim.eps"
+                )
             return
         classes = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer")
         if self.rule not in classes:
@@ -66,7 +68,7 @@ def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig 
             scaler=scaler,
         )
     rule = getattr(torch.optim, config.rule)
-    options = {str(key): value for key, value in (config.options or {}).items()}
+    options = {str(key): value for key, value in config.options.items()}
     return TorchOptimizer(sharded, rule, groups, max_norm=config.max_norm, scaler=scaler, lr=config.lr, **options)
 
 

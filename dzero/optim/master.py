@@ -81,14 +81,18 @@ class MasterOptimizer(torch.optim.Optimizer):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
         grads = self.gradients.named()
         if not grads:
-            raise RuntimeError(
-                "step() without gradients: run backward first, and the last microbatch under microbatch(is_last=True)"
-            )
+            self._without_gradients()
+            return loss
         if decision.finite:
             with torch.profiler.record_function("step update"):
                 self._update(grads, decision.factor)
         self._record(decision)
         return loss
+
+    def _without_gradients(self) -> None:
+        raise RuntimeError(
+            "step() without gradients: run backward first, and the last microbatch under microbatch(is_last=True)"
+        )
 
     def _record(self, decision: Decision) -> None:
         self.gradients.clear()

@@ -61,34 +61,51 @@ class TorchOptimizer(MasterOptimizer):
         local = local_of(param.detach())
         master = local if local.dtype == torch.float32 else local.float() if origin is None else origin
         self._masters[param] = nn.Parameter(master)
-        if master is not local:
-            self.state[param] = {"master": sharded_like(master, param)}
         return self._masters[param]
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
         for param, master in self._masters.items():
             grad = grads.get(self._names[param])
             master.grad = None if grad is None else grad.float().mul(factor).view(master.shape)
-        self.inner.step()
+        self._step_inner()
         for param, master in self._masters.items():
-            if master.grad is not None and param in self.state:
-                local = local_of(param.detach())
+            local = local_of(param.detach())
+            if master.grad is not None and local.dtype != torch.float32:
                 local.copy_(to_working(master.detach(), local.dtype))
             master.grad = None
 
+    def _step_inner(self) -> None:
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+        self.inner.step()
+        if not self.state:  # now there are states to show
+            self.state.update({param: self._states(param) for param in self._masters})
+
+    def _without_gradients(self) -> None:
+        """torch's checkpoint helpers create the states of a fresh optimizer by a step with zero `.grad`s and rates."""
+        if self.state or any(param.grad is None for param in self._masters):
+            super()._without_gradients()
+        for master in self._masters.values():
+            master.grad = torch.zeros_like(master)
+        self._step_inner()
+        for master in self._masters.values():
+            master.grad = None
+
+    def _states(self, param: nn.Parameter) -> dict[str, Any]:
+        """The master and the class's states of a parameter, those of its shape as DTensors placed like it."""
+        master = self._masters[param]
+        own = local_of(param.detach()).dtype == torch.float32
+        states: dict[str, Any] = {} if own else {"master": sharded_like(master.detach(), param)}
+        for key, value in self.inner.state.get(master, {}).items():
+            same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
+            states[key] = sharded_like(value, param) if same else value
+        return states
+
     def state_dict(self) -> dict[str, Any]:
-        """Masters and the class's own states, those of a parameter's shape as DTensors placed like it."""
+        """Masters and the class's own states."""
         packed = super().state_dict()
         params = [p for group in self.param_groups for p in group["params"]]
-        for index, param in enumerate(params):
-            master = self._masters[param]
-            own = dict(packed["state"].get(index, {}))
-            for key, value in self.inner.state.get(master, {}).items():
-                same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
-                own[key] = sharded_like(value, param) if same else value
-            packed["state"][index] = own
+        packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -104,6 +121,7 @@ class TorchOptimizer(MasterOptimizer):
                     key: local_of(value).clone() if isinstance(value, torch.Tensor) else value
                     for key, value in values.items()
                 }
+        self.state.update({param: self._states(param) for param in self._masters})
 
     def state_bytes(self) -> dict[str, int]:
         """As `MasterOptimizer.state_bytes`; the class's states count as moments."""
@@ -111,7 +129,8 @@ class TorchOptimizer(MasterOptimizer):
         for param in self._sharded.named_params().values():
             totals["param"] += local_of(param.detach()).untyped_storage().nbytes()
         for param, master in self._masters.items():
-            totals["master"] += master.untyped_storage().nbytes() if param in self.state else 0
+            own = local_of(param.detach()).dtype == torch.float32
+            totals["master"] += 0 if own else master.untyped_storage().nbytes()
             tensors = [v for v in self.inner.state.get(master, {}).values() if isinstance(v, torch.Tensor) and v.ndim]
             totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
         return totals

@@ -20,8 +20,9 @@ def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> li
     """(name, modules) of every unit but the root, in the order of the model's modules.
 
     `class_names` picks modules by class; by default units are the elements of the outermost ModuleLists and Sequentials
-    (the model itself may be a Sequential). A unit that shares parameters with what is left for the root is left to the
-    root too; units that share parameters become one. Raises ValueError for a class name that no module has.
+    (the model itself may be a Sequential). Of modules inside each other the outer one is the unit. A unit that shares
+    parameters with what is left for the root is left to the root too; units that share parameters become one. Raises
+    ValueError for a class name that no unit has.
     """
     named = _by_class(model, class_names) if class_names else find_blocks(model)
     named = [(name, module) for name, module in named if any(True for _ in module.parameters())]
@@ -29,11 +30,18 @@ def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> li
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    found = [(n, m) for n, m in model.named_modules() if m is not model and type(m).__name__ in class_names]
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = {model}
+    for name, module in model.named_modules():
+        if type(module).__name__ in class_names and module not in inside:
+            found.append((name, module))
+            inside.update(module.modules())
     missing = set(class_names) - {type(m).__name__ for _, m in found}
     if missing:
         present = sorted({type(m).__name__ for m in model.modules() if m is not model})
-        raise ValueError(f"zero.units={sorted(missing)}: no such modules; the model has {present}")
+        raise ValueError(
+            f"zero.units={sorted(missing)}: no such modules outside the other units; the model has {present}"
+        )
     return found
 
 

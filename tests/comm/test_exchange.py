@@ -21,6 +21,12 @@ DTYPES += [(FP32, FP16, FP32), (BF16, FP16, BF16)]
 SIZES = (0, 1, 7, 256, 1001)
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def drawn(ranks: int, elems: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     """Every rank's tensor [elems], values over many binades, so that the order of a sum shows in its bits."""
     generator = torch.Generator().manual_seed(seed * 1000 + elems)
@@ -37,7 +43,7 @@ def average(payloads: list[Tensor], output: torch.dtype) -> Tensor:
 
 
 def check_exact(rank: int, ranks: int, sizes: tuple[int, ...] = SIZES) -> None:
-    exact = Exact(dist.group.WORLD)
+    exact = Exact(world())
     for (buffer, wire, kept), elems in itertools.product(DTYPES, sizes):
         full = drawn(ranks, ranks * elems, buffer)
         part = slice(rank * elems, (rank + 1) * elems)
@@ -83,7 +89,7 @@ def staging(rank: int, ranks: int) -> list[int]:
     sizes = []
     for device in ("cpu", "cuda"):
         usual, exchange.BLOCK_BYTES["cpu"] = exchange.BLOCK_BYTES["cpu"], exchange.BLOCK_BYTES[device]
-        exact = Exact(dist.group.WORLD)
+        exact = Exact(world())
         for buffer, wire in ((FP32, FP32), (FP32, BF16)):
             full = torch.ones(ranks * (5 << 20), dtype=buffer)
             output = torch.empty(5 << 20, dtype=buffer)
@@ -101,7 +107,7 @@ def test_staging_stays_below_its_bound(pool: Pool) -> None:
 
 
 def compare_native(rank: int, ranks: int) -> None:
-    exact, native = Exact(dist.group.WORLD), Native(dist.group.WORLD)
+    exact, native = Exact(world()), Native(world())
     # fp32: ranks - 1 roundings of sums of magnitude <= sum |x|; 16 bits: each of them rounds to the wire dtype.
     for dtype, eps in ((FP32, 2.0**-24), (BF16, 2.0**-8)):
         full = drawn(ranks, ranks * 501, dtype)

@@ -1,0 +1,100 @@
+"""Where results go: a row of JSON (one line, appended), a table in markdown, a plot; all in benchmarks/results/."""
+
+from __future__ import annotations
+
+import importlib.metadata as metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "deepspeed", "numba", "torchao")
+
+
+def circumstances() -> dict[str, Any]:
+    """When, on what, with what: hardware, versions, commit, and the load that others put on the machine."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "load_1min": round(os.getloadavg()[0], 2),
+        },
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "malloc": {k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))},
+    }
+
+
+def append_row(question: str, row: dict[str, Any]) -> Path:
+    """Add `row` to results/<question>.jsonl."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{question}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({**circumstances(), **row}) + "\n")
+    return path
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def write_table(name: str, text: str) -> None:
+    """Print `text` and keep it as results/<name>.md."""
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+
+
+def plot_bars(name: str, title: str, panels: dict[str, dict[str, float]]) -> None:
+    """One panel of horizontal bars per quantity, as results/<name>.png. Without matplotlib: a line that says so."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is missing; pip install 'dzero[bench]'")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sides = list(next(iter(panels.values())))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(6 * len(panels), 1 + 0.3 * len(sides)), sharey=True, squeeze=False
+    )
+    for axis, (quantity, values) in zip(axes[0], panels.items(), strict=True):
+        colors = ["tab:blue" if side.startswith("dzero") else "tab:gray" for side in sides]
+        bars = axis.barh(sides, [values[side] for side in sides], color=colors)
+        axis.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
+        axis.set_title(quantity, fontsize=10)
+        axis.margins(x=0.15)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def _commit() -> str:
+    """The tree's commit, marked when it has changes."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain", ":/dzero"], capture_output=True, text=True).stdout
+    return head + ("+changes" if dirty else "")
+
+
+def _cpu_name() -> str:
+    fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+    return next((value.strip() for key, value in fields.items() if key.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

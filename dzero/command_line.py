@@ -1,0 +1,162 @@
+"""The command line of train.py, checked before anything starts: one error that says what is allowed.
+
+Hydra finds the same mistakes later, run by run, and tells them with its own internals. Here every run that a command
+line asks for (several with --multirun) is composed and validated first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+
+from dzero.config import ConfigError, RunConfig, resolve
+from dzero.errors import RunError
+from dzero.launch import launched
+
+NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
+OTHER_CONFIG = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+MULTIRUN = {"-m", "--multirun"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
+
+
+def run(main: Callable[[], Any], conf: Path) -> None:
+    """Check the command line, then run Hydra's `main`; exits with a message where the user has something to mend."""
+    told = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would otherwise print with a stack trace
+    sys.argv += _without_folders_of_their_own()
+    try:
+        check(sys.argv[1:], conf)
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        if told:
+            raise
+        sys.exit(f"error: {_essence(error)}")
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped by SIGINT")
+
+
+def check(arguments: Sequence[str], conf: Path) -> None:
+    """Raises ConfigError for the first setting in `arguments` that is unknown, mistyped or impossible.
+
+    conf: the folder of config groups. Command lines that do not run or bring another configuration are left to Hydra.
+    """
+    flags = {word.split("=")[0] for word in arguments if word.startswith("-")}
+    if flags & (NO_RUN | OTHER_CONFIG):
+        return
+    if launched() and flags & MULTIRUN:
+        raise ConfigError("--multirun starts workers of its own for each run: leave torchrun away")
+    words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    overrides = OverridesParser.create().parse_overrides(words)
+    for override in overrides:
+        _check_override(override, conf)
+    with initialize_config_dir(str(conf), version_base="1.3"):
+        for settings in _runs(overrides, multirun=bool(flags & MULTIRUN)):
+            _check_run(settings)
+
+
+def _check_override(override: Override, conf: Path) -> None:
+    key = override.key_or_group.split("@")[0]
+    if override.is_hydra_override():
+        return
+    values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [override.value()]
+    if (conf / key).is_dir():
+        options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
+        if override.is_add():
+            raise ConfigError(f"{override.input_line}: {key} is chosen already; leave the + away")
+        for value in values:
+            if isinstance(value, str) and value not in options:
+                raise ConfigError(f"{key}={value}: choose one of {options}{_closest(value, options)}")
+        return
+    hint = _hint(key)
+    if override.is_delete() and hint is not Any:
+        raise ConfigError(f"{override.input_line}: a setting cannot be deleted; leave it away for its default")
+    if dataclasses.is_dataclass(hint) and not isinstance(values[0], dict):
+        names = [f"{key}.{field.name}" for field in dataclasses.fields(hint)]
+        raise ConfigError(f"{override.input_line}: {key} is a group; set one of {names}")
+
+
+def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
+    """The settings of each run: Hydra's own product of sweeps (a glob or an interval is left to Hydra)."""
+    choices = []
+    for override in overrides:
+        if multirun and override.is_discrete_sweep():
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        else:
+            choices.append([str(override.input_line)])
+    yield from (list(choice) for choice in itertools.product(*choices))
+
+
+def _check_run(settings: list[str]) -> None:
+    try:
+        config = resolve(compose("config", overrides=settings))
+        config.check_here()
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    except HydraException as error:
+        key = str(getattr(error.__cause__, "full_key", None) or "").split("[")[0]
+        hint = _hint(key) if key else Any
+        if hint is Any or not isinstance(error.__cause__, ValidationError):
+            raise ConfigError(_essence(error)) from error
+        given = [line.partition("=")[2] for line in settings if line.lstrip("+").startswith(f"{key}=")]
+        raise ConfigError(f"{key}={given[-1] if given else '...'}: must be {_kind(hint)}") from error
+
+
+def _hint(key: str) -> Any:
+    """The declared type of a setting; Any inside a free mapping. Raises ConfigError for a key that does not exist."""
+    owner: Any = RunConfig
+    done: list[str] = []
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(owner):
+            return Any
+        hints = get_type_hints(owner)
+        if part not in hints:
+            where = ".".join(done) or "the configuration"
+            raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{_closest(part, list(hints))}")
+        owner = hints[part]
+        done.append(part)
+    return owner
+
+
+def _kind(hint: Any) -> str:
+    """`a whole number or null` for `int | None`."""
+    if get_origin(hint) in (types.UnionType, Union):
+        return " or ".join(_kind(arm) for arm in get_args(hint))
+    if get_origin(hint) is list:
+        return f"a list [...], each {_kind(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "a mapping {key: value}"
+    return KINDS.get(hint, str(hint))
+
+
+def _essence(error: Exception) -> str:
+    """What Hydra or OmegaConf say, without their internals."""
+    said = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line for line in str(said).splitlines() if "reference_type=" not in line and "object_type=" not in line]
+    return "\n".join(line for line in lines if line and not line.startswith("See https://"))
+
+
+def _closest(word: str, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, allowed, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _without_folders_of_their_own() -> list[str]:
+    """Overrides with which workers of torchrun other than rank 0 keep Hydra from making output folders."""
+    if os.environ.get("RANK", "0") == "0":
+        return []
+    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

@@ -1,0 +1,200 @@
+"""The house's rules, read off the source: who may import whom, and what no file may do."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).parent.parent
+PACKAGE = HOUSE / "dzero"
+# One line is one level; a room imports from rooms before it, so within a line from left to right.
+LEVELS = """
+errors hardware data models
+mesh launch
+comm
+parallel
+zero
+offload
+optim
+plan
+checkpoint
+monitor
+config command_line
+trainer
+"""
+ORDER = LEVELS.split()
+FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [*FILES, HOUSE / "train.py"]
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(HOUSE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path) for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """Our modules that a file imports at its top level."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else node.module for name in whole}
+    return {name for name in found if name.split(".")[0] == "dzero"}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` for names and attributes, else an empty string."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else f"?.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+
+
+def where(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(HOUSE)}:{getattr(node, 'lineno', 0)}"
+
+
+def test_every_room_has_its_level() -> None:
+    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert rooms - {"__init__"} <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
+    if path == PACKAGE / "__init__.py":
+        return
+    room = module_of(path).split(".")[1]
+    allowed = set(ORDER[: ORDER.index(room) + 1])
+    wrong = {name for name in imports(path) if name == "dzero" or name.split(".")[1] not in allowed}
+    assert not wrong, f"{module_of(path)} imports {sorted(wrong)} from a later room"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    graph = {module_of(path): imports(path) for path in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, chain: tuple[str, ...]) -> None:
+        assert name not in chain, " -> ".join((*chain, name))
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*chain, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_what_is_ours_is_imported_at_the_top_of_a_file() -> None:
+    lazy = [
+        where(path, node)
+        for path in SOURCES
+        for function in ast.walk(tree(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dzero")
+        or (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "dzero" for a in node.names))
+    ]
+    assert lazy == []
+
+
+def test_subpackages_are_empty_and_the_package_exports_at_most_ten_names() -> None:
+    for path in PACKAGE.glob("*/__init__.py"):
+        assert path.read_text() == "", path
+    names = next(
+        node.value
+        for node in tree(PACKAGE / "__init__.py").body
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "__all__"
+    )
+    assert isinstance(names, ast.List)
+    assert len(names.elts) <= 10
+
+
+def test_asserts_have_no_effect() -> None:
+    """An assert calls nothing but these: python -O must not change what runs."""
+    pure = {"isinstance", "all", "any", "len", "type", "issubclass"}
+    wrong = [
+        where(path, node)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assert)
+        for call in ast.walk(node.test)
+        if isinstance(call, ast.NamedExpr | ast.Await) or (isinstance(call, ast.Call) and dotted(call.func) not in pure)
+    ]
+    assert wrong == []
+
+
+def test_nothing_is_unpickled_evaluated_or_run_in_a_shell() -> None:
+    forbidden = {"eval", "exec", "os.system", "os.popen", "torch.load", "pickle.load", "pickle.loads", "marshal.loads"}
+    wrong = [where(path, call) for path in SOURCES for call in calls(path) if dotted(call.func) in forbidden]
+    wrong += [
+        where(path, call)
+        for path in SOURCES
+        for call in calls(path)
+        for keyword in call.keywords
+        if keyword.arg in ("shell", "allow_pickle", "trust_remote_code")
+        and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+    ]
+    assert wrong == []
+
+
+def test_fully_shard_and_its_switches_are_used_in_one_file() -> None:
+    switches = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook", "reshard", "unshard"}
+    switches |= {"set_requires_gradient_sync", "set_reshard_after_backward", "set_gradient_divide_factor"}
+    switches |= {"set_force_sum_reduction_for_comms", "set_is_last_backward", "set_reshard_after_forward"}
+    users = {
+        module_of(path)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.ImportFrom) and any(alias.name == "fully_shard" for alias in node.names))
+        or (isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in switches - {"reshard"})
+    }
+    assert users == {"dzero.zero.shard"}
+
+
+def test_no_file_makes_streams() -> None:
+    makers = {f"torch.{module}{kind}" for module in ("", "cuda.") for kind in ("Stream", "Event")}
+    made = [where(path, call) for path in SOURCES for call in calls(path) if dotted(call.func) in makers]
+    assert made == []
+
+
+def test_nothing_is_stored_on_a_parameter() -> None:
+    """Only torch's own fields are set on what is called a parameter, and `setattr` sets no made-up name on one."""
+    names = {"p", "param", "parameter", "weight", "bias"}
+    wrong = [
+        where(path, target)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        if isinstance(target, ast.Attribute)
+        and (dotted(target.value).split(".")[-1] in names)
+        and target.attr not in ("data", "grad", "requires_grad")
+    ]
+    wrong += [
+        where(path, call)
+        for path in SOURCES
+        for call in calls(path)
+        if dotted(call.func) == "setattr" and dotted(call.args[0]).split(".")[-1] in names
+    ]
+    assert wrong == []
+
+
+def test_no_function_changes_a_modules_globals() -> None:
+    assert [where(p, n) for p in SOURCES for n in ast.walk(tree(p)) if isinstance(n, ast.Global)] == []

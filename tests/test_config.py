@@ -1,0 +1,169 @@
+"""Every mistake on the command line is one error that names the key, the value, and what is allowed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from dzero import command_line, config
+from dzero.config import ConfigError, RunConfig, TrainConfig
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _schema() -> None:
+    config.register()
+
+
+@pytest.fixture
+def _outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def settled(*settings: str) -> RunConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return config.resolve(compose("config", overrides=list(settings)))
+
+
+MISTAKES = {
+    # values outside the allowed set
+    "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",
+    "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
+    "model=tinny": "did you mean tiny?",
+    "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'wsd']",
+    "optim.rule=adam": "optim.rule='adam': choose adamw or one of torch.optim's",
+    "launch.workers=0": "launch.workers=0: must be ≥ 1, or null",
+    "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",
+    "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
+    # names that do not exist
+    "zero.stag=3": "zero.stag: unknown key; zero has ['reduction', 'reshard_after_forward', 'stage', 'units']; did you",
+    "+zero.new=1": "zero.new: unknown key",
+    "modell=tiny": "modell: unknown key; the configuration has",
+    "zero={stag: 3}": "zero.stag: unknown key",
+    # other types
+    "zero.stage=abc": "zero.stage=abc: must be a whole number",
+    "zero.stage=null": "zero.stage=null: must be a whole number",
+    "train.steps=1.5": "train.steps=1.5: must be a whole number",
+    "launch.workers=two": "launch.workers=two: must be a whole number or null",
+    "data.shuffle=maybe": "data.shuffle=maybe: must be true or false",
+    "optim.lr=fast": "optim.lr=fast: must be a number",
+    "optim.betas=0.9": "optim.betas=0.9: must be a list [...], each a number or null",
+    "zero=3": "zero=3: zero is a group; set one of ['zero.stage', ",
+    "~zero.stage": "~zero.stage: a setting cannot be deleted",
+    "+model=hf": "+model=hf: model is chosen already; leave the + away",
+    # what cannot be together
+    "train.global_sequences=7": "with 2 ranks it must be a multiple of 8",
+    "train.global_sequences=32": "train.accumulate=4 makes it",
+    "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
+    "precision=fp32 precision.master=remainder": "precision.master=remainder needs precision.param=bf16, not fp32",
+    "precision.reduce=fp32": "precision.reduce=fp32 is wider than the torch.bfloat16 gradients",
+    "zero.stage=3 zero.reshard_after_forward=2": "a non-trivial divisor of the shard axis of 2 ranks",
+    "train.steps=5 schedule.warmup_steps=10": "schedule.warmup_steps=10 + schedule.decay_steps=0 exceed train.steps=5",
+    "model=gpt2_124m train.sequence_tokens=2048": "the model takes sequences up to model.max_tokens=1024",
+    "model=hf": "model.name_or_path is unset",
+    # no effect
+    "zero.stage=2 zero.reshard_after_forward=false": "zero.reshard_after_forward=False has no effect at zero.stage=2",
+    "zero.stage=0 mesh.replicate=2": "mesh.replicate=2 has no effect at zero.stage=0",
+    "scaler.init=1024": "scaler.init=1024.0 has no effect at precision.param=bf16, only at fp16; remove it",
+    "optim.options={amsgrad: true}": "optim.options={'amsgrad': True} has no effect with optim.rule=adamw",
+    "optim.rule=SGD optim.eps=1e-6": "optim.betas and optim.eps belong to adamw",
+    "profile.steps=5": "profile.steps=5 has no effect with profile.enabled=false",
+    "model.name_or_path=gpt2": "model.name_or_path=gpt2 has no effect with model.kind=llama",
+    "data.separator=x": "data.separator=x has no effect without data.tokenizer",
+    "schedule.decay_steps=5": "schedule.decay_steps=5 with schedule.kind=cosine: only wsd",
+    "train.evaluate_batches=0 train.evaluate_every_steps=5": "train.evaluate_every_steps=5 has no effect with train.ev",
+    "data.held_out=0 train.evaluate_batches=5": "train.evaluate_batches=5 has no effect with data.held_out=0",
+    # files
+    "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
+    # grammar, and sweeps: each run is checked before the first one starts
+    "zero.stage=1,2": "To sweep over it, add --multirun",
+    "--multirun zero.stage=1,5": "zero.stage=5: choose 0, 1, 2 or 3",
+    "--multirun model=tiny,tinny": "model=tinny: choose one of",
+    "--multirun zero.stage=0,1 mesh.replicate=1,2": "mesh.replicate=2 has no effect at zero.stage=0",
+}
+
+
+@pytest.mark.usefixtures("_outside_torchrun")
+@pytest.mark.parametrize(("line", "told"), MISTAKES.items(), ids=list(MISTAKES))
+def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: str) -> None:
+    words = line.replace(": ", ":").split()
+    with pytest.raises(ConfigError) as refused:
+        command_line.check(words, CONF)
+    assert told in str(refused.value)
+    assert "reference_type" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("_outside_torchrun")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "zero.stage=3 zero.reshard_after_forward=false optim.lr=1e-3 train.accumulate=4",
+        "precision=fp16 scaler.init=1024 block.activation_checkpoint=full",
+        "optim.rule=SGD optim.options={momentum:0.9} optim.betas=null",
+        "optim.rule=SGD optim.options.momentum=0.9",
+        "zero.units=[Block] optim.betas=[0.9,0.99]",
+        "hydra.run.dir=elsewhere hydra/job_logging=none",
+        "--multirun zero.stage=0,1,2,3 model=tiny,bench_21m",
+        "--multirun optim.lr=range(1,3)",
+        "--cfg job",
+        "-sc install=bash",
+        "--config-dir=mine model=mine",
+        "model=llama_70b launch.workers=8 mesh.replicate=2 zero.stage=3 zero.reshard_after_forward=2",
+    ],
+)
+def test_what_is_right_passes(line: str) -> None:
+    command_line.check(line.split(), CONF)
+
+
+def test_the_settings_of_a_run_are_the_owners_dataclasses() -> None:
+    run = settled("zero.stage=3", "optim.rule=SGD", "optim.options={momentum: 0.9}", "optim.betas=null")
+    assert run.zero.stage == 3
+    assert run.optim.options == {"momentum": 0.9}
+    assert settled("optim.betas=[0.8,0.9]").optim.betas == [0.8, 0.9]
+    assert "stage: 3" in config.as_yaml(run)
+
+
+@pytest.mark.parametrize("model", sorted(path.stem for path in (CONF / "model").glob("*.yaml")))
+def test_every_size_in_conf_is_valid(model: str) -> None:
+    settled(f"model={model}", *(["model.name_or_path=gpt2"] if model == "hf" else []))
+
+
+def test_a_step_takes_what_the_batch_arithmetic_says() -> None:
+    train = TrainConfig(microbatch_sequences=3, accumulate=5, global_sequences=60)
+    assert train.sequences(4) == 3 * 5 * 4
+    train.check_batch(4)
+
+
+def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    command_line.check(["zero.stage=3"], CONF)
+    with pytest.raises(ConfigError, match=r"launch\.workers=4 has no effect under torchrun"):
+        command_line.check(["launch.workers=4"], CONF)
+    with pytest.raises(ConfigError, match="leave torchrun away"):
+        command_line.check(["-m", "zero.stage=0,1"], CONF)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("zero.stage=5", "error: zero.stage=5: choose 0, 1, 2 or 3\n"),
+        ("zero.stage", "error: Error parsing override 'zero.stage'\nmissing EQUAL at '<EOF>'\n"),
+    ],
+)
+def test_the_command_says_it_once_without_a_stack_trace_and_leaves_nothing(
+    line: str, told: str, tmp_path: Path
+) -> None:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "HYDRA_FULL_ERROR")}
+    command = [sys.executable, str(ROOT / "train.py"), line]
+    ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", told)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,68 @@
+"""Shards inside, copies across (HSDP), the backend's own sums, and plain `.grad`: close to the exact run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nets
+import torch
+from cells import whole
+from loops import params_of, sharded_net, train, unequal
+from pool import Pool
+
+from dzero import AdamW
+
+
+def without_our_optimizer(rank: int, ranks: int) -> None:
+    """`.grad` as FSDP2 leaves it: the average over all ranks of the gradients of their own batches."""
+    drawn = nets.batches("even", steps=1, ranks=ranks, microbatches=1)[0]
+    plain = nets.build("even")
+    sum(nets.loss_fn(plain, of_rank[0]) for of_rank in drawn).backward()  # type: ignore[union-attr]
+    cells: tuple[dict[str, Any], ...] = ({"stage": 0}, {"stage": 2}, {"stage": 3, "replicate": 2})
+    for kwargs in cells:
+        sharded = sharded_net("even", param="fp32", **kwargs)
+        nets.loss_fn(sharded.model, drawn[rank][0]).backward()  # type: ignore[no-untyped-call]
+        for name, want in plain.named_parameters():
+            grad = sharded.named_params()[name].grad
+            assert grad is not None
+            assert want.grad is not None
+            torch.testing.assert_close(whole(grad), want.grad / ranks, rtol=1e-4, atol=1e-6)
+
+
+def test_grads_are_right_without_our_optimizer_too(pool: Pool) -> None:
+    pool.run(without_our_optimizer, 4)
+
+
+def hybrid(rank: int, ranks: int) -> dict[str, Any]:
+    """Losses and parameters by (mesh, stage, M, reduction) after 3 fp32 steps."""
+    results = {}
+    for microbatches in (1, 4):
+        cells: dict[str, dict[str, Any]] = {
+            "1x4": {"stage": 2},
+            "2x2": {"stage": 2, "replicate": 2},
+            "2x2 stage 3": {"stage": 3, "replicate": 2},
+            "2x2 native": {"stage": 1, "replicate": 2, "reduction": "native"},
+            "1x4 native": {"stage": 3, "reduction": "native"},
+        }
+        for name, kwargs in cells.items():
+            sharded = sharded_net("uneven", microbatches=microbatches, param="fp32", **kwargs)
+            losses = train(sharded, AdamW(sharded, lr=1e-3, max_norm=0.5), "uneven", steps=3)
+            results[f"{name} M={microbatches}"] = {"losses": losses, "params": params_of(sharded)}
+    return results
+
+
+def test_hybrid_and_native_runs_agree_with_the_exact_one(pool: Pool) -> None:
+    """fp32; sums of four gradients in another order. Tolerance: 1e-5 of the loss; an element moves by at most
+    lr = 1e-3 a step, of which another rounding of a near-zero gradient may take a part: 1e-3 absolute, 1e-6 on
+    average."""
+    first, *others = pool.run(hybrid, 4)
+    for microbatches in (1, 4):
+        want = first[f"1x4 M={microbatches}"]
+        for key, got in first.items():
+            if key.endswith(f"M={microbatches}"):
+                torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=1e-5, atol=0)
+                off = torch.cat([(got["params"][n] - p).abs().view(-1) for n, p in want["params"].items()])
+                assert off.max() < 1e-3, key
+                assert off.mean() < 1e-6, key
+    for other in others:  # copies are copies, to the bit
+        assert all(unequal(other[key]["params"], first[key]["params"]) == [] for key in first)

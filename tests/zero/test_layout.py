@@ -1,0 +1,111 @@
+"""The table filled in, and the settings that it refuses: each message names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from dzero import PrecisionConfig, ZeroConfig
+from dzero.mesh import MeshConfig
+from dzero.zero.layout import Cadence, Layout, ParamShape
+
+
+def layout(stage: int = 2, *, replicate: int = 1, shard: int = 4, microbatches: int = 1, **precision: str) -> Layout:
+    if stage == 0:
+        replicate, shard = shard, 1
+    return Layout.of(
+        ZeroConfig(stage=stage),
+        PrecisionConfig(**precision),
+        replicate=replicate,
+        shard=shard,
+        microbatches=microbatches,
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_stage_fills_the_column_of_placements(stage: int) -> None:
+    table = layout(stage)
+    rows = {"param": stage >= 3, "grad": stage >= 2, "master": stage >= 1, "moments": stage >= 1}
+    assert {kind: getattr(table, kind).sharded for kind in rows} == rows
+    assert table.master.placements == (Replicate(), Shard(0) if stage else Replicate())
+    assert table.ranks == 4
+
+
+def test_dtypes_follow_precision() -> None:
+    table = layout(param="bf16", master="remainder", moments="bf16")
+    assert (table.param.dtype, table.master.dtype, table.moments.dtype) == (torch.bfloat16, torch.int16, torch.bfloat16)
+    assert (table.wire, table.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert layout(microbatches=4).grad.dtype == torch.float32
+    assert layout(replicate=2, shard=2).grad.dtype == torch.float32
+    assert layout(grad="fp32", reduce="fp32").wire == torch.float32
+    assert layout(param="fp16").wire == torch.float16
+    assert layout(microbatches=4, grad="bf16").grad.dtype == torch.bfloat16
+
+
+def test_the_cadence_is_that_of_the_table() -> None:
+    for stage, early in ((1, Cadence(False, False)), (2, Cadence(True, False)), (3, Cadence(True, True))):
+        assert layout(stage).cadence(is_last=False) == early
+        assert layout(stage).cadence(is_last=True) == Cadence(True, True)
+    assert layout(0).cadence(is_last=False) == Cadence(False, True)
+
+
+def test_on_one_rank_every_stage_reshards_after_forward() -> None:
+    assert all(layout(stage, shard=1).reshard_after_forward is True for stage in (0, 1, 2, 3))
+    assert layout(1).reshard_after_forward is False
+    assert layout(3).reshard_after_forward is True
+
+
+def test_shards_are_padded_rows_of_the_first_dim() -> None:
+    shape = ParamShape("w", (5, 3), torch.float32, True)
+    assert [shape.shard_elems(n) for n in (1, 2, 4, 8)] == [15, 9, 6, 3]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ZeroConfig(stage=5), "zero.stage=5: choose 0, 1, 2 or 3"),
+        (lambda: ZeroConfig(reduction="fast"), "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
+        (
+            lambda: ZeroConfig(stage=1, reshard_after_forward=False),
+            "zero.reshard_after_forward=False has no effect at zero.stage=1",
+        ),
+        (lambda: PrecisionConfig(param="bf17"), "precision.param='bf17': choose one of ['fp32', 'bf16', 'fp16']"),
+        (lambda: PrecisionConfig(reduce="int8"), "precision.reduce='int8': choose one of"),
+        (lambda: PrecisionConfig(master="bf16"), "precision.master='bf16': choose one of ['fp32', 'remainder']"),
+        (lambda: PrecisionConfig(moments="fp8"), "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
+        (
+            lambda: PrecisionConfig(param="fp16", master="remainder"),
+            "precision.master=remainder needs precision.param=bf16, not fp16",
+        ),
+        (lambda: PrecisionConfig(grad="fp16"), "precision.grad=fp16: choose auto, fp32 or precision.param's bf16"),
+        (lambda: layout(reduce="fp32"), "precision.reduce=fp32 is wider than the torch.bfloat16 gradients"),
+        (
+            lambda: layout(replicate=2, shard=2, grad="bf16"),
+            "precision.grad=bf16: hybrid sharding keeps fp32 gradients between its two hops; take precision.grad=auto",
+        ),
+        (
+            lambda: Layout.of(ZeroConfig(stage=0), PrecisionConfig(), replicate=1, shard=2),
+            "zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not 2",
+        ),
+        (
+            lambda: Layout.of(ZeroConfig(stage=3, reshard_after_forward=3), PrecisionConfig(), replicate=1, shard=8),
+            "zero.reshard_after_forward=3: choose true, false or a non-trivial divisor of the shard axis of 8 ranks",
+        ),
+        (lambda: MeshConfig(replicate=0), "mesh.replicate=0: must be a whole number ≥ 1"),
+        (lambda: MeshConfig(replicate=3).degrees(8, stage=2), "does not divide the 8 ranks; allowed: [1, 2, 4, 8]"),
+        (lambda: MeshConfig(replicate=2).degrees(8, stage=0), "mesh.replicate=2 has no effect at zero.stage=0"),
+    ],
+)
+def test_errors_name_the_key_the_value_and_the_repair(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_mesh_degrees_multiply_to_the_ranks() -> None:
+    assert MeshConfig().degrees(8, stage=3) == (1, 8)
+    assert MeshConfig(replicate=2).degrees(8, stage=1) == (2, 4)
+    assert MeshConfig().degrees(8, stage=0) == (8, 1)

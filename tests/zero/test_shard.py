@@ -1,0 +1,236 @@
+"""What `shard` takes and how the sharded model behaves in unusual loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nets
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from loops import backward, params_of, sharded_net, unequal
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero.zero.working import to_working
+
+BF16 = torch.bfloat16
+
+
+class Odd(nn.Module):
+    """A model with what real ones have: mixed dtypes, a transposed parameter, buffers, integers, a frozen table."""
+
+    shift: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(6, 8).to(BF16)
+        self.norm = nn.LayerNorm(8)  # stays fp32
+        self.turned = nn.Parameter(torch.randn(5, 8).t())  # [8, 5], not contiguous
+        self.table = nn.Parameter(torch.arange(5), requires_grad=False)  # int64
+        self.fixed = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("shift", torch.full((5,), 0.5))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = self.norm(self.inp(x)) @ self.turned
+        return y * self.fixed + self.shift.to(y.dtype) + self.table
+
+
+def odd_model(rank: int, ranks: int) -> None:
+    for stage in (0, 2, 3):
+        torch.manual_seed(0)
+        reference = Odd()
+        torch.manual_seed(0)
+        model = Odd()
+        if rank:  # other ranks start elsewhere and must end with rank 0's values
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(1)
+        mesh = make_mesh("cpu", replicate=ranks if stage == 0 else 1)
+        sharded = shard(model, ZeroConfig(stage=stage), mesh=mesh)
+        params = params_of(sharded)
+        assert sorted(params) == ["fixed", "inp.bias", "inp.weight", "norm.bias", "norm.weight", "turned"]
+        assert {p.dtype for p in params.values()} == {BF16}  # mixed dtypes are cast to the working one
+        for name, param in reference.named_parameters():
+            if name != "table":
+                assert torch.equal(params[name], to_working(param.detach().float(), BF16)), name
+        assert model.shift.dtype == torch.float32
+        assert torch.equal(model.table, reference.table + min(rank, 1))  # integers are nobody's to move
+
+        optim = AdamW(sharded, lr=1e-2)
+        assert "fixed" not in {optim._names[p] for p in optim.state}  # type: ignore[index]
+        for _ in range(3):
+            model(torch.ones(2, 6)).float().square().mean().backward()
+            optim.step()
+        after = params_of(sharded)
+        assert torch.equal(after["fixed"], params["fixed"])
+        assert not torch.equal(after["turned"], params["turned"])
+        assert model.calls.item() == 3
+        both: list[Any] = [None] * ranks
+        dist.all_gather_object(both, {k: v.float().tolist() for k, v in after.items()})
+        assert both[0] == both[1]
+
+
+def test_mixed_dtypes_views_buffers_integers_and_frozen_parameters_are_handled(pool: Pool) -> None:
+    pool.run(odd_model, 2)
+
+
+def test_ranks_that_start_differently_end_with_rank_0s_values(pool: Pool) -> None:
+    first, second = pool.run(started, 2)
+    assert unequal(first, second) == []
+    assert torch.equal(first["embed.weight"], nets.build("even", 0).embed.weight.detach())
+
+
+def started(rank: int, ranks: int) -> dict[str, Tensor]:
+    return params_of(sharded_net("even", stage=3, seed=rank, param="fp32"))
+
+
+def evaluate_between(rank: int, ranks: int) -> None:
+    """Evaluation at every point of a step: the losses and parameters are those of a run without it."""
+    for stage in (1, 2, 3):
+        runs = []
+        for evaluates in (False, True):
+            sharded = sharded_net("even", stage=stage, microbatches=2)
+            optim = AdamW(sharded, lr=1e-2)
+            probe = nets.batches("even", steps=1, ranks=1, microbatches=1, seed=5)[0][0][0]
+            seen = []
+            for of_step in nets.batches("even", steps=3, ranks=ranks, microbatches=2):
+                seen.append(backward(sharded, optim, of_step[rank]))
+                if evaluates:
+                    with torch.no_grad():
+                        stale = nets.loss_fn(sharded.model, probe).item()
+                optim.step()
+                if evaluates:
+                    with torch.no_grad():
+                        fresh = nets.loss_fn(sharded.model, probe).item()
+                    assert fresh != stale  # the step is seen at once
+            runs.append((seen, params_of(sharded)))
+        assert runs[0][0] == runs[1][0]
+        assert unequal(runs[0][1], runs[1][1]) == []
+
+
+def test_evaluation_between_backward_and_step_leaves_no_stale_weights(pool: Pool) -> None:
+    pool.run(evaluate_between, 2)
+
+
+def misuse(rank: int, ranks: int) -> dict[str, str]:
+    """Messages of calls in the wrong order."""
+    messages = {}
+
+    def expect(key: str, error: type[Exception], action: Any) -> None:
+        with pytest.raises(error) as caught:
+            action()
+        messages[key] = str(caught.value)
+
+    sharded = sharded_net("even", stage=2, microbatches=2)
+    optim = AdamW(sharded)
+    batch = nets.batches("even", steps=1, ranks=1, microbatches=1)[0][0]
+    expect("step without gradients", RuntimeError, optim.step)
+    backward(sharded, optim, batch)
+    expect("backward after the last", RuntimeError, lambda: backward(sharded, optim, batch))
+
+    scalar = nn.Linear(2, 2)
+    scalar.gain = nn.Parameter(torch.tensor(1.0))
+    expect("scalar", ValueError, lambda: shard(scalar, ZeroConfig()))
+    expect("empty", ValueError, lambda: shard(nn.ReLU(), ZeroConfig()))
+    expect("meta", ValueError, lambda: shard(nn.Linear(2, 2, device="meta"), ZeroConfig()))
+    expect("mesh", ValueError, lambda: shard(nn.Linear(2, 2), ZeroConfig(), mesh=init_device_mesh("cpu", (ranks,))))
+    expect("degrees", ValueError, lambda: make_mesh("cpu", replicate=3))
+    expect("units", ValueError, lambda: shard(nn.Linear(2, 2), ZeroConfig(units=["Block"])))
+    foreign = nn.Parameter(torch.zeros(2))
+    expect("foreign", ValueError, lambda: AdamW(sharded_net("even"), [foreign]))
+    return messages
+
+
+def test_misuse_raises_errors_that_teach(pool: Pool) -> None:
+    messages = pool.run(misuse, 2)[0]
+    for key, parts in {
+        "step without gradients": ("run backward first", "microbatch(is_last=True)"),
+        "backward after the last": ("unit ", "microbatch(is_last=False)"),
+        "scalar": ("parameter gain", "shape (1,)"),
+        "empty": ("ReLU has no floating-point parameters",),
+        "meta": ("weight is on meta", "materialise="),
+        "mesh": ("('replicate', 'shard')", "dzero.make_mesh"),
+        "degrees": ("replicate=3", "[(1, 2), (2, 1)]"),
+        "units": ("zero.units=['Block']",),
+        "foreign": ("sharded.named_params()",),
+    }.items():
+        assert all(part in messages[key] for part in parts), (key, messages[key])
+
+
+def asynchronous(rank: int, ranks: int) -> list[float]:
+    """Units gathered ahead by the user: `unshard(async_op=True)` of the next block before each block's forward."""
+    losses = []
+    for ahead in (False, True):
+        sharded = sharded_net("even", stage=3)
+        optim = AdamW(sharded, lr=1e-2)
+        blocks = list(sharded.model.layers)  # type: ignore[arg-type]
+        for of_step in nets.batches("even", steps=3, ranks=ranks, microbatches=1):
+            handles = [block.unshard(async_op=True) for block in blocks] if ahead else []
+            for handle in handles[:2]:
+                handle.wait()
+            losses.append(backward(sharded, optim, of_step[rank]))
+            optim.step()
+    return losses
+
+
+def test_asynchronous_unshard_gives_the_same_losses(pool: Pool) -> None:
+    for losses in pool.run(asynchronous, 2):
+        assert losses[:3] == losses[3:]
+
+
+def materialised(rank: int, ranks: int) -> list[str]:
+    """Values drawn unit by unit on meta modules; never more than one unit is whole."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    whole: list[str] = []
+
+    def fill(module: nn.Module) -> None:
+        unsharded = [
+            p for p in model.parameters() if not p.is_meta and not isinstance(p, torch.distributed.tensor.DTensor)
+        ]
+        whole.append(str(len(unsharded)))
+        for child in module.modules():
+            for name, p in child.named_parameters(recurse=False):
+                if p.is_meta:
+                    generator = torch.Generator().manual_seed(p.numel())
+                    setattr(child, name, nn.Parameter(torch.randn(p.shape, generator=generator)))
+
+    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), materialise=fill)
+    for p in params_of(sharded).values():
+        generator = torch.Generator().manual_seed(p.numel())
+        assert torch.equal(p, torch.randn(p.shape, generator=generator))
+    optim = AdamW(sharded)
+    F.mse_loss(model(torch.ones(1, 6)), torch.zeros(1, 3)).backward()  # type: ignore[no-untyped-call]
+    optim.step()
+    return whole
+
+
+def test_meta_models_are_filled_unit_by_unit(pool: Pool) -> None:
+    assert pool.run(materialised, 2)[0] == ["0"] * 4
+
+
+def interrupted(rank: int, ranks: int) -> None:
+    """zero_grad drops a microbatch that is not to count; a unit whose forward was not used keeps its values."""
+    sharded = sharded_net("even", stage=2, param="fp32")
+    optim = AdamW(sharded, lr=1e-2)
+    drawn = nets.batches("even", steps=2, ranks=ranks, microbatches=1)
+    backward(sharded, optim, drawn[0][rank])
+    optim.zero_grad()
+    backward(sharded, optim, drawn[1][rank])
+    optim.step()
+    other = sharded_net("even", stage=2, param="fp32")
+    other_optim = AdamW(other, lr=1e-2)
+    backward(other, other_optim, drawn[1][rank])
+    other_optim.step()
+    assert unequal(params_of(sharded), params_of(other)) == []
+
+
+def test_zero_grad_drops_what_was_reduced(pool: Pool) -> None:
+    pool.run(interrupted, 2)
