@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import itertools
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
@@ -34,20 +35,24 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def run(main: Callable[[], Any], conf: Path) -> None:
     """Check the command line, then run Hydra's `main`; exits with a message where the user has something to mend."""
-    told = "HYDRA_FULL_ERROR" in os.environ
+    wants_internals = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would otherwise print with a stack trace
     sys.argv += _without_folders_of_their_own()
     try:
-        check(sys.argv[1:], conf)
+        try:
+            check(sys.argv[1:], conf)
+        except ConfigError as error:
+            # torchrun starts this on every rank, and all of them find the same: one per node says it.
+            sys.exit(f"error: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        if told:
+        if wants_internals:
             raise
         sys.exit(f"error: {_essence(error)}")
     except RunError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped by SIGINT")
+        sys.exit(128 + signal.SIGINT)
 
 
 def check(arguments: Sequence[str], conf: Path) -> None:
@@ -73,7 +78,7 @@ def _check_override(override: Override, conf: Path) -> None:
     key = override.key_or_group.split("@")[0]
     if override.is_hydra_override():
         return
-    values = list(override.sweep_string_iterator()) if override.is_discrete_sweep() else [override.value()]
+    values = _values(override)
     if (conf / key).is_dir():
         options = sorted(path.stem for path in (conf / key).glob("*.yaml"))
         if override.is_add():
@@ -85,19 +90,27 @@ def _check_override(override: Override, conf: Path) -> None:
     hint = _hint(key)
     if override.is_delete() and hint is not Any:
         raise ConfigError(f"{override.input_line}: a setting cannot be deleted; leave it away for its default")
-    if dataclasses.is_dataclass(hint) and not isinstance(values[0], dict):
+    if dataclasses.is_dataclass(hint) and not override.is_sweep_override() and not isinstance(values[0], dict):
         names = [f"{key}.{field.name}" for field in dataclasses.fields(hint)]
         raise ConfigError(f"{override.input_line}: {key} is a group; set one of {names}")
 
 
+def _values(override: Override) -> list[Any]:
+    """What one setting takes in turn: one value, or those of its sweep. Hydra alone can tell those of a glob."""
+    if not override.is_sweep_override():
+        return [override.value()]
+    tellable = override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP
+    return list(override.sweep_string_iterator()) if tellable else []
+
+
 def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
-    """The settings of each run: Hydra's own product of sweeps (a glob or an interval is left to Hydra)."""
-    choices = []
-    for override in overrides:
-        if multirun and override.is_discrete_sweep():
-            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
-        else:
-            choices.append([str(override.input_line)])
+    """The settings of each run: the product of all sweeps, as Hydra makes it."""
+    choices = [
+        [f"{override.get_key_element()}={value}" for value in _values(override)]
+        if multirun and override.is_sweep_override()
+        else [str(override.input_line)]
+        for override in overrides
+    ]
     yield from (list(choice) for choice in itertools.product(*choices))
 
 

@@ -113,6 +113,8 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         "hydra.run.dir=elsewhere hydra/job_logging=none",
         "--multirun zero.stage=0,1,2,3 model=tiny,bench_21m",
         "--multirun optim.lr=range(1,3)",
+        "--multirun model=glob(bench*)",
+        "--multirun zero={stage:1},{stage:3}",
         "--cfg job",
         "-sc install=bash",
         "--config-dir=mine model=mine",

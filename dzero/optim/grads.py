@@ -37,7 +37,7 @@ class Decision:
     factor: float
     """Multiplies every gradient in fp32: 1 / loss scale and the clipping coefficient."""
     culprits: tuple[str, ...]
-    """Parameters with a non-finite gradient on some rank, as `name (rank r)`."""
+    """Parameters with a non-finite averaged gradient, as `name (rank r)`: r holds the rows, whoever overflowed."""
 
 
 class Gradients:

@@ -59,7 +59,8 @@ def test_the_allocation_peak_sees_autograd() -> None:
 
 def test_the_kinds_add_up_to_the_peak() -> None:
     meter = MemoryMeter(CPU)
-    states = torch.ones(8 * MIB)  # 32 MiB, touched
+    # Above 32 MiB glibc always asks the system for fresh pages; below it may reuse what earlier tests freed.
+    states = torch.ones(10 * MIB)  # 40 MiB, touched
     meter.reset()
     temporary = torch.ones(16 * MIB)  # 64 MiB
     del temporary
