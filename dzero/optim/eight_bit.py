@@ -3,8 +3,9 @@
     codes   uint8 [blocks * 256]   index into a fixed table of 256 values (dynamic exponent, Dettmers et al. 2022)
     scale   fp32  [blocks]         the block's largest magnitude
 
-Every rank pads to the largest shard, so that codes and scales are evenly sharded DTensors of their own and a state dict
-keeps them exactly. About 2 bytes per parameter for both moments.
+Every rank pads to the largest shard, so that codes and scales are DTensors of their own, one row per rank, which a
+state dict keeps exactly (for the same number of ranks: the blocks follow the shards). About 2 bytes per parameter for
+both moments.
 """
 
 from __future__ import annotations

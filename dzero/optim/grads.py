@@ -62,6 +62,7 @@ class Gradients:
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
         """Global norm, finite check and clipping coefficient; the same on every rank. One small collective."""
         for unit in self._units:
+            unit.check_used_up()
             unit.finish()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
         local = torch.stack(
@@ -95,7 +96,13 @@ class _UnitGrads:
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         self.trained = [p.name for p in unit.shape.params if p.trainable]
         self.clear()
-        unit.consumer = self._receive
+        unit.attach(self._receive)
+        for shape in unit.shape.params:
+            if unit.params[shape.name].requires_grad != shape.trainable:
+                raise ValueError(
+                    f"{shape.name}: requires_grad was changed after shard(); freeze and unfreeze before, so that units "
+                    "and reductions hold what is trained"
+                )
         for name in self.trained:
             hook = partial(_take_if_alive, weakref.ref(self), name)
             unit.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -131,6 +138,14 @@ class _UnitGrads:
             self._incoming = torch.empty(0)
             if self._sharded.is_last:
                 self.finish()
+
+    def check_used_up(self) -> None:
+        """Raises RuntimeError where the reduced buffer held more than the parameters that are trained."""
+        if self._offset < self._incoming.numel():
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
+                "sharded; set requires_grad before shard()"
+            )
 
     def _add(self, name: str, piece: torch.Tensor) -> None:
         acc = self.views[name]

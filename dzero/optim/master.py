@@ -13,6 +13,7 @@ parameter's or the file's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -48,6 +49,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.last_decision: Decision | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
+        self._loss_was_scaled = not fp16
         self._check_groups(named)
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
@@ -62,6 +64,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call backward on: multiplied by the loss scale (fp16), else itself."""
+        self._loss_was_scaled = True
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
     @overload
@@ -75,6 +78,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._sharded.end_step()
         # A forward without backward (evaluation) may have left unsharded copies that the update would make stale.
         self._sharded.reshard()
         with torch.profiler.record_function("step decide"):
@@ -83,6 +87,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if not grads:
             self._without_gradients()
             return loss
+        if not self._loss_was_scaled:
+            raise RuntimeError("fp16 gradients of an unscaled loss: call backward on optim.scale_loss(loss)")
         if decision.finite:
             with torch.profiler.record_function("step update"):
                 self._update(grads, decision.factor)
@@ -105,7 +111,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop reduced gradients, e.g. after a microbatch that is not to count."""
+        """Drop reduced gradients, e.g. of microbatches that are not to count. Raises as `Sharded.abandon_step` does."""
+        self._sharded.abandon_step()
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
@@ -146,6 +153,14 @@ class AdamW(MasterOptimizer):
                 stored = Stored.create(shape, param, origin, sharded.layout)
                 self._stored[param] = stored
                 self.state[param] = stored.tensors
+        loaded = weakref.WeakMethod(self._follow_loaded)
+        sharded.model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: follow() if (follow := loaded()) else None
+        )
+
+    def _follow_loaded(self, *_: object) -> None:
+        for stored in self._stored.values():
+            stored.follow()
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         updates: list[tuple[Stored, Update]] = []
@@ -174,8 +189,9 @@ class AdamW(MasterOptimizer):
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):
-                if index in state_dict["state"]:
-                    _copy_states(self._stored[param], state_dict["state"][index])
+                if index not in state_dict["state"]:
+                    raise ValueError(f"the state dict has no states of {self._names[param]}")
+                _copy_states(self._stored[param], state_dict["state"][index])
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's param, master and moments between steps; frozen parameters included."""

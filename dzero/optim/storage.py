@@ -7,7 +7,8 @@
     exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16
     exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/eight_bit.py)
 
-All but `step` are DTensors over the parameter's mesh with its placement, so DCP reshards them exactly.
+All but `step` are DTensors over the parameter's mesh with its placement, so DCP reshards them exactly; 8-bit ones
+load into the same number of ranks only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dzero.optim.eight_bit import EightBit
 from dzero.optim.update import ParamStates
 from dzero.zero.layout import Layout, ParamShape
+from dzero.zero.working import to_working
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -44,9 +46,13 @@ def sharded_like(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
 
 
 def sharded_flat(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """A flat `local` of equal length on every rank as an evenly sharded 1-D DTensor over `param`'s mesh."""
+    """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
+
+    Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
+    is an error instead of shifted elements.
+    """
     assert isinstance(param, DTensor)
-    return DTensor.from_local(local, param.device_mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(local.view(1, -1), param.device_mesh, [Shard(0)], run_check=False)
 
 
 @dataclass
@@ -56,15 +62,19 @@ class Stored:
     name: str
     param: nn.Parameter
     first: int
+    dtype: torch.dtype
     tensors: dict[str, torch.Tensor]
     moments8: dict[str, EightBit] = field(default_factory=dict)
 
     @classmethod
     def create(cls, shape: ParamShape, param: nn.Parameter, origin: torch.Tensor | None, layout: Layout) -> Stored:
         """Zero moments; the master from `origin` [local shard, fp32], or from the parameter where there is none."""
-        local = local_of(param)
+        local = local_of(param.detach())
+        if origin is not None and not torch.equal(to_working(origin, local.dtype), local):
+            origin = None  # the model was given other values after shard()
         rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
-        stored = cls(shape.name, param, rank * shape.shard_elems(layout.shard), {"step": torch.tensor(0.0)})
+        first = rank * shape.shard_elems(layout.shard)
+        stored = cls(shape.name, param, first, local.dtype, {"step": torch.tensor(0.0)})
         if local.dtype != torch.float32:
             master = local.detach().float() if origin is None else origin
             if layout.remainder:
@@ -87,6 +97,11 @@ class Stored:
     def states(self) -> ParamStates:
         """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again)."""
         work = local_of(self.param.detach()).view(-1)
+        if work.dtype != self.dtype:
+            raise RuntimeError(
+                f"{self.name} is {work.dtype} now, but its states were made for {self.dtype}: do not call .to() or "
+                ".half() after shard(); choose PrecisionConfig(param=...) instead"
+            )
         own = work if work.dtype == torch.float32 else None
         m, v = (self.moments8[k].load() if self.moments8 else self._flat(k) for k in MOMENTS)
         master = own if own is not None else self._flat("master") if "master" in self.tensors else None
@@ -98,6 +113,16 @@ class Stored:
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
             if self.moments8:
                 self.moments8[key].store(value)
+
+    def follow(self) -> None:
+        """Take a parameter that was loaded with other values as the new master.
+
+        A remainder is kept: it lies within the rounding of whatever parameter stands above it.
+        """
+        if "master" in self.tensors:
+            work, master = local_of(self.param.detach()), local_of(self.tensors["master"])
+            if not torch.equal(to_working(master, work.dtype), work):
+                master.copy_(work)
 
     def _flat(self, key: str) -> torch.Tensor:
         return local_of(self.tensors[key]).view(-1)

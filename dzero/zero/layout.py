@@ -46,6 +46,8 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
+        if isinstance(self.units, str):
+            raise ValueError(f"zero.units={self.units!r}: a list of class names, e.g. [{self.units}]")
         is_exact(self.reduction, "cpu")  # raises for an unknown one
         if self.reshard_after_forward is not True and self.stage != 3:
             raise ValueError(

@@ -15,6 +15,8 @@ and FSDP2's ordinary `.grad` is right.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.working import to_working
 
 Materialise = Callable[[nn.Module], None]
+Consumer = Callable[[torch.Tensor], None]
 
 
 @dataclass
@@ -41,7 +44,8 @@ class Unit:
     """Modules that are gathered and reduced together, and where their reduced gradients go.
 
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters.
+    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
+    is held weakly: the gradients belong to the optimizer.
     """
 
     shape: UnitShape
@@ -49,12 +53,24 @@ class Unit:
     params: dict[str, nn.Parameter]
     average: AverageCopies | None
     origin: dict[str, torch.Tensor] = field(default_factory=dict)
-    consumer: Callable[[torch.Tensor], None] | None = None
+    consumer: weakref.WeakMethod[Consumer] | None = None
+
+    def attach(self, consumer: Consumer) -> None:
+        """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
+        if self.consumer is not None and self.consumer() is not None:
+            gc.collect()  # a dropped optimizer and its scheduler refer to each other
+            if self.consumer() is not None:
+                raise RuntimeError(
+                    "this model's gradients already go to another optimizer: give one optimizer several parameter "
+                    "groups, or drop the old one before making a new one"
+                )
+        self.consumer = weakref.WeakMethod(consumer)
 
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
-        if self.consumer is not None:
-            self.consumer(reduced)
+        consumer = self.consumer() if self.consumer is not None else None
+        if consumer is not None:
+            consumer(reduced)
         elif self.average is not None:
             self.average(reduced)
 
@@ -65,6 +81,8 @@ class Sharded:
     def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.is_last = True
+        self._microbatches = 0
+        self._ended = False
 
     @contextmanager
     def microbatch(self, is_last: bool = True) -> Iterator[None]:
@@ -73,11 +91,41 @@ class Sharded:
         A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
         microbatches.
         """
+        self._microbatches += 1
+        self._ended = is_last
         self._set(is_last)
         try:
             yield
         finally:
             self._set(True)
+
+    def abandon_step(self) -> None:
+        """The microbatches so far are not to count.
+
+        Raises RuntimeError between microbatches at stages 0 and 1, where FSDP2 holds whole gradients that wait for the
+        last one and that nobody can take back.
+        """
+        waiting = self._microbatches > 0 and not self._ended and not self.layout.cadence(False).reduce
+        if waiting:
+            raise RuntimeError(
+                f"zero_grad() between microbatches: at stage {self.layout.stage} gradients wait unreduced for the "
+                "last one and cannot be dropped; finish the step, or take stage 2 or 3"
+            )
+        self._microbatches, self._ended = 0, False
+
+    def end_step(self) -> None:
+        """Called by the optimizer's step. Raises RuntimeError for microbatches that the layout was not made for."""
+        made, ended, self._microbatches, self._ended = self._microbatches, self._ended, 0, False
+        if made and not ended:
+            raise RuntimeError(
+                f"step() after {made} microbatches of which none was the last: run the last one of a step under "
+                "microbatch(is_last=True)"
+            )
+        if made > 1 and self.layout.microbatches == 1:
+            raise RuntimeError(
+                f"{made} microbatches in this step, but the model was laid out for one: pass microbatches={made} to "
+                "shard(), which decides where and in which dtype gradients accumulate"
+            )
 
     def _set(self, is_last: bool) -> None:
         cadence = self.layout.cadence(is_last)
@@ -110,6 +158,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     microbatches: int = 1,
     materialise: Materialise | None = None,
+    is_unit: Callable[[nn.Module], bool] | None = None,
 ) -> Sharded:
     """Cut `model` in place over the data-parallel `mesh`, unit by unit.
 
@@ -118,6 +167,7 @@ def shard(
     precision: defaults to bf16 parameters with fp32 masters.
     mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis).
     microbatches: per optimizer step; it decides where gradients accumulate.
+    is_unit: picks the units instead of `zero.units` or the default.
 
     Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
     """
@@ -135,7 +185,8 @@ def shard(
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
     )
-    return _Sharder(model, layout, zero, mesh, materialise).run()
+    units = find_units(model, zero.units, is_unit)
+    return _Sharder(model, layout, mesh, units, materialise).run()
 
 
 class _Sharder:
@@ -145,8 +196,8 @@ class _Sharder:
         self,
         model: nn.Module,
         layout: Layout,
-        zero: ZeroConfig,
         mesh: DeviceMesh,
+        units: list[tuple[str, list[nn.Module]]],
         materialise: Materialise | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.materialise = model, layout, mesh, materialise
@@ -156,10 +207,12 @@ class _Sharder:
         self.exchanges: dict[str, Exchange] = {
             axis: (Exact if layout.exact else Native)(group) for axis, group in self.groups.items()
         }
-        self.units = [*find_units(model, zero.units), (ROOT, [model])]
+        self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
 
     def run(self) -> Sharded:
+        if self.materialise is None:
+            self._equalise_buffers()
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         return Sharded(self.model, self.layout, self.mesh, units, self.ledger)
 
@@ -208,6 +261,14 @@ class _Sharder:
             if self.materialise is None:
                 for group in self.groups.values():
                     dist.broadcast(param.data, group=group, group_src=0)
+
+    def _equalise_buffers(self) -> None:
+        """Rank 0's values, like the parameters'; as bytes, since not every backend moves every dtype."""
+        for buffer in self.model.buffers():
+            if not buffer.is_meta and buffer.numel():
+                buffer.data = buffer.data.to(self.device).contiguous()
+                for group in self.groups.values():
+                    dist.broadcast(buffer.data.view(-1).view(torch.uint8), group=group, group_src=0)
 
     @torch.no_grad()
     def _round(self, param: nn.Parameter) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ weights. What no unit holds (embedding, final norm, head) belongs to the last un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,32 +16,46 @@ from dzero.parallel.blocks import find_blocks
 ROOT = "root"
 
 
-def find_units(model: nn.Module, class_names: Sequence[str] | None = None) -> list[tuple[str, list[nn.Module]]]:
+def find_units(
+    model: nn.Module,
+    class_names: Sequence[str] | None = None,
+    is_unit: Callable[[nn.Module], bool] | None = None,
+) -> list[tuple[str, list[nn.Module]]]:
     """(name, modules) of every unit but the root, in the order of the model's modules.
 
-    `class_names` picks modules by class; by default units are the elements of the outermost ModuleLists and Sequentials
-    (the model itself may be a Sequential). Of modules inside each other the outer one is the unit. A unit that shares
-    parameters with what is left for the root is left to the root too; units that share parameters become one. Raises
-    ValueError for a class name that no unit has.
+    `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
+    ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
+    the unit. A unit that shares parameters with what is left for the root is left to the root too; units that share
+    parameters become one. Raises ValueError for a class name that no unit has.
     """
-    named = _by_class(model, class_names) if class_names else find_blocks(model)
+    if class_names and is_unit:
+        raise ValueError(f"zero.units={class_names} and is_unit=: only one can choose the units")
+    if class_names:
+        named = _by_class(model, class_names)
+    else:
+        named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
     named = [(name, module) for name, module in named if any(True for _ in module.parameters())]
     return _joined_by_tied_weights(model, named)
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    found: list[tuple[str, nn.Module]] = []
-    inside: set[nn.Module] = {model}
-    for name, module in model.named_modules():
-        if type(module).__name__ in class_names and module not in inside:
-            found.append((name, module))
-            inside.update(module.modules())
+    found = _outermost(model, lambda module: type(module).__name__ in class_names)
     missing = set(class_names) - {type(m).__name__ for _, m in found}
     if missing:
         present = sorted({type(m).__name__ for m in model.modules() if m is not model})
         raise ValueError(
             f"zero.units={sorted(missing)}: no such modules outside the other units; the model has {present}"
         )
+    return found
+
+
+def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = {model}
+    for name, module in model.named_modules():
+        if module not in inside and wanted(module):
+            found.append((name, module))
+            inside.update(module.modules())
     return found
 
 
@@ -92,6 +106,10 @@ def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) ->
     slots: dict[str, list[Slot]] = {name: [] for name, _ in units}
     for prefix, module in model.named_modules():
         for attribute, param in module.named_parameters(recurse=False):
+            if param.is_complex():
+                raise ValueError(
+                    f"parameter {prefix}.{attribute} is complex; keep its real and imaginary parts instead"
+                )
             if param in seen or not param.is_floating_point():
                 continue
             seen.add(param)

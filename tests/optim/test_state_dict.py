@@ -159,7 +159,7 @@ def wrong_states(rank: int, ranks: int) -> list[str]:
     _, fp32 = pair("even", "AdamW", param="bf16")
     _, remainder = pair("even", "AdamW", param="bf16", master="remainder")
     _, bf16 = pair("even", "AdamW", param="bf16", moments="bf16")
-    sharded, _ = pair("even", "AdamW", param="bf16")
+    sharded = pair("even", "AdamW", param="bf16")[0]
     fewer = AdamW(sharded, list(sharded.named_params().values())[:2])
     messages = []
     for target, source in ((fp32, remainder), (fp32, bf16), (fp32, fewer)):

@@ -1,0 +1,105 @@
+"""Plausible mistakes are errors that name the repair, never wrong weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import nets
+import pytest
+import torch
+from cells import master_of, whole
+from loops import sharded_net
+from pool import Pool
+
+from dzero import AdamW
+
+
+def backward(sharded, rank: int, ranks: int, optim: AdamW | None = None) -> None:  # type: ignore[no-untyped-def]
+    batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
+    loss = nets.loss_fn(sharded.model, batch)
+    (loss if optim is None else optim.scale_loss(loss)).backward()
+
+
+def message(call: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        call()
+    return str(error.value)
+
+
+def mistakes(rank: int, ranks: int) -> dict[str, str]:
+    """What is said of each mistake."""
+    said = {}
+
+    sharded = sharded_net("even", stage=2, param="fp32")
+    optim = AdamW(sharded)
+    sharded.model.to(torch.bfloat16)
+    backward(sharded, rank, ranks)
+    said["cast"] = message(optim.step)
+
+    sharded = sharded_net("even", stage=3)
+    optim = AdamW(sharded, [*sharded.named_params().values()][:4])
+    said["second optimizer"] = message(lambda: AdamW(sharded))
+
+    sharded = sharded_net("frozen", stage=2)
+    for param in sharded.model.parameters():
+        param.requires_grad_(True)
+    said["unfrozen"] = message(lambda: AdamW(sharded))
+
+    sharded = sharded_net("even", stage=2, param="fp16")
+    optim = AdamW(sharded)
+    backward(sharded, rank, ranks)
+    said["unscaled"] = message(optim.step)
+
+    for stage in (0, 1):
+        sharded = sharded_net("even", stage=stage, microbatches=2)
+        optim = AdamW(sharded)
+        with sharded.microbatch(is_last=False):
+            backward(sharded, rank, ranks)
+        said[f"zero_grad {stage}"] = message(optim.zero_grad)
+
+    sharded = sharded_net("even", stage=3)
+    optim = AdamW(sharded)
+    for last in (False, True):
+        with sharded.microbatch(is_last=last):
+            backward(sharded, rank, ranks)
+    said["microbatches"] = message(optim.step)
+
+    sharded = sharded_net("even", stage=3, microbatches=2)
+    optim = AdamW(sharded)
+    with sharded.microbatch(is_last=False):
+        backward(sharded, rank, ranks)
+    said["no last"] = message(optim.step)
+    return said
+
+
+def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
+    said = pool.run(mistakes, 2)[0]
+    expected = {
+        "cast": "PrecisionConfig",
+        "second optimizer": "parameter groups",
+        "unfrozen": "requires_grad was changed after shard",
+        "unscaled": "scale_loss",
+        "zero_grad 0": "cannot be dropped",
+        "zero_grad 1": "cannot be dropped",
+        "microbatches": "microbatches=2",
+        "no last": "is_last=True",
+    }
+    assert said.keys() == expected.keys()
+    for mistake, words in expected.items():
+        assert re.search(words, said[mistake]), (mistake, said[mistake])
+
+
+def loaded(rank: int, ranks: int, before: bool) -> bool:
+    """Whether masters follow a state dict that the model loads before or after the optimizer is made."""
+    sharded = sharded_net("even", stage=3)
+    optim = None if before else AdamW(sharded)
+    other = sharded_net("even", stage=3, seed=1)
+    sharded.model.load_state_dict(other.model.state_dict())
+    optim = optim or AdamW(sharded)
+    return all(torch.equal(master_of(p, optim.state[p]), whole(p).float()) for p in sharded.named_params().values())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_masters_follow_weights_that_the_model_loads(pool: Pool, before: bool) -> None:
+    assert pool.run(loaded, 2, before) == [True, True]
