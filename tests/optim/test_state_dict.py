@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cells import whole
 from loops import masters_of, params_of, sharded_net, snapshot, train, unequal
-from pool import Pool
+from pool import Pool, WorkerError
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -152,6 +152,14 @@ def test_dcp_files_load_exactly_into_another_world_size(
     for loaded in pool.run(load, worlds[1], str(tmp_path), rule, kwargs):
         for kind in ("params", "states", "masters"):
             assert unequal(loaded[kind], saved[kind]) == []
+
+
+def test_eight_bit_states_refuse_another_world_size(pool: Pool, tmp_path: Path) -> None:
+    """Their blocks follow the shards: two ranks of 512 codes and four of 256 would be as long, and shifted."""
+    kwargs = {"stage": 3, "param": "bf16", "moments": "int8"}
+    pool.run(save, 2, str(tmp_path), "AdamW", kwargs)
+    with pytest.raises(WorkerError, match=r"[Ss]ize mismatch"):
+        pool.run(load, 4, str(tmp_path), "AdamW", kwargs)
 
 
 def wrong_states(rank: int, ranks: int) -> list[str]:
