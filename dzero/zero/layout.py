@@ -215,11 +215,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ParamShape:
-    """An unsharded parameter: its name in the model, shape, dtype, and whether it is trained."""
+    """An unsharded parameter: its name in the model, shape, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
     trainable: bool
 
     @property

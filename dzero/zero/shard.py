@@ -221,9 +221,7 @@ class _Sharder:
         self._fill(modules, slots)
         shape = UnitShape(
             name,
-            tuple(
-                ParamShape(s.name, tuple(s.param.shape), self.layout.param.dtype, s.param.requires_grad) for s in slots
-            ),
+            tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in slots),
         )
         origin = {slot.name: chunk for slot in slots if (chunk := self._round(slot.param)) is not None}
         is_root = modules[0] is self.model

@@ -60,7 +60,7 @@ def test_on_one_rank_every_stage_reshards_after_forward() -> None:
 
 
 def test_shards_are_padded_rows_of_the_first_dim() -> None:
-    shape = ParamShape("w", (5, 3), torch.float32, True)
+    shape = ParamShape("w", (5, 3), True)
     assert [shape.shard_elems(n) for n in (1, 2, 4, 8)] == [15, 9, 6, 3]
 
 
