@@ -38,16 +38,17 @@ class _Buffers:
 
 
 class _Works(dist.Work):
-    """Several works as one, for FSDP2's asynchronous unshard."""
+    """Several works as one, for FSDP2 to wait on before it copies out."""
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, span: str, works: list[dist.Work]) -> None:
         super().__init__()
-        self._works = works
+        self._span, self._works = span, works
 
     def wait(self, timeout: object = None) -> bool:
         """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
-        for work in self._works:
-            work.wait()
+        with record_function(self._span):
+            for work in self._works:
+                work.wait()
         return True
 
 
@@ -71,10 +72,11 @@ class UnshardParams(_Buffers):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
-            if async_op:
-                return _Works(works)
-            for work in works:
-                work.wait()
+        # On CUDA, FSDP2 orders its streams by an event recorded right after this call, unless it asked for a work.
+        pending = _Works(f"wait {self._span}", works)
+        if async_op or not output_tensor.is_cuda:
+            return pending
+        pending.wait()
         return None
 
 

@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from dzero.comm import host_sum
+
 # torch 2.13 renamed these two; 2.11 has only the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -82,32 +84,30 @@ class Exact:
         block = self._block_elems(length, wire, parts[0])
         buffers = self._stage(block, wire, parts[0])
 
-        def post(start: int) -> tuple[list[dist.Work], list[torch.Tensor]]:
+        def post(start: int) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
             return self._post([part[start : start + block] for part in parts], next(buffers), wire)
 
         arriving = post(0)
         for start in range(0, length, block):
-            works, payloads = arriving
+            works, mine, incoming = arriving
             if start + block < length:
                 arriving = post(start + block)
             for work in works:
                 work.wait()
-            self._sum(output[start : start + block], payloads)
+            self._sum(output[start : start + block], mine, incoming)
 
     def _post(
         self, pieces: list[torch.Tensor], buffer: torch.Tensor, wire: torch.dtype
-    ) -> tuple[list[dist.Work], list[torch.Tensor]]:
-        """Exchange one block; returns the works and, in rank order, the payloads for this rank in `wire`."""
-        mine = pieces[self.rank]
-        incoming = list(buffer[: self.ranks].unbind())
-        payloads = [slot[: mine.numel()] for slot in incoming]
-        payloads[self.rank] = mine.to(wire)
+    ) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
+        """Exchange one block; returns the works, this rank's own payload, and the peers' [ranks, block] in `wire`."""
+        mine, incoming = pieces[self.rank], buffer[: self.ranks]
         outgoing = pieces
         if mine.dtype != wire:
             outgoing = [
                 slot[: piece.numel()].copy_(piece) for slot, piece in zip(buffer[self.ranks :], pieces, strict=True)
             ]
-        return self._swap(send=outgoing, receive=payloads), payloads
+        works = self._swap(send=outgoing, receive=[slot[: mine.numel()] for slot in incoming])
+        return works, outgoing[self.rank], incoming
 
     def _swap(self, *, send: list[torch.Tensor], receive: list[torch.Tensor]) -> list[dist.Work]:
         """One send to and one receive from every peer; empty tensors are not sent (both sides know the sizes)."""
@@ -120,8 +120,12 @@ class Exact:
                     ops.append(dist.P2POp(op, tensor.view(torch.uint8), group=self.group, group_peer=peer))
         return list(dist.batch_isend_irecv(ops)) if ops else []
 
-    def _sum(self, output: torch.Tensor, payloads: list[torch.Tensor]) -> None:
+    def _sum(self, output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor) -> None:
         """Separate IEEE operations (no fused multiply-add), so every slice of the data sums to the same bits."""
+        if not output.is_cuda and mine.dtype in host_sum.DTYPES and output.dtype in host_sum.DTYPES:
+            host_sum.average(output, mine, incoming, self.rank)
+            return
+        payloads = [mine if r == self.rank else slot[: mine.numel()] for r, slot in enumerate(incoming)]
         total = payloads[0].to(torch.float32, copy=True)
         for payload in payloads[1:]:
             total.add_(payload.to(torch.float32))

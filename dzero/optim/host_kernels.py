@@ -5,37 +5,22 @@
     sum_squares   grad                             one fp64                   the norm and the finite check
     accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
 
-No fast-math and no contraction: vector body and scalar tail round alike, so a slice gives the bits of the whole; tests
-compare every kernel with the torch operations of `rules.py`. Kernels are compiled once per process and combination of
-dtypes; they release the GIL and run on slices of `CHUNK_ELEMS` in a thread pool that the optimizer owns. 16-bit floats
-arrive as their patterns (uint16), since NumPy has no bfloat16.
+Tests compare every kernel with the torch operations of `rules.py`. They run on slices of `CHUNK_ELEMS` in a thread pool
+that the optimizer owns; arrays are flat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from dzero.host import JIT, Array, as_array, from_bf16
 
 CHUNK_ELEMS = 1 << 20
-_JIT = {"nogil": True, "error_model": "numpy"}
-Array = NDArray[Any]
-
-
-def as_array(tensor: torch.Tensor) -> Array:
-    """A flat NumPy view of a contiguous CPU tensor; bfloat16 as uint16 patterns."""
-    flat = tensor.detach().view(-1)
-    return (flat.view(torch.uint16) if flat.dtype == torch.bfloat16 else flat).numpy()
-
-
-@numba.njit(inline="always")
-def _from_bf16(pattern):  # type: ignore[no-untyped-def]
-    return np.uint32(np.uint32(pattern) << np.uint32(16)).view(np.float32)
 
 
 @numba.njit(inline="always")
@@ -58,9 +43,9 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool) -> Callabl
     def kernel(grad, work, state, remainder, m, v, coefficients, seed, first):  # type: ignore[no-untyped-def]
         scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients
         for i in range(grad.size):
-            g = (_from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
-            m_old = _from_bf16(m[i]) if moments_bf16 else m[i]
-            v_old = _from_bf16(v[i]) if moments_bf16 else v[i]
+            g = (from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
+            m_old = from_bf16(m[i]) if moments_bf16 else m[i]
+            v_old = from_bf16(v[i]) if moments_bf16 else v[i]
             m_new = m_old * b1 + g * c1
             v_new = v_old * b2 + (g * g) * c2
             if master == "remainder":
@@ -84,7 +69,7 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool) -> Callabl
                 if master == "remainder":
                     remainder[i] = np.int16(bits & np.uint32(0xFFFF))
 
-    return numba.njit(kernel, **_JIT)  # type: ignore[no-any-return]
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
 
 
 LANES = 256
@@ -99,14 +84,14 @@ def _sum_squares_kernel(*, bf16: bool) -> Callable[[Array], float]:
         for start in range(0, x.size, LANES):
             block = x[start : start + LANES]
             for i in range(block.size):
-                value = np.float64(_from_bf16(block[i]) if bf16 else block[i])
+                value = np.float64(from_bf16(block[i]) if bf16 else block[i])
                 lanes[i] += value * value
         total = 0.0
         for lane in lanes:
             total += lane
         return total
 
-    return numba.njit(kernel, **_JIT)  # type: ignore[no-any-return]
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
 
 
 @cache
@@ -127,12 +112,12 @@ def _accumulate_kernel() -> Callable[[Array, Array], float]:
             total += lane
         return total
 
-    return numba.njit(kernel, **_JIT)  # type: ignore[no-any-return]
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
 
 
 def sum_squares(grad: torch.Tensor) -> float:
     """Sum of squares of a contiguous CPU tensor (fp32, bf16, fp16) in fp64; its order depends on the length alone."""
-    array = as_array(grad.float() if grad.dtype == torch.float16 else grad)
+    array = as_array(grad.view(-1).float() if grad.dtype == torch.float16 else grad)
     kernel = _sum_squares_kernel(bf16=grad.dtype == torch.bfloat16)
     return float(sum(kernel(array[i : i + CHUNK_ELEMS]) for i in range(0, array.size, CHUNK_ELEMS)))
 
@@ -142,5 +127,5 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor) -> float:
     if acc.dtype != torch.float32:
         acc += grad
         return sum_squares(acc)
-    a, g, kernel = as_array(acc), as_array(grad), _accumulate_kernel()
+    a, g, kernel = as_array(acc.view(-1)), as_array(grad.view(-1)), _accumulate_kernel()
     return float(sum(kernel(a[i : i + CHUNK_ELEMS], g[i : i + CHUNK_ELEMS]) for i in range(0, a.size, CHUNK_ELEMS)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dzero.host import as_array
 from dzero.optim import host_kernels, rules
 from dzero.zero.working import join, split, to_working
 
@@ -101,12 +102,12 @@ def _apply_with_kernel(update: Update) -> None:
         moments_bf16=s.m.dtype == torch.bfloat16,
     )
     kernel(
-        host_kernels.as_array(update.grad),
-        none if own else host_kernels.as_array(s.work),
-        np.empty(0, np.float32) if s.master is None else host_kernels.as_array(s.master),
-        np.empty(0, np.int16) if s.remainder is None else host_kernels.as_array(s.remainder),
-        host_kernels.as_array(s.m),
-        host_kernels.as_array(s.v),
+        as_array(update.grad),
+        none if own else as_array(s.work),
+        np.empty(0, np.float32) if s.master is None else as_array(s.master),
+        np.empty(0, np.int16) if s.remainder is None else as_array(s.remainder),
+        as_array(s.m),
+        as_array(s.v),
         update.coefficients.as_floats(),
         np.uint32(rules.noise_seed(s.name, update.step)),
         np.int64(s.first),

@@ -1,0 +1,60 @@
+"""The exact sum on the CPU in one pass: widen, add in rank order, scale, round once.
+
+The same bits as `exchange`'s torch operations, which make a pass of each: totals stay in a tile that fits the
+first-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numba
+import numpy as np
+import torch
+
+from dzero.host import JIT, as_array, from_bf16
+
+TILE_ELEMS = 2048
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def average(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, rank: int) -> None:
+    """output [n] = round(sum over ranks r, in order, of r's payload / ranks); dtypes as in `DTYPES`.
+
+    `incoming` [ranks, >= n] holds the peers' payloads; row `rank` is `mine` [n] instead, which may be `output` itself.
+    """
+    kernel = _kernel(wire_bf16=mine.dtype == torch.bfloat16, output_bf16=output.dtype == torch.bfloat16)
+    kernel(as_array(output), as_array(mine), as_array(incoming), rank)
+
+
+@cache
+def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
+    def kernel(output, mine, incoming, rank):  # type: ignore[no-untyped-def]
+        ranks = incoming.shape[0]
+        scale = np.float32(1.0 / ranks)
+        total = np.empty(TILE_ELEMS, np.float32)
+        for start in range(0, output.size, TILE_ELEMS):
+            size = min(TILE_ELEMS, output.size - start)
+            for r in range(ranks):
+                payload = (mine if r == rank else incoming[r])[start : start + size]
+                if r == 0:
+                    for i in range(size):
+                        total[i] = from_bf16(payload[i]) if wire_bf16 else payload[i]
+                else:
+                    for i in range(size):
+                        total[i] += from_bf16(payload[i]) if wire_bf16 else payload[i]
+            into = output[start : start + size]
+            for i in range(size):
+                mean = total[i] * scale
+                into[i] = _to_nearest_bf16(mean) if output_bf16 else mean
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+@numba.njit(inline="always")
+def _to_nearest_bf16(value):  # type: ignore[no-untyped-def]
+    """The pattern torch's cast gives: ties to even; every NaN becomes 0x7FC0."""
+    bits = np.float32(value).view(np.uint32)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)

@@ -1,0 +1,29 @@
+"""What CPU kernels share: flat NumPy views of tensors, bf16 as patterns, and how numba compiles.
+
+Kernels are compiled once per process and combination of dtypes, release the GIL, and round as IEEE says: no fast-math,
+no contraction, so the vector body and the scalar tail of a loop give the same bits, and a slice those of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+JIT = {"nogil": True, "error_model": "numpy"}
+Array = NDArray[Any]
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """A NumPy view of a contiguous CPU tensor, of its shape; bfloat16 as uint16 patterns, which NumPy lacks."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+@numba.njit(inline="always")
+def from_bf16(pattern):  # type: ignore[no-untyped-def]
+    """The fp32 value of a bf16 pattern."""
+    return np.uint32(np.uint32(pattern) << np.uint32(16)).view(np.float32)
