@@ -43,7 +43,7 @@ def main() -> None:
             "goals": [verdict.row() for verdict in verdicts],
         },
     )
-    name = f"step_time_{options.model}_{workload.step_tokens}"
+    name = options.name or f"step_time_{options.model}_{workload.step_tokens}"
     write_table(name, _text(workload, results, verdicts))
     plot_bars(
         name,
@@ -62,6 +62,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="per side and round")
     parser.add_argument("--samples", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--tokens", type=int, default=256, help="per sequence")
+    parser.add_argument("--name", help="of table and plot; default: step_time_<model>_<tokens per rank and step>")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=DEFAULT_SIDES, metavar="SIDE")
     return parser.parse_args()
 
