@@ -21,6 +21,7 @@ from dzero.errors import RunError
 from dzero.launch import LauncherConfig, launched
 from dzero.mesh import MeshConfig
 from dzero.models.config import ModelConfig
+from dzero.models.hf import check_folder
 from dzero.monitor.profile import ProfileConfig
 from dzero.monitor.sink import MonitorConfig
 from dzero.optim.build import OptimConfig
@@ -102,6 +103,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit
+        self.profile.check(self.train.steps)
         if self.precision.param != "fp16":
             keys = [item.name for item in fields(self.scaler)]
             _refuse_changed("scaler", self.scaler, keys, f"at precision.param={self.precision.param}, only at fp16")
@@ -121,7 +123,7 @@ class RunConfig:
         """What depends on the number of data-parallel ranks. Raises ValueError."""
         replicate, shard = self.mesh.degrees(ranks, stage=self.zero.stage)
         self.train.check_batch(ranks)
-        Layout.of(
+        layout = Layout.of(
             self.zero,
             self.precision,
             replicate=replicate,
@@ -129,6 +131,7 @@ class RunConfig:
             microbatches=self.train.accumulate,
             exact=is_exact(self.zero.reduction, self.launch.device_type),
         )
+        self.optim.check(layout)
 
     def check_here(self) -> None:
         """What this machine can tell before any worker starts: its devices and files. Raises ValueError or OSError."""
@@ -138,6 +141,8 @@ class RunConfig:
             raise ValueError(f"launch.workers={self.launch.workers} has no effect under torchrun; remove it")
         if self.data.path is not None:
             find(self.data.path)
+        if self.model.name_or_path is not None:
+            check_folder(self.model.name_or_path)
 
 
 def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:

@@ -112,6 +112,17 @@ def host_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return min(limits)
 
 
+def host_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Memory that can be filled now without swapping: what the kernel estimates, or what a cgroup's limit leaves."""
+    left = [_status_bytes(proc / "meminfo", "MemAvailable") or 0]
+    for folder in _cgroup_folders("memory", proc, cgroup):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            words = _words(folder / limit) + _words(folder / used)
+            if len(words) == 2 and words[0] != "max":
+                left.append(max(0, int(words[0]) - int(words[1])))
+    return min(left)
+
+
 def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Cores this process may keep busy: its affinity, or less (rounded down, at least 1) under a cgroup's quota."""
     cores = float(len(os.sched_getaffinity(0)))

@@ -6,8 +6,6 @@ updates or skips; the learning rate moves; the step is recorded.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,23 +15,20 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
-from dzero.comm.collectives import GatherScalars
-from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
-from dzero.hardware import format_count, peak_flops
-from dzero.mesh import AXES, make_mesh
+from dzero.hardware import format_count
+from dzero.mesh import make_mesh
 from dzero.models.build import build, count, flops_per_token, materialiser
-from dzero.monitor.memory import MemoryMeter, storage_bytes
-from dzero.monitor.meter import Meter
+from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
-from dzero.zero.account import expected_control, expected_traffic, peak_bytes
+from dzero.recorder import Recorder
 from dzero.zero.shard import shard
 
 
@@ -56,7 +51,7 @@ class Trainer:
         self.config, self.device, self.run_folder = config, device, run_folder
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         config.check_ranks(ranks)
-        self.memory = MemoryMeter(device)
+        memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
         replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
         self.mesh = make_mesh(device.type, replicate=replicate, shard=degree)
@@ -86,17 +81,10 @@ class Trainer:
         )
         if self._evaluates:
             self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
-        self.peak_flops = peak_flops(device, self.sharded.layout.param.dtype)
-        self.meter = Meter(
-            total_steps=config.train.steps, flops_per_token=flops, peak_flops=self.peak_flops, ranks=ranks
-        )
-        self.across = [GatherScalars(self.mesh.get_group(axis), axis, self.sharded.ledger) for axis in AXES]
+        self.recorder = Recorder(config, self.sharded, self.optim, memory, device, flops)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
-        self.traffic: dict[Entry, Traffic] = {}
-        self.losses: list[float] = []
-        self.grad_bytes = 0
 
     def run(self) -> RunSummary:
         """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic."""
@@ -106,7 +94,7 @@ class Trainer:
         )
         with monitor, self.profiler:
             monitor.note(0, self._introduce())
-            self.memory.reset()
+            self.recorder.begin_run()
             held_out = None
             for step in range(1, steps + 1):
                 monitor.step(self._step(step, monitor))
@@ -115,23 +103,19 @@ class Trainer:
                     held_out = self._evaluate()
                     if held_out is not None:
                         monitor.held_out(step, held_out)
-            summary = self._summarise(held_out)
+            summary = self.recorder.summarise(held_out)
             monitor.summary(summary)
         return summary
 
     def _step(self, step: int, monitor: Monitor) -> StepRecord:
         """One optimizer step, phase by phase."""
-        self.meter.begin()
+        self.recorder.begin_step()
         loss = self._microbatches()
-        lr = float(self.optim.param_groups[0]["lr"])
-        scale = self.optim.scaler.scale
-        self.grad_bytes = max(self.grad_bytes, storage_bytes(self.optim.gradients.named().values()))
+        self.recorder.before_update()
         self.optim.step()
         self.schedule.step()
         self._check_skips(step, monitor)
-        mean_loss = self._mean_over_ranks(loss)
-        seconds = self.meter.end(self._tokens_per_step())
-        return self._record(step, mean_loss, lr, scale, seconds)
+        return self.recorder.end_step(step, loss)
 
     def _microbatches(self) -> torch.Tensor:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
@@ -165,47 +149,6 @@ class Trainer:
                 "scaler.init, take precision=bf16, or look at the data"
             )
 
-    def _mean_over_ranks(self, value: torch.Tensor) -> float:
-        """The mean over all data-parallel ranks, the same on every rank."""
-        for gather in self.across:
-            value = gather(value.double().reshape(1)).mean()
-        return float(value)
-
-    def _tokens_per_step(self) -> int:
-        train = self.config.train
-        return train.sequences(dist.get_world_size()) * train.sequence_tokens
-
-    def _record(self, step: int, loss: float, lr: float, scale: float, seconds: float) -> StepRecord:
-        self.losses.append(loss)
-        moved = self.sharded.ledger.take()
-        for entry, traffic in moved.items():
-            self.traffic[entry] = self.traffic.get(entry, Traffic()) + traffic
-        by_kind: Counter[str] = Counter()
-        for entry, traffic in moved.items():
-            by_kind[entry.kind] += traffic.sent_bytes
-        decision = self.optim.last_decision
-        assert decision is not None
-        return StepRecord(
-            step=step,
-            loss=loss,
-            lr=lr,
-            grad_norm=decision.norm,
-            tokens=self.meter.tokens,
-            seconds=seconds,
-            loss_scale=scale if self.config.precision.param == "fp16" else None,
-            speed=self.meter.now(),
-            eta_s=self.meter.eta_s(),
-            skipped_steps=self.optim.skipped_steps,
-            memory_bytes=self._memory(),
-            traffic_bytes=by_kind,
-        )
-
-    def _memory(self) -> Mapping[str, int]:
-        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep."""
-        states = self.optim.state_bytes()
-        peak_param = peak_bytes(self.sharded.layout, self.sharded.shapes).param
-        return self.memory.split({**states, "param": peak_param, "grad": self.grad_bytes})
-
     @torch.no_grad()
     def _evaluate(self) -> float | None:
         """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
@@ -215,7 +158,7 @@ class Trainer:
         losses = [self._loss(*batch) for batch in self.evaluation()]
         self.sharded.model.train()
         self.sharded.reshard()
-        mean = self._mean_over_ranks(torch.stack(losses).mean())
+        mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
         self.sharded.ledger.take()  # what evaluation moved is no part of a step
         return mean
 
@@ -231,34 +174,6 @@ class Trainer:
             f"({layout.replicate} replicate x {layout.shard} shard), {self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {self.run_folder}"
         )
-
-    def _summarise(self, held_out: float | None) -> RunSummary:
-        layout, shapes = self.sharded.layout, self.sharded.shapes
-        return RunSummary(
-            steps=self.meter.steps,
-            tokens=self.meter.tokens,
-            seconds=self.meter.seconds,
-            counted_steps=self.meter.counted_steps,
-            first_loss=self.losses[0],
-            loss=self.losses[-1],
-            held_out_loss=held_out,
-            speed=self.meter.overall(),
-            peak_flops=self.peak_flops,
-            skipped_steps=self.optim.skipped_steps,
-            peak_bytes=self._memory_of_ranks(),
-            traffic=self.traffic,
-            traffic_steps=self.meter.steps,
-            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
-        )
-
-    def _memory_of_ranks(self) -> list[dict[str, int]]:
-        memory = self._memory()
-        values = torch.tensor([*memory.values()], dtype=torch.float64, device=self.device)
-        for gather in reversed(self.across):
-            values = gather(values.flatten())
-        self.sharded.ledger.take()
-        rows = values.reshape(-1, len(memory)).long().tolist()
-        return [dict(zip(memory, row, strict=True)) for row in rows]
 
 
 def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:

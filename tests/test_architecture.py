@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-trainer
+recorder trainer
 """
 ORDER = LEVELS.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -80,6 +80,13 @@ MISTAKES = {
     "schedule.decay_steps=5": "schedule.decay_steps=5 with schedule.kind=cosine: only wsd",
     "train.evaluate_batches=0 train.evaluate_every_steps=5": "train.evaluate_every_steps=5 has no effect with train.ev",
     "data.held_out=0 train.evaluate_batches=5": "train.evaluate_batches=5 has no effect with data.held_out=0",
+    "schedule.kind=constant schedule.final=0.5": "schedule.final=0.5 has no effect with schedule.kind=constant",
+    # what could not work
+    "optim.lr=nan": "optim.lr=nan: must be a number ≥ 0",
+    "optim.rule=Adafactor zero.stage=2": "Adafactor is not known to update every element by itself",
+    "optim.rule=SGD precision=bf16_remainder": "SGD keeps fp32 masters and its own states",
+    "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
+    "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
     # grammar, and sweeps: each run is checked before the first one starts

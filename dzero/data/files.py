@@ -27,6 +27,7 @@ class Found:
 
     @property
     def suffixes(self) -> set[str]:
+        """Kinds of files among them, e.g. {".txt"}."""
         return {path.suffix for path in self.paths}
 
 

@@ -43,7 +43,7 @@ def count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def flops_per_token(model: nn.Module, sequence_tokens: int) -> float:
+def flops_per_token(model: nn.Module, sequence_tokens: int) -> float | None:
     """Model FLOPs of forward and backward per trained token, for MFU; one multiply-add is 2.
 
         6 * matmul_elems + 12 * attention_width * sequence_tokens
@@ -54,12 +54,12 @@ def flops_per_token(model: nn.Module, sequence_tokens: int) -> float:
     4 * attention_width * sequence_tokens in forward, twice that in backward.
 
     This is the convention of PaLM (appendix B): all sequence_tokens² pairs count although the causal mask needs half of
-    them, and recomputation does not count. Every expert of a mixture counts as active. Raises TypeError for a model
-    that tells no attention_width.
+    them, and recomputation does not count. Every expert of a mixture counts as active. None, so that MFU is unknown,
+    for a model that tells no attention_width.
     """
     attention_width = getattr(model, "attention_width", None)
     if attention_width is None:
-        raise TypeError(f"{type(model).__name__} tells no attention_width (heads * head_dim over all layers)")
+        return None
     multiplied = {p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     matmul_elems = sum(param.numel() for param in multiplied if param.ndim >= 2)
     return 6.0 * matmul_elems + 12.0 * int(attention_width) * sequence_tokens

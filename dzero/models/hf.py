@@ -29,11 +29,16 @@ class HFDecoder(nn.Module):
         self.model = model
 
     @property
-    def attention_width(self) -> int:
-        """heads * head_dim, summed over the layers; every layer counts as attending to the whole sequence."""
+    def attention_width(self) -> int | None:
+        """heads * head_dim, summed over the layers; every layer counts as attending to the whole sequence.
+
+        None where the configuration tells no heads (state-space models)."""
         config = self.model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return int(config.num_hidden_layers * config.num_attention_heads * head_dim)
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads:
+            return None
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(config.num_hidden_layers * heads * head_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
@@ -106,11 +111,22 @@ def _transformers() -> ModuleType:
     return module
 
 
+def check_folder(name_or_path: str) -> None:
+    """What can be told without transformers: raises FileNotFoundError for a folder that is none or no model's."""
+    folder = Path(name_or_path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")
+    if not folder.is_dir() and len(folder.parts) > 1:
+        raise FileNotFoundError(
+            f"model.name_or_path={name_or_path}: no such folder; give a local one with config.json, or a model type of "
+            "transformers such as gpt2 (nothing is downloaded)"
+        )
+
+
 def _read_config(transformers: Any, name_or_path: str) -> Any:
+    check_folder(name_or_path)
     folder = Path(name_or_path)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")
         try:
             return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:

@@ -65,6 +65,7 @@ class LlamaShape:
 
     @property
     def head_dim(self) -> int:
+        """Width of one head."""
         return self.hidden_size // self.heads
 
 
@@ -173,6 +174,8 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
+    """Drawn with the usual deviation."""
+
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=DEVIATION)
 

@@ -82,7 +82,7 @@ def live_line(record: StepRecord, held_out_loss: float | None) -> str:
         None if rate is None else f"{rate:,.0f} tokens/s",
         None if mfu is None else f"MFU {mfu:.1%}",
         format_bytes(sum(record.memory_bytes.values())) if record.memory_bytes else None,
-        None if record.eta_s is None else f"ETA {format_seconds(record.eta_s)}",
+        f"ETA {format_seconds(record.eta_s)}" if record.eta_s else None,
         f"{record.skipped_steps} skipped" if record.skipped_steps else None,
     ]
     return " · ".join(word for word in words if word)

@@ -51,6 +51,15 @@ class ProfileConfig:
                         "remove it, or set profile.enabled=true"
                     )
 
+    def check(self, run_steps: int) -> None:
+        """Raises ValueError where a run of `run_steps` ends before the trace does."""
+        last = self.start_step + self.steps - 1
+        if self.enabled and run_steps < last:
+            raise ValueError(
+                f"profile.start_step={self.start_step}, profile.steps={self.steps}: the trace ends with step "
+                f"{last}, but the run has {run_steps}; trace earlier or fewer steps, or train longer"
+            )
+
 
 class Profiler:
     """Traces as its config says. Use as `with Profiler(...) as profiler:`, and call `step()` after every step.
@@ -72,11 +81,7 @@ class Profiler:
         self._profile: profile | None = None
         if not config.enabled:
             return
-        if run_steps < self._last:
-            raise ValueError(
-                f"profile.start_step={config.start_step}, profile.steps={config.steps}: the trace ends with step "
-                f"{self._last}, but the run has {run_steps}; trace earlier or fewer steps, or train longer"
-            )
+        config.check(run_steps)
         if config.memory_snapshot and device.type != "cuda":
             raise ValueError(
                 f"profile.memory_snapshot=true has no effect on {device.type}, only on cuda; set it to null or false"

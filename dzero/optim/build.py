@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch import nn
 
 from dzero.optim.master import AdamW, MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.torch_rule import TorchOptimizer, check_rule
+from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -33,8 +35,9 @@ class OptimConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (self.lr >= 0 and self.weight_decay >= 0):
-            raise ValueError(f"optim.lr={self.lr}, optim.weight_decay={self.weight_decay}: must be ≥ 0")
+        for key in ("lr", "weight_decay"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise ValueError(f"optim.{key}={getattr(self, key)}: must be a number ≥ 0")
         if self.betas is not None and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
             raise ValueError(f"optim.betas={self.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]")
         if self.eps is not None and not self.eps >= 0:
@@ -52,6 +55,11 @@ class OptimConfig:
             raise ValueError(f"optim.rule={self.rule!r}: choose adamw or one of torch.optim's {classes}")
         if self.betas is not None or self.eps is not None:
             raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
+
+    def check(self, layout: Layout) -> None:
+        """Raises ValueError for a rule that the table's shards or dtypes do not fit."""
+        if self.rule != "adamw":
+            check_rule(getattr(torch.optim, self.rule), layout)
 
 
 def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig | None = None) -> MasterOptimizer:

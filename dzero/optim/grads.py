@@ -7,13 +7,17 @@ dtype). The first microbatch's buffers are kept, later ones are added to them; o
 over the replicate axis, and the sums of squares are taken while the data is still in cache.
 
 Norm: sqrt of sums of squares in fp64 per (parameter, chunk), where chunk c of n is rank c's rows under Shard(0) — also
-at stage 0, where rank c sums only its own chunk. Every rank receives all sums and adds them in the same order.
+at stage 0, where rank c sums only its own chunk. Every rank receives all sums and adds them in the same order. Beside
+the sums travels a checksum of the order in which the rank reduced its units: where ranks disagree, a branch in the
+model has mixed gradients of different units, and the step is refused.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,9 +45,9 @@ class Decision:
 
 
 class Gradients:
-    """The reduced gradients of every unit of a sharded model."""
+    """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, owned: Collection[str]) -> None:
         layout = sharded.layout
         axis = SHARD if layout.shard > 1 else REPLICATE
         group = sharded.mesh.get_group(axis)
@@ -51,24 +55,29 @@ class Gradients:
         self._device = torch.device(sharded.mesh.device_type)
         # Stage 0 holds whole gradients, of which this rank sums its own chunk; else the shard is the chunk.
         cut = (group.rank(), group.size()) if layout.shard == 1 else (0, 1)
-        self._units = [_UnitGrads(unit, sharded, cut) for unit in sharded.units]
-        trained = {name for unit in self._units for name in unit.trained}
-        self._order = [n for n, p in sharded.model.named_parameters() if n in trained]
+        self._order = _Order()
+        self._units = [_UnitGrads(unit, sharded, cut, self._order) for unit in sharded.units]
+        self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
 
     def named(self) -> dict[str, torch.Tensor]:
         """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""
-        return {name: grad for unit in self._units for name, grad in unit.views.items()}
+        views = {name: grad for unit in self._units for name, grad in unit.views.items()}
+        return {name: views[name] for name in self._owned if name in views}
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
-        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective."""
+        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective.
+
+        Raises RuntimeError on every rank where ranks reduced their units in different orders.
+        """
         for unit in self._units:
             unit.check_used_up()
             unit.finish()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
-        local = torch.stack(
-            [torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64, device=self._device) for name in self._order]
-        )
-        chunks = self._gather(local).cpu()
+        values = [self._order.checksum, *(sums.get(name, 0.0) for name in self._owned)]
+        local = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])
+        gathered = self._gather(local).cpu()
+        self._check_order(gathered[:, 0])
+        chunks = gathered[:, 1:]
         per_param = chunks[0].clone()
         for chunk in chunks[1:]:
             per_param += chunk
@@ -78,23 +87,41 @@ class Gradients:
         bad = () if finite else self._culprits(chunks)
         return Decision(norm, finite, clip / scale, bad)
 
+    def _check_order(self, checksums: torch.Tensor) -> None:
+        differing = (checksums != checksums[0]).nonzero().flatten().tolist()
+        if differing:
+            raise RuntimeError(
+                f"ranks {differing} ran the model's units in another order than rank 0, so gradients of different "
+                "units were added up: every rank must run the same modules in the same order in every microbatch "
+                "(no branches on the data of one rank)"
+            )
+
     def _culprits(self, chunks: torch.Tensor) -> tuple[str, ...]:
         where = (~torch.isfinite(chunks)).nonzero().tolist()
-        return tuple(f"{self._order[param]} (rank {rank})" for rank, param in where)
+        return tuple(f"{self._owned[param]} (rank {rank})" for rank, param in where)
 
     def clear(self) -> None:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
+        self._order.checksum = 0
+
+
+class _Order:
+    """A checksum (32 bits, exact in fp64) of the order in which this rank reduced its units."""
+
+    checksum = 0
+
+    def note(self, unit: str) -> None:
+        self.checksum = zlib.crc32(unit.encode(), self.checksum)
 
 
 class _UnitGrads:
     """One unit's gradients: `views` slices of `buffers`; `sums` once the last microbatch's are in."""
 
-    def __init__(self, unit: Unit, sharded: Sharded, cut: tuple[int, int]) -> None:
-        self._unit, self._sharded, self._cut = unit, sharded, cut
+    def __init__(self, unit: Unit, sharded: Sharded, cut: tuple[int, int], order: _Order) -> None:
+        self._unit, self._sharded, self._cut, self._order = unit, sharded, cut, order
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
-        self.trained = [p.name for p in unit.shape.params if p.trainable]
         self.clear()
         unit.attach(self._receive)
         for shape in unit.shape.params:
@@ -103,9 +130,9 @@ class _UnitGrads:
                     f"{shape.name}: requires_grad was changed after shard(); freeze and unfreeze before, so that units "
                     "and reductions hold what is trained"
                 )
-        for name in self.trained:
-            hook = partial(_take_if_alive, weakref.ref(self), name)
-            unit.params[name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if shape.trainable:
+                hook = partial(_take_if_alive, weakref.ref(self), shape.name)
+                unit.params[shape.name].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         self.views: dict[str, torch.Tensor] = {}
@@ -117,9 +144,11 @@ class _UnitGrads:
     def _receive(self, reduced: torch.Tensor) -> None:
         if self._finished:
             raise RuntimeError(
-                f"unit {self._unit.shape.name}: a backward after the step's last microbatch; run all but the last one "
-                "under microbatch(is_last=False), and call step() before the next"
+                f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch. Run all but the "
+                "last one under microbatch(is_last=False), and call step() before the next. Where the model runs this "
+                "unit twice per forward, take zero.stage=2 or 3: with several microbatches FSDP2 reduces it twice"
             )
+        self._order.note(self._unit.shape.name)
         self._incoming, self._offset = reduced, 0
 
     def _take(self, name: str, param: nn.Parameter) -> None:

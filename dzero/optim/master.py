@@ -45,12 +45,13 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._sharded, self.max_norm = sharded, max_norm
         fp16 = sharded.layout.param.dtype == torch.float16
         self.scaler = LossScaler((scaler or ScalerConfig()) if fp16 else None)
-        self.gradients = Gradients(sharded)
         self.last_decision: Decision | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
         self._loss_was_scaled = not fp16
         self._check_groups(named)
+        owned = [self._names[param] for group in self.param_groups for param in group["params"]]
+        self.gradients = Gradients(sharded, owned)
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}

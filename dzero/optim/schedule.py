@@ -18,7 +18,7 @@ KINDS = ("constant", "cosine", "wsd")
 class ScheduleConfig:
     """`kind` as above. `warmup_steps` of linear warm-up (unset: a 20th of the run). `final`: factor at the last step.
 
-    `decay_steps`: wsd only.
+    `decay_steps`: wsd only; `final`: not of constant.
     """
 
     kind: str = "cosine"
@@ -33,6 +33,8 @@ class ScheduleConfig:
             raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: must be ≥ 0")
         if not 0 <= self.final <= 1:
             raise ValueError(f"schedule.final={self.final}: a factor in [0, 1]")
+        if self.kind == "constant" and self.final != type(self).final:
+            raise ValueError(f"schedule.final={self.final} has no effect with schedule.kind=constant; remove it")
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ValueError(
                 f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: only wsd takes and needs it"

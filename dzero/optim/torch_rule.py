@@ -17,6 +17,7 @@ from torch import nn
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.storage import local_of, sharded_like
+from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
 
@@ -41,7 +42,7 @@ class TorchOptimizer(MasterOptimizer):
         elementwise: bool | None = None,
         **options: Any,
     ) -> None:
-        _check(sharded, rule, elementwise)
+        check_rule(rule, sharded.layout, elementwise)
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
@@ -136,14 +137,16 @@ class TorchOptimizer(MasterOptimizer):
         return totals
 
 
-def _check(sharded: Sharded, rule: type[torch.optim.Optimizer], elementwise: bool | None) -> None:
-    layout = sharded.layout
-    known = rule.__module__.startswith("torch.optim") and rule.__name__ in ELEMENTWISE
+def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
+    """Raises ValueError where `rule` would go wrong on the table's shards, or keeps states in none of its dtypes."""
+    torchs_own = rule.__module__.startswith("torch.optim")
+    known = torchs_own and rule.__name__ in ELEMENTWISE
     if not (known if elementwise is None else elementwise) and layout.master.sharded:
+        foreign = "" if torchs_own else ", or pass elementwise=True if it does"
         raise ValueError(
             f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
-            f"{layout.stage}) its result would be silently wrong: take zero.stage=0, one of {list(ELEMENTWISE)}, or "
-            "pass elementwise=True for a class that does"
+            f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
+            f"{foreign}"
         )
     if layout.remainder or layout.moments.dtype != torch.float32:
         raise ValueError(

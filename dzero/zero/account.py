@@ -54,14 +54,14 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank and step for decisions: one fp64 sum per trained parameter along the axis that
-    cuts the chunks, and the loss, one fp64, along every axis."""
+    """Calls and bytes sent per rank and step for decisions: one fp64 sum per trained parameter and one checksum along
+    the axis that cuts the chunks, and the loss, one fp64, along every axis."""
     chunk_axis = SHARD if layout.shard > 1 else REPLICATE
     params = sum(p.trainable for unit in units for p in unit.params)
     totals = {}
     for axis, ranks in ((REPLICATE, layout.replicate), (SHARD, layout.shard)):
         if ranks > 1:
-            norms = Traffic(1, 8 * params * (ranks - 1)) if axis == chunk_axis else Traffic()
+            norms = Traffic(1, 8 * (params + 1) * (ranks - 1)) if axis == chunk_axis else Traffic()
             entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
             totals[entry] = norms + Traffic(1, 8 * (ranks - 1))
     return totals

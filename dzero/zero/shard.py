@@ -31,11 +31,11 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
+from dzero.zero.cadence import Microbatches
 from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
-from dzero.zero.working import to_working
+from dzero.zero.values import Materialise, Values
 
-Materialise = Callable[[nn.Module], None]
 Consumer = Callable[[torch.Tensor], None]
 
 
@@ -81,8 +81,7 @@ class Sharded:
     def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.is_last = True
-        self._microbatches = 0
-        self._ended = False
+        self._microbatches = Microbatches(layout)
 
     @contextmanager
     def microbatch(self, is_last: bool = True) -> Iterator[None]:
@@ -91,8 +90,7 @@ class Sharded:
         A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
         microbatches.
         """
-        self._microbatches += 1
-        self._ended = is_last
+        self._microbatches.begin(is_last)
         self._set(is_last)
         try:
             yield
@@ -100,32 +98,12 @@ class Sharded:
             self._set(True)
 
     def abandon_step(self) -> None:
-        """The microbatches so far are not to count.
-
-        Raises RuntimeError between microbatches at stages 0 and 1, where FSDP2 holds whole gradients that wait for the
-        last one and that nobody can take back.
-        """
-        waiting = self._microbatches > 0 and not self._ended and not self.layout.cadence(False).reduce
-        if waiting:
-            raise RuntimeError(
-                f"zero_grad() between microbatches: at stage {self.layout.stage} gradients wait unreduced for the "
-                "last one and cannot be dropped; finish the step, or take stage 2 or 3"
-            )
-        self._microbatches, self._ended = 0, False
+        """Called by `zero_grad`; see `Microbatches.abandon`."""
+        self._microbatches.abandon()
 
     def end_step(self) -> None:
-        """Called by the optimizer's step. Raises RuntimeError for microbatches that the layout was not made for."""
-        made, ended, self._microbatches, self._ended = self._microbatches, self._ended, 0, False
-        if made and not ended:
-            raise RuntimeError(
-                f"step() after {made} microbatches of which none was the last: run the last one of a step under "
-                "microbatch(is_last=True)"
-            )
-        if made > 1 and self.layout.microbatches == 1:
-            raise RuntimeError(
-                f"{made} microbatches in this step, but the model was laid out for one: pass microbatches={made} to "
-                "shard(), which decides where and in which dtype gradients accumulate"
-            )
+        """Called by the optimizer's step; see `Microbatches.end`."""
+        self._microbatches.end()
 
     def _set(self, is_last: bool) -> None:
         cadence = self.layout.cadence(is_last)
@@ -200,30 +178,31 @@ class _Sharder:
         units: list[tuple[str, list[nn.Module]]],
         materialise: Materialise | None,
     ) -> None:
-        self.model, self.layout, self.mesh, self.materialise = model, layout, mesh, materialise
+        self.model, self.layout, self.mesh = model, layout, mesh
         self.ledger = Ledger()
-        self.device = _current_device(mesh.device_type)
-        self.groups = {axis: mesh.get_group(axis) for axis in AXES}
+        groups = {axis: mesh.get_group(axis) for axis in AXES}
+        self.rank = groups[SHARD].rank()
+        self.values = Values(layout, _current_device(mesh.device_type), list(groups.values()), materialise)
         self.exchanges: dict[str, Exchange] = {
-            axis: (Exact if layout.exact else Native)(group) for axis, group in self.groups.items()
+            axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
         }
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
 
     def run(self) -> Sharded:
-        if self.materialise is None:
-            self._equalise_buffers()
+        self.values.equalise_buffers(self.model)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         return Sharded(self.model, self.layout, self.mesh, units, self.ledger)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
-        self._fill(modules, slots)
+        self.values.fill(modules, slots)
         shape = UnitShape(
             name,
             tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in slots),
         )
-        origin = {slot.name: chunk for slot in slots if (chunk := self._round(slot.param)) is not None}
+        rounded = {slot.name: self.values.round(slot.param, self.rank) for slot in slots}
+        origin = {name: chunk for name, chunk in rounded.items() if chunk is not None}
         is_root = modules[0] is self.model
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -245,42 +224,6 @@ class _Sharder:
         )
         self._switch(unit)
         return unit
-
-    def _fill(self, modules: list[nn.Module], slots: list[Slot]) -> None:
-        """Values before the cut, equal on every rank: drawn by `materialise`, or rank 0's."""
-        for module in modules:
-            if self.materialise is not None:
-                self.materialise(module)
-        for slot in slots:
-            param = slot.param
-            if param.is_meta:
-                raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
-            param.data = param.data.to(self.device).contiguous()
-            if self.materialise is None:
-                for group in self.groups.values():
-                    dist.broadcast(param.data, group=group, group_src=0)
-
-    def _equalise_buffers(self) -> None:
-        """Rank 0's values, like the parameters'; as bytes, since not every backend moves every dtype."""
-        for buffer in self.model.buffers():
-            if not buffer.is_meta and buffer.numel():
-                buffer.data = buffer.data.to(self.device).contiguous()
-                for group in self.groups.values():
-                    dist.broadcast(buffer.data.view(-1).view(torch.uint8), group=group, group_src=0)
-
-    @torch.no_grad()
-    def _round(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Round `param` to the working dtype; return this rank's fp32 chunk [local shard] if that lost anything."""
-        working = self.layout.param.dtype
-        if param.dtype == working:
-            return None
-        whole = param.data.float()
-        param.data = to_working(whole, working)
-        if not param.requires_grad:
-            return None
-        ranks, rank = self.layout.shard, self.groups[SHARD].rank()
-        rows = -(-whole.shape[0] // ranks)
-        return whole[rank * rows : (rank + 1) * rows].clone()
 
     def _average_copies(self, name: str) -> AverageCopies | None:
         if self.layout.replicate == 1:

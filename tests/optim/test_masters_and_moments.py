@@ -84,3 +84,27 @@ def odd_shards(rank: int, ranks: int) -> list[str]:
 def test_eight_bit_moments_have_the_same_shape_on_every_rank(pool: Pool) -> None:
     first, second = pool.run(odd_shards, 2)
     assert first == second != []
+
+
+def over_copies(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """By kind of moments: losses, whole parameters and this rank's states of a 2 x 2 mesh."""
+    results = {}
+    for moments in ("fp32", "bf16", "int8"):
+        sharded = sharded_net("uneven", stage=2, replicate=2, moments=moments)
+        optim = AdamW(sharded, lr=1e-3)
+        losses = train(sharded, optim, "uneven", steps=5)
+        results[moments] = {"losses": losses, "params": params_of(sharded), "states": snapshot(sharded, optim)}
+    return results
+
+
+def test_small_moments_over_copies_stay_copies(pool: Pool) -> None:
+    """Ranks 0 and 2, and 1 and 3, hold the same shard."""
+    ranks = pool.run(over_copies, 4)
+    for moments in ("fp32", "bf16", "int8"):
+        for rank, copy in ((0, 2), (1, 3)):
+            assert unequal(ranks[rank][moments]["states"], ranks[copy][moments]["states"]) == []
+        for other in ranks[1:]:
+            assert unequal(ranks[0][moments]["params"], other[moments]["params"]) == []
+        torch.testing.assert_close(
+            torch.tensor(ranks[0][moments]["losses"]), torch.tensor(ranks[0]["fp32"]["losses"]), rtol=5e-3, atol=0
+        )

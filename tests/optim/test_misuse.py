@@ -12,7 +12,7 @@ from cells import master_of, whole
 from loops import sharded_net
 from pool import Pool
 
-from dzero import AdamW
+from dzero import AdamW, ZeroConfig, shard
 
 
 def backward(sharded, rank: int, ranks: int, optim: AdamW | None = None) -> None:  # type: ignore[no-untyped-def]
@@ -88,6 +88,59 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
     assert said.keys() == expected.keys()
     for mistake, words in expected.items():
         assert re.search(words, said[mistake]), (mistake, said[mistake])
+
+
+class Branching(torch.nn.Module):
+    """Two equal layers; a rank may run them the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *, swap: bool) -> torch.Tensor:
+        for layer in reversed(self.layers) if swap else self.layers:
+            x = layer(x)
+        return x
+
+
+def branching(rank: int, ranks: int) -> list[str]:
+    said = []
+    for stage in range(4):
+        sharded = shard(Branching(), ZeroConfig(stage=stage))
+        optim = AdamW(sharded)
+        sharded.model(torch.ones(2, 8), swap=rank == ranks - 1).sum().backward()
+        said.append(message(optim.step))
+    return said
+
+
+def test_ranks_that_run_units_in_different_orders_are_refused(pool: Pool) -> None:
+    """Equal sizes, so the messages match and nothing else would notice."""
+    for ranks in (2, 4):
+        for said in pool.run(branching, ranks):
+            assert all(f"ranks [{ranks - 1}] ran the model's units in another order" in words for words in said), said
+
+
+def of_a_subset(rank: int, ranks: int) -> tuple[float, float]:
+    """The norm that an optimizer of some parameters decides by, and that of their gradients."""
+    sharded = sharded_net("even", stage=2, param="fp32")
+    kept = {name: p for name, p in sharded.named_params().items() if name.startswith("layers.0")}
+    optim = AdamW(sharded, [*kept.values()], max_norm=1.0)
+    backward(sharded, rank, ranks)
+    grads = optim.gradients.named()
+    assert grads.keys() == kept.keys()
+    squares = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum()
+    torch.distributed.all_reduce(squares)
+    before = {name: p.full_tensor().clone() for name, p in sharded.named_params().items()}
+    optim.step()
+    moved = {name for name, p in sharded.named_params().items() if not torch.equal(p.full_tensor(), before[name])}
+    assert moved == kept.keys()
+    assert optim.last_decision is not None
+    return optim.last_decision.norm, float(squares.sqrt())
+
+
+def test_an_optimizer_of_some_parameters_clips_by_their_norm(pool: Pool) -> None:
+    for decided, of_theirs in pool.run(of_a_subset, 2):
+        assert decided == pytest.approx(of_theirs, rel=1e-12)
 
 
 def loaded(rank: int, ranks: int, before: bool) -> bool:

@@ -46,10 +46,10 @@ def check(net: str, **kwargs: Any) -> None:
     moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase != "control"}
     assert moved == expected_traffic(layout, sharded.shapes), where
 
-    # One small gather per step decides for all ranks: 8 bytes (fp64) for each trained parameter.
+    # One small gather per step decides for all ranks: 8 bytes (fp64) for each trained parameter, and a checksum.
     axis, n = ("replicate", layout.replicate) if layout.shard == 1 else ("shard", layout.shard)
     trained = sum(p.trainable for unit in sharded.shapes for p in unit.params)
-    assert control == {Entry("control", "all_gather", axis, "float64"): Traffic(1, (n - 1) * 8 * trained)}, where
+    assert control == {Entry("control", "all_gather", axis, "float64"): Traffic(1, (n - 1) * 8 * (trained + 1))}, where
     audit(sharded, moved, counter, where)
 
 
@@ -57,7 +57,7 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
     """Bytes in the ledger = bytes dispatched, but for the short last chunks of an exact all-reduce."""
     layout = sharded.layout
     booked = sum(traffic.sent_bytes for traffic in moved.values())
-    control = (counter.ranks - 1) * 8 * sum(p.trainable for unit in sharded.shapes for p in unit.params)
+    control = (counter.ranks - 1) * 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
     sent = sum(counter.sent_bytes.values()) - control
     padding = 0
     if layout.replicate > 1:

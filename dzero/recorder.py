@@ -1,0 +1,132 @@
+"""What a run tells of itself: a record per step, a summary at the end, from the owners of each figure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from dzero.comm.collectives import GatherScalars
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
+from dzero.hardware import peak_flops
+from dzero.mesh import AXES
+from dzero.monitor.memory import MemoryMeter, storage_bytes
+from dzero.monitor.meter import Meter
+from dzero.monitor.records import RunSummary, StepRecord
+from dzero.optim.master import MasterOptimizer
+from dzero.zero.account import expected_control, expected_traffic, peak_bytes
+from dzero.zero.shard import Sharded
+
+
+class Recorder:
+    """One worker's figures; `losses` of its steps. `flops_per_token`: of forward and backward, None where unknown."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sharded: Sharded,
+        optim: MasterOptimizer,
+        memory: MemoryMeter,
+        device: torch.device,
+        flops_per_token: float | None,
+    ) -> None:
+        self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
+        self._scaled = config.precision.param == "fp16"
+        self._step_tokens = config.train.sequences(dist.get_world_size()) * config.train.sequence_tokens
+        self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
+        self._meter = Meter(
+            total_steps=config.train.steps,
+            flops_per_token=flops_per_token,
+            peak_flops=self._peak_flops,
+            ranks=dist.get_world_size(),
+        )
+        self._across = [GatherScalars(sharded.mesh.get_group(axis), axis, sharded.ledger) for axis in AXES]
+        self._traffic: dict[Entry, Traffic] = {}
+        self.losses: list[float] = []
+        self._grad_bytes = 0
+        self._lr = self._scale = 0.0
+
+    def begin_run(self) -> None:
+        """Peaks count from here."""
+        self._memory.reset()
+
+    def begin_step(self) -> None:
+        """Time counts from here."""
+        self._meter.begin()
+
+    def before_update(self) -> None:
+        """Note what the update will use and then drop: gradients, rate, loss scale."""
+        self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.named().values()))
+        self._lr = float(self._optim.param_groups[0]["lr"])
+        self._scale = self._optim.scaler.scale
+
+    def end_step(self, step: int, loss: torch.Tensor) -> StepRecord:
+        """The record of `step`; `loss`: this rank's, on the device."""
+        mean_loss = self.mean_over_ranks(loss)
+        seconds = self._meter.end(self._step_tokens)
+        self.losses.append(mean_loss)
+        moved = self._sharded.ledger.take()
+        by_kind: Counter[str] = Counter()
+        for entry, traffic in moved.items():
+            self._traffic[entry] = self._traffic.get(entry, Traffic()) + traffic
+            by_kind[entry.kind] += traffic.sent_bytes
+        decision = self._optim.last_decision
+        assert decision is not None
+        return StepRecord(
+            step=step,
+            loss=mean_loss,
+            lr=self._lr,
+            grad_norm=decision.norm,
+            tokens=self._meter.tokens,
+            seconds=seconds,
+            loss_scale=self._scale if self._scaled else None,
+            speed=self._meter.now(),
+            eta_s=self._meter.eta_s(),
+            skipped_steps=self._optim.skipped_steps,
+            memory_bytes=self._memory_by_kind(),
+            traffic_bytes=by_kind,
+        )
+
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        """The mean of a scalar over all data-parallel ranks, the same on every rank."""
+        for gather in self._across:
+            value = gather(value.double().reshape(1)).mean()
+        return float(value)
+
+    def summarise(self, held_out: float | None) -> RunSummary:
+        """The run so far. `held_out`: the last held-out loss."""
+        layout, shapes = self._sharded.layout, self._sharded.shapes
+        return RunSummary(
+            steps=self._meter.steps,
+            tokens=self._meter.tokens,
+            seconds=self._meter.seconds,
+            counted_steps=self._meter.counted_steps,
+            first_loss=self.losses[0],
+            loss=self.losses[-1],
+            held_out_loss=held_out,
+            speed=self._meter.overall(),
+            peak_flops=self._peak_flops,
+            skipped_steps=self._optim.skipped_steps,
+            peak_bytes=self._memory_of_ranks(),
+            traffic=self._traffic,
+            traffic_steps=self._meter.steps,
+            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
+        )
+
+    def _memory_by_kind(self) -> Mapping[str, int]:
+        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep."""
+        states = self._optim.state_bytes()
+        peak_param = peak_bytes(self._sharded.layout, self._sharded.shapes).param
+        return self._memory.split({**states, "param": peak_param, "grad": self._grad_bytes})
+
+    def _memory_of_ranks(self) -> list[dict[str, int]]:
+        memory = self._memory_by_kind()
+        values = torch.tensor([*memory.values()], dtype=torch.float64, device=self._device)
+        for gather in reversed(self._across):
+            values = gather(values.flatten())
+        self._sharded.ledger.take()
+        rows = values.reshape(-1, len(memory)).long().tolist()
+        return [dict(zip(memory, row, strict=True)) for row in rows]

@@ -1,0 +1,44 @@
+"""The microbatches of a step, counted, so that a loop which forgets one is told instead of trained wrongly."""
+
+from __future__ import annotations
+
+from dzero.zero.layout import Layout
+
+
+class Microbatches:
+    """Those since the last optimizer step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._made, self._ended = 0, False
+
+    def begin(self, is_last: bool) -> None:
+        """One more; `is_last`: of its step."""
+        self._made, self._ended = self._made + 1, is_last
+
+    def abandon(self) -> None:
+        """They are not to count.
+
+        Raises RuntimeError between microbatches at stages 0 and 1, where FSDP2 holds whole gradients that wait for the
+        last one and that nobody can take back.
+        """
+        if self._made and not self._ended and not self._layout.cadence(False).reduce:
+            raise RuntimeError(
+                f"zero_grad() between microbatches: at stage {self._layout.stage} gradients wait unreduced for the "
+                "last one and cannot be dropped; finish the step, or take stage 2 or 3"
+            )
+        self._made, self._ended = 0, False
+
+    def end(self) -> None:
+        """The optimizer steps. Raises RuntimeError for microbatches that the layout was not made for."""
+        made, ended, self._made, self._ended = self._made, self._ended, 0, False
+        if made and not ended:
+            raise RuntimeError(
+                f"step() after {made} microbatches of which none was the last: run the last one of a step under "
+                "microbatch(is_last=True)"
+            )
+        if made > 1 and self._layout.microbatches == 1:
+            raise RuntimeError(
+                f"{made} microbatches in this step, but the model was laid out for one: pass microbatches={made} to "
+                "shard(), which decides where and in which dtype gradients accumulate"
+            )
