@@ -117,7 +117,7 @@ def _accumulate_kernel() -> Callable[[Array, Array], float]:
 
 def sum_squares(grad: torch.Tensor) -> float:
     """Sum of squares of a contiguous CPU tensor (fp32, bf16, fp16) in fp64; its order depends on the length alone."""
-    array = as_array(grad.view(-1).float() if grad.dtype == torch.float16 else grad)
+    array = as_array((grad.float() if grad.dtype == torch.float16 else grad).view(-1))
     kernel = _sum_squares_kernel(bf16=grad.dtype == torch.bfloat16)
     return float(sum(kernel(array[i : i + CHUNK_ELEMS]) for i in range(0, array.size, CHUNK_ELEMS)))
 
