@@ -4,5 +4,6 @@ from dzero.mesh import make_mesh
 from dzero.optim.master import AdamW
 from dzero.zero.layout import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import Sharded, shard
+from dzero.zero.tiers import OffloadConfig
 
-__all__ = ["AdamW", "PrecisionConfig", "Sharded", "ZeroConfig", "make_mesh", "shard"]
+__all__ = ["AdamW", "OffloadConfig", "PrecisionConfig", "Sharded", "ZeroConfig", "make_mesh", "shard"]

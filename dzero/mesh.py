@@ -81,3 +81,18 @@ def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None)
             f"(replicate, shard) may be one of {factorings}"
         )
     return init_device_mesh(device_type, (replicate, degree), mesh_dim_names=AXES)
+
+
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same ranks for tensors in host memory: `mesh` itself on a CPU machine, else its twin over gloo.
+
+    Raises RuntimeError where the process group moves no CPU tensors.
+    """
+    if mesh.device_type == "cpu":
+        return mesh
+    if "cpu" not in dist.get_backend_config():
+        raise RuntimeError(
+            f"the process group is {dist.get_backend_config()}: states in host memory need one that moves CPU tensors "
+            'too, e.g. init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

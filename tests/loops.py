@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cells import master_of, whole
 from torch import Tensor
 
-from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.storage import local_of
 
@@ -24,13 +24,15 @@ def sharded_net(
     reduction: str = "exact",
     reshard: bool | int = True,
     seed: int = 0,
+    offload: OffloadConfig | None = None,
     **precision: Any,
 ) -> Sharded:
     """A net of `nets.py` over all ranks of the group; `replicate` as in make_mesh, for stages 1 to 3."""
     zero = ZeroConfig(stage=stage, reduction=reduction, reshard_after_forward=reshard)
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else replicate)
     model = nets.build(net, seed)
-    return shard(model, zero, precision=PrecisionConfig(**precision), mesh=mesh, microbatches=microbatches)
+    kinds = PrecisionConfig(**precision)
+    return shard(model, zero, precision=kinds, offload=offload, mesh=mesh, microbatches=microbatches)
 
 
 def backward(sharded: Sharded, optim: MasterOptimizer, batches: list[Tensor]) -> float:

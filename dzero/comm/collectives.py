@@ -11,7 +11,7 @@ FSDP2 calls neither of the first two on an axis of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,10 +53,19 @@ class _Works(dist.Work):
 
 
 class UnshardParams(_Buffers):
-    """Gathers one unit's shards [n] into its unsharded buffer [ranks * n], in the parameters' dtype."""
+    """Gathers one unit's shards [n] into its unsharded buffer [ranks * n], in the parameters' dtype.
 
-    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger) -> None:
+    before: called when FSDP2 is about to read the shards.
+    """
+
+    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger, before: Callable[[], None]) -> None:
         self._span, self._exchange, self._axis, self._ledger = f"all_gather {unit}", exchange, axis, ledger
+        self._before = before
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As FSDP2 asks; it copies the shards into the buffer right after, on the stream that is current now."""
+        self._before()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -39,6 +39,10 @@ class EightBit:
         blocks = max(1, -(-padded_elems // BLOCK_ELEMS))
         return cls(blank(blocks * BLOCK_ELEMS, signed=signed, device=device), elems)
 
+    def place(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """Keep codes and scales in these tensors from now on, which take over the values."""
+        self.state.codes, self.state.scale = codes.copy_(self.state.codes), scale.copy_(self.state.scale)
+
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is stored."""

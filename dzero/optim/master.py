@@ -14,16 +14,18 @@ parameter's or the file's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
 from torch import nn
 
+from dzero.offload.attach import Offload
 from dzero.optim.grads import Decision, Gradients
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import LossScaler, ScalerConfig
-from dzero.optim.storage import Stored, local_of
+from dzero.optim.storage import Homes, Stored, local_of
+from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
 
@@ -51,7 +53,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._loss_was_scaled = not fp16
         self._check_groups(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
-        self.gradients = Gradients(sharded, owned)
+        self.offload = Offload(sharded)
+        self.gradients = Gradients(sharded, owned, self.offload)
+        current = weakref.WeakMethod(self.synchronize)
+        model = sharded.model
+        for register in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
+            register(lambda *_: wait() if (wait := current()) else None)  # type: ignore[no-untyped-call]
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}
@@ -84,7 +91,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._sharded.reshard()
         with torch.profiler.record_function("step decide"):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
-        grads = self.gradients.named()
+        grads = self.gradients.arriving()
         if not grads:
             self._without_gradients()
             return loss
@@ -117,8 +124,21 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
+    def synchronize(self) -> None:
+        """Return when no update is on its way any more. Parameters read directly are then those of the last step.
+
+        State dicts of the model and of the optimizer do this by themselves, and so does the next forward, unit by unit.
+        Raises OffloadError for an update that failed.
+        """
+        self.offload.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's; see `synchronize`."""
+        self.synchronize()
+        return super().state_dict()
+
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's param, master and moments between steps."""
+        """Bytes of this rank's param, master and moments on the device between steps."""
         raise NotImplementedError
 
 
@@ -145,13 +165,15 @@ class AdamW(MasterOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
         self._updater = AdamWUpdater(threads or torch.get_num_threads())
+        self._tiers = TieredUpdates(sharded, self.offload, self._run)
+        homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
         shapes = {p.name: (p, unit) for unit in sharded.units for p in unit.shape.params}
         for group in self.param_groups:
             for param in group["params"]:
                 shape, unit = shapes[self._names[param]]
                 origin = unit.origin.pop(shape.name, None)
-                stored = Stored.create(shape, param, origin, sharded.layout)
+                stored = Stored.create(shape, param, origin, sharded.layout, homes)
                 self._stored[param] = stored
                 self.state[param] = stored.tensors
         loaded = weakref.WeakMethod(self._follow_loaded)
@@ -164,7 +186,7 @@ class AdamW(MasterOptimizer):
             stored.follow()
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
-        updates: list[tuple[Stored, Update]] = []
+        pending: dict[str, Pending] = {}
         for group in self.param_groups:
             options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
             for param in group["params"]:
@@ -174,13 +196,18 @@ class AdamW(MasterOptimizer):
                 stored.tensors["step"] += 1
                 step = int(stored.tensors["step"].item())
                 coefficients = Coefficients.of(step=step, scale=factor, **options)
-                updates.append((stored, Update(stored.states(), grads[stored.name], coefficients, step)))
-        self._updater.run([update for _, update in updates])
-        for stored, update in updates:
-            stored.keep(update.states)
+                pending[stored.name] = Pending(stored, grads[stored.name], step, coefficients)
+        self._tiers.start(pending)
+
+    def _run(self, pending: Sequence[Pending]) -> None:
+        updates = [Update(p.stored.states(p.moved), p.grad, p.coefficients, p.step) for p in pending]
+        self._updater.run(updates)
+        for p, update in zip(pending, updates, strict=True):
+            p.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy values into the existing states, bit for bit. Raises ValueError where kind, dtype or shape differ."""
+        self.synchronize()
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ValueError(
@@ -198,7 +225,7 @@ class AdamW(MasterOptimizer):
         """Bytes of this rank's param, master and moments between steps; frozen parameters included."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for stored in self._stored.values():
-            for kind, count in stored.bytes_by_kind().items():
+            for kind, count in stored.bytes_by_kind("device").items():
                 totals[kind] += count
         for param in self._sharded.named_params().values():
             if param not in self._stored:

@@ -13,15 +13,20 @@ load into the same number of ranks only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from dzero.mesh import SHARD, host_mesh
+from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import EightBit
 from dzero.optim.update import ParamStates
 from dzero.zero.layout import Layout, ParamShape
+from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,12 +37,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """`local` [param's local shard] as a DTensor placed as `param` is; the one place where states are wrapped."""
+def sharded_like(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """`local` [param's local shard] as a DTensor placed as `param` is; the one place where states are wrapped.
+
+    mesh: the host's, for a tensor in host memory.
+    """
     assert isinstance(param, DTensor)
     return DTensor.from_local(
         local.view(local_of(param).shape),
-        param.device_mesh,
+        mesh or param.device_mesh,
         param.placements,
         run_check=False,
         shape=param.shape,
@@ -45,19 +53,41 @@ def sharded_like(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
     )
 
 
-def sharded_flat(local: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
+def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
     """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
 
     Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
     is an error instead of shifted elements.
     """
     assert isinstance(param, DTensor)
-    return DTensor.from_local(local.view(1, -1), param.device_mesh, [Shard(0)], run_check=False)
+    return DTensor.from_local(local.view(1, -1), mesh or param.device_mesh, [Shard(0)], run_check=False)
+
+
+class Homes:
+    """Where a sharded model's states live: asks `offload` for what is on the host, makes the rest on the device."""
+
+    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+        self.offload, self._places = offload, offload.places
+        self._host_mesh = host_mesh(sharded.mesh)[SHARD] if offload.schedule.slots else None
+
+    def mesh(self, kind: str, name: str) -> DeviceMesh | None:
+        """The mesh of a parameter's "master" or "moments"; None for the parameter's own."""
+        return self._host_mesh if self._places.on_host(kind, name) else None
+
+    def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros [like.numel()] for one state."""
+        if self._places.on_host(kind, name):
+            return self.offload.view(name, key, like.numel()).zero_()
+        return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
 
 @dataclass
 class Stored:
-    """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding."""
+    """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
+
+    work: where the update puts the working copy, if not into the parameter: it runs on the host then. on_host: keys of
+    the states that live there.
+    """
 
     name: str
     param: nn.Parameter
@@ -65,9 +95,13 @@ class Stored:
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor]
     moments8: dict[str, EightBit] = field(default_factory=dict)
+    work: torch.Tensor | None = None
+    on_host: set[str] = field(default_factory=set)
 
     @classmethod
-    def create(cls, shape: ParamShape, param: nn.Parameter, origin: torch.Tensor | None, layout: Layout) -> Stored:
+    def create(
+        cls, shape: ParamShape, param: nn.Parameter, origin: torch.Tensor | None, layout: Layout, homes: Homes
+    ) -> Stored:
         """Zero moments; the master from `origin` [local shard, fp32], or from the parameter where there is none."""
         local = local_of(param.detach())
         if origin is not None and not torch.equal(to_working(origin, local.dtype), local):
@@ -75,37 +109,58 @@ class Stored:
         rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)
         stored = cls(shape.name, param, first, local.dtype, {"step": torch.tensor(0.0)})
-        if local.dtype != torch.float32:
-            master = local.detach().float() if origin is None else origin
-            if layout.remainder:
-                low = master.contiguous().view(torch.int32).to(torch.int16)
-                stored.tensors["remainder"] = sharded_like(low, param)
-            else:
-                stored.tensors["master"] = sharded_like(master, param)
+        stored._create_master(local.float() if origin is None else origin, layout, homes)
         for index, key in enumerate(MOMENTS):
-            if layout.moments.dtype == torch.uint8:
-                padded = shape.shard_elems(layout.shard)
-                eight = EightBit.zeros(local.numel(), padded, signed=index == 0, device=local.device)
-                stored.moments8[key] = eight
-                for part, tensor in eight.tensors.items():
-                    stored.tensors[f"{key}_{part}"] = sharded_flat(tensor, param)
-            else:
-                zeros = torch.zeros_like(local, dtype=layout.moments.dtype)
-                stored.tensors[key] = sharded_like(zeros, param)
+            stored._create_moment(key, index == 0, shape.shard_elems(layout.shard), layout, homes)
         return stored
 
-    def states(self) -> ParamStates:
-        """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again)."""
-        work = local_of(self.param.detach()).view(-1)
-        if work.dtype != self.dtype:
+    def _create_master(self, value: torch.Tensor, layout: Layout, homes: Homes) -> None:
+        local, mesh = local_of(self.param.detach()), homes.mesh("master", self.name)
+        if mesh is None and local.dtype == torch.float32:
+            return  # the parameter is its own master
+        key = "remainder" if layout.remainder else "master"
+        if layout.remainder:
+            value = value.contiguous().view(torch.int32).to(torch.int16)
+        if mesh is None:
+            self.tensors[key] = sharded_like(value, self.param)
+            return
+        master = homes.blank("master", self.name, key, local, value.dtype).copy_(value.view(-1))
+        self.tensors[key] = sharded_like(master, self.param, mesh)
+        self.on_host.add(key)
+        own = local.dtype == torch.float32
+        self.work = master if own else homes.offload.view(self.name, "work", local.numel()).copy_(local.view(-1))
+
+    def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
+        local, mesh = local_of(self.param.detach()), homes.mesh("moments", self.name)
+        if layout.moments.dtype != torch.uint8:
+            zeros = homes.blank("moments", self.name, key, local, layout.moments.dtype)
+            self.tensors[key] = sharded_like(zeros, self.param, mesh)
+            self.on_host |= set() if mesh is None else {key}
+            return
+        device = local.device if mesh is None else torch.device("cpu")
+        self.moments8[key] = eight = EightBit.zeros(local.numel(), padded_elems, signed=signed, device=device)
+        if mesh is not None:
+            eight.place(*(homes.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
+        for part, tensor in eight.tensors.items():
+            self.tensors[f"{key}_{part}"] = sharded_flat(tensor, self.param, mesh)
+            self.on_host |= set() if mesh is None else {f"{key}_{part}"}
+
+    def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
+        """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
+
+        moved: moments by key that were brought to where the update runs.
+        """
+        local = self.local
+        if local.dtype != self.dtype:
             raise RuntimeError(
-                f"{self.name} is {work.dtype} now, but its states were made for {self.dtype}: do not call .to() or "
+                f"{self.name} is {local.dtype} now, but its states were made for {self.dtype}: do not call .to() or "
                 ".half() after shard(); choose PrecisionConfig(param=...) instead"
             )
-        own = work if work.dtype == torch.float32 else None
-        m, v = (self.moments8[k].load() if self.moments8 else self._flat(k) for k in MOMENTS)
-        master = own if own is not None else self._flat("master") if "master" in self.tensors else None
-        remainder = self._flat("remainder") if "remainder" in self.tensors else None
+        work = local if self.work is None else self.work
+        moved = moved or {}
+        m, v = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in MOMENTS)
+        master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
+        remainder = self.flat("remainder") if "remainder" in self.tensors else None
         return ParamStates(self.name, self.first, work, master, remainder, m, v)
 
     def keep(self, states: ParamStates) -> None:
@@ -119,22 +174,37 @@ class Stored:
 
         A remainder is kept: it lies within the rounding of whatever parameter stands above it.
         """
+        local = self.local
         if "master" in self.tensors:
-            work, master = local_of(self.param.detach()), local_of(self.tensors["master"])
-            if not torch.equal(to_working(master, work.dtype), work):
-                master.copy_(work)
+            master = self.flat("master")
+            local = local.to(master.device)
+            if not torch.equal(to_working(master, local.dtype), local):
+                master.copy_(local)
+        if self.work is not None:
+            self.work.copy_(local)
 
-    def _flat(self, key: str) -> torch.Tensor:
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's local shard on the device, flat."""
+        return local_of(self.param.detach()).view(-1)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Keys of the moments that are stored as they are computed."""
+        return () if self.moments8 else MOMENTS
+
+    def flat(self, key: str) -> torch.Tensor:
+        """This rank's part of a state, flat."""
         return local_of(self.tensors[key]).view(-1)
 
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's storages by the table's kinds."""
-        kinds = {"param": _bytes(self.param), "master": 0, "moments": 0}
+    def bytes_by_kind(self, tier: str) -> dict[str, int]:
+        """Bytes of this rank's states on "device" (whole storages) or "host", by the table's kinds."""
+        kinds = {"param": 0, "master": 0, "moments": 0}
+        if tier == "device":
+            kinds["param"] = local_of(self.param.detach()).untyped_storage().nbytes()
         for key, tensor in self.tensors.items():
-            if key != "step":
-                kinds["master" if key in ("master", "remainder") else "moments"] += _bytes(tensor)
+            if key != "step" and (key in self.on_host) == (tier == "host"):
+                local = local_of(tensor)
+                count = local.nbytes if tier == "host" else local.untyped_storage().nbytes()
+                kinds["master" if key in ("master", "remainder") else "moments"] += count
         return kinds
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return local_of(tensor.detach()).untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""The one table of ZeRO: where each kind of model state is cut, in which dtype it is stored.
+"""The one table of ZeRO: where each kind of model state is cut, in which dtype and on which tier it is stored.
 
     row       over the shard axis                            dtype                         bytes per element
     param     stage 0-2 whole, stage 3 Shard(0)              fp32 | bf16 | fp16            2 (4)
@@ -21,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.comm.collectives import is_exact
 from dzero.hardware import dtype_of
+from dzero.zero.tiers import OffloadConfig
 
 FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
@@ -94,10 +95,12 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of state: cut over the shard axis or whole, and the dtype it is stored in."""
+    """One kind of state: cut over the shard axis or whole, the dtype it is stored in, and where (zero/tiers.py)."""
 
     sharded: bool
     dtype: torch.dtype
+    tier: str = "device"
+    fraction: float = 1.0
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
@@ -130,12 +133,15 @@ class Layout:
     remainder: bool
     reshard_after_forward: bool | int
     exact: bool
+    overlap: str = "forward"
+    """Whether a step waits for updates on the host, or the next forward does (zero/tiers.py)."""
 
     @classmethod
     def of(
         cls,
         zero: ZeroConfig,
         precision: PrecisionConfig,
+        offload: OffloadConfig | None = None,
         *,
         replicate: int,
         shard: int,
@@ -171,23 +177,34 @@ class Layout:
                     f"zero.reshard_after_forward={post_forward}: choose true, false or a non-trivial divisor of the "
                     f"shard axis of {shard} ranks: {allowed}"
                 )
+        offload = offload or OffloadConfig()
+        alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
+        if precision.moments == "int8" and not alike:
+            raise ValueError(
+                f"offload.moments={offload.moments} with offload.master={offload.master}: 8-bit moments are decoded "
+                "where the update runs, so both need one tier and one fraction"
+            )
+
+        def row(kind: str, first_stage: int, dtype: torch.dtype) -> Row:
+            return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind))
+
         return cls(
             stage=zero.stage,
             replicate=replicate,
             shard=shard,
             microbatches=microbatches,
             param=Row(zero.stage >= 3, param),
-            grad=Row(zero.stage >= 2, grad),
-            master=Row(zero.stage >= 1, torch.int16 if precision.master == "remainder" else torch.float32),
-            moments=Row(
-                zero.stage >= 1,
-                {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments],
+            grad=row("grad", 2, grad),
+            master=row("master", 1, torch.int16 if precision.master == "remainder" else torch.float32),
+            moments=row(
+                "moments", 1, {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
             ),
             wire=wire,
             remainder=precision.master == "remainder",
             exact=exact,
             # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
             reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
+            overlap=offload.overlap,
         )
 
     @property

@@ -33,6 +33,7 @@ from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
 from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
+from dzero.zero.tiers import OffloadConfig
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.values import Materialise, Values
 
@@ -45,7 +46,8 @@ class Unit:
 
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
-    is held weakly: the gradients belong to the optimizer.
+    is held weakly: the gradients belong to the optimizer; so is `before_unshard`, called with the unit's name when
+    FSDP2 is about to read the shards.
     """
 
     shape: UnitShape
@@ -54,6 +56,7 @@ class Unit:
     average: AverageCopies | None
     origin: dict[str, torch.Tensor] = field(default_factory=dict)
     consumer: weakref.WeakMethod[Consumer] | None = None
+    before_unshard: weakref.WeakMethod[Callable[[str], None]] | None = None
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
@@ -65,6 +68,12 @@ class Unit:
                     "groups, or drop the old one before making a new one"
                 )
         self.consumer = weakref.WeakMethod(consumer)
+
+    def arrive(self) -> None:
+        """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
+        door = self.before_unshard() if self.before_unshard is not None else None
+        if door is not None:
+            door(self.shape.name)
 
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
@@ -133,6 +142,7 @@ def shard(
     zero: ZeroConfig,
     *,
     precision: PrecisionConfig | None = None,
+    offload: OffloadConfig | None = None,
     mesh: DeviceMesh | None = None,
     microbatches: int = 1,
     materialise: Materialise | None = None,
@@ -142,7 +152,7 @@ def shard(
 
     model: on the mesh's device or the CPU, or on meta together with `materialise`, which is called on each unit just
         before that unit is cut, so that at most one unit is ever whole. Without it rank 0's values are broadcast.
-    precision: defaults to bf16 parameters with fp32 masters.
+    precision: defaults to bf16 parameters with fp32 masters. offload: to every state on the device.
     mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis).
     microbatches: per optimizer step; it decides where gradients accumulate.
     is_unit: picks the units instead of `zero.units` or the default.
@@ -158,6 +168,7 @@ def shard(
     layout = Layout.of(
         zero,
         precision or PrecisionConfig(),
+        offload,
         replicate=replicate,
         shard=degree,
         microbatches=microbatches,
@@ -237,16 +248,25 @@ class _Sharder:
             module.set_all_reduce_hook(unit.deliver)
         if self.layout.shard > 1:
             # FSDP2's abstract classes for these two are private; only their methods count.
-            gather = UnshardParams(name, exchange, SHARD, self.ledger)
+            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.arrive)
             reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger)
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        else:
+            # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
+            for each in unit.modules:
+                _as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
+    return module
+
+
+def _as_module(module: FSDPModule) -> nn.Module:
+    assert isinstance(module, nn.Module)
     return module
 
 

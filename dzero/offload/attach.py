@@ -1,0 +1,81 @@
+"""The doors between a sharded model and its offloaded states: everybody else asks here, and knows no tier."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from dzero.offload.pinned import Arena
+from dzero.offload.places import Places, schedule_of
+from dzero.offload.schedule import Key, Kind
+from dzero.offload.swap import Move, Swap
+from dzero.zero.shard import Sharded
+
+
+class Offload:
+    """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
+
+    Empty, without threads or memory, where the table has every state on the device.
+    """
+
+    def __init__(self, sharded: Sharded) -> None:
+        layout = sharded.layout
+        self.places = Places(layout, sharded.shapes)
+        self.schedule = schedule_of(self.places)
+        device = torch.device(sharded.mesh.device_type)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda", ranks=local_ranks)
+        self.swap = Swap(self.schedule, self.arena, device)
+        self._waits_in_step = layout.overlap == "step"
+        for unit in sharded.units:
+            if Key(Kind.FETCH, "work", unit.shape.name) in self.schedule.by_key:
+                unit.before_unshard = weakref.WeakMethod(self.arrive)
+
+    def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
+        """The flat host tensor of a parameter's state: its first `elems`, or all with the padding."""
+        place = self.places.at[name, key]
+        lease = self.swap.leases[place.slot]
+        return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
+
+    def slot(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A whole slot, flat."""
+        data = self.swap.leases[name].data
+        return data.view(dtype)
+
+    def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start copies to the host: "grad", "landing" or "moments" of a unit."""
+        self.swap.move(Key(Kind.EVICT, what, unit), moves)
+
+    def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start copies to the device: "work", "moments" or "grad" of a unit."""
+        self.swap.move(Key(Kind.FETCH, what, unit), moves)
+
+    def compute(self, what: str, unit: str, work: Callable[[], Any]) -> Future[Any]:
+        """Start "update" or "accumulate" of a unit on the host."""
+        return self.swap.compute(Key(Kind.COMPUTE, what, unit), work)
+
+    def arrive(self, unit: str) -> None:
+        """Return when the unit's new working copy is on the device: FSDP2 is about to read it."""
+        self.swap.wait(Key(Kind.FETCH, "work", unit))
+
+    def wait_grads(self, unit: str) -> None:
+        """Return when the unit's gradients that live on the host are there, and added up."""
+        self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
+
+    def wait_fetched(self, unit: str) -> None:
+        """Return when the unit's gradients and moments that were fetched are on the device."""
+        self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
+
+    def end_step(self) -> None:
+        """The step's updates have been started: without overlap, wait for them."""
+        if self._waits_in_step:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Return when everything that was started has ended. Raises OffloadError for what failed."""
+        self.swap.drain()

@@ -1,0 +1,148 @@
+"""One arena of host memory for all that is offloaded: huge pages, touched once, page-locked where a GPU reads it.
+
+    capacity   fixed at the start, from the schedule's sum of slots; never more
+    lease      the right to a piece of it, aligned for direct I/O, with a phase that says who may touch it
+    high water the most that was leased at once
+
+Fresh pages cost 13 times a second touch, so all are touched here, before the first step.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from dzero.hardware import format_bytes, host_available_bytes
+
+ALIGNMENT_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def aligned(count: int) -> int:
+    """Bytes that a lease of `count` bytes takes."""
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Phase(Enum):
+    """Who may touch a lease now."""
+
+    HELD = "held"
+    """Nobody is moving it: the host may read and write."""
+    ARRIVING = "arriving"
+    """A copy is filling it."""
+    LEAVING = "leaving"
+    """A copy is reading it."""
+    COMPUTING = "computing"
+    """The host works on it."""
+    GIVEN_BACK = "given back"
+
+
+@dataclass
+class Lease:
+    """`data` uint8 [bytes], valid until `release`."""
+
+    what: str
+    data: torch.Tensor
+    offset: int
+    arena: Arena = field(repr=False)
+    phase: Phase = Phase.HELD
+
+    def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
+        """`elems` elements of `dtype` from `start_bytes` on."""
+        return self.data[start_bytes : start_bytes + elems * dtype.itemsize].view(dtype)
+
+    def enter(self, phase: Phase) -> None:
+        """Move to `phase`. Raises RuntimeError from one copy into another: the slot would be used twice."""
+        if self.phase is Phase.GIVEN_BACK or (self.phase is not Phase.HELD and phase is not Phase.HELD):
+            raise RuntimeError(f"{self.what} is {self.phase.value}; it cannot be {phase.value} as well")
+        self.phase = phase
+
+    def release(self) -> None:
+        """Give the memory back. Raises RuntimeError while a copy runs, and the second time."""
+        self.enter(Phase.GIVEN_BACK if self.phase is Phase.HELD else self.phase)
+        self.arena._give_back(self)
+
+
+class Arena:
+    """`capacity_bytes` of host memory, leased first-fit.
+
+    pin: page-lock it, for copies that a GPU makes by itself. ranks: of this host, each with such an arena. Raises
+    MemoryError before touching anything where the host has less than all of them need.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pin: bool = False, ranks: int = 1) -> None:
+        self.capacity_bytes = -(-capacity_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        available = host_available_bytes()
+        if self.capacity_bytes * ranks > available:
+            raise MemoryError(
+                f"offload needs {format_bytes(self.capacity_bytes)} of host memory for each of {ranks} ranks, "
+                f"{format_bytes(self.capacity_bytes * ranks)} in all; {format_bytes(available)} are available. Keep "
+                "more on the device (offload.*_fraction), shard over more ranks or hosts, or store less "
+                "(precision.master=remainder, precision.moments=bf16)"
+            )
+        self.leased_bytes = self.high_water_bytes = 0
+        self.pinned = False
+        self._gaps = [(0, self.capacity_bytes)]
+        self._memory = _huge_pages(self.capacity_bytes)
+        if pin and self.capacity_bytes:
+            self.pinned = _page_lock(self._memory)
+            if self.pinned:
+                weakref.finalize(self, _page_unlock, self._memory)
+
+    def lease(self, count: int, what: str) -> Lease:
+        """`count` bytes, zeroed only the first time. Raises MemoryError beyond the capacity."""
+        size = aligned(count)
+        for index, (start, length) in enumerate(self._gaps):
+            if length >= size:
+                self._gaps[index : index + 1] = [(start + size, length - size)] if length > size else []
+                self.leased_bytes += size
+                self.high_water_bytes = max(self.high_water_bytes, self.leased_bytes)
+                return Lease(what, self._memory[start : start + count], start, self)
+        raise MemoryError(
+            f"{what}: {format_bytes(size)} do not fit the arena of {format_bytes(self.capacity_bytes)}, of which "
+            f"{format_bytes(self.leased_bytes)} are leased"
+        )
+
+    def _give_back(self, lease: Lease) -> None:
+        size = aligned(lease.data.numel())
+        self.leased_bytes -= size
+        merged: list[tuple[int, int]] = []
+        for start, length in sorted([*self._gaps, (lease.offset, size)]):
+            if merged and merged[-1][0] + merged[-1][1] == start:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            elif length:
+                merged.append((start, length))
+        self._gaps = merged
+        lease.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _huge_pages(count: int) -> torch.Tensor:
+    """uint8 [count] of zeros in anonymous memory, 2 MiB-aligned and touched."""
+    if not count:
+        return torch.empty(0, dtype=torch.uint8)
+    mapped = mmap.mmap(-1, count + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapped.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    skip = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[skip : skip + count].zero_()
+
+
+def _page_lock(memory: torch.Tensor) -> bool:
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        warnings.warn(
+            f"the system refuses to page-lock {format_bytes(memory.numel())} (CUDA error {code}): copies go through "
+            "pageable memory, at about half the speed and without overlap; raise `ulimit -l` or the container's limit",
+            stacklevel=3,
+        )
+    return code == 0
+
+
+def _page_unlock(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,0 +1,98 @@
+"""What moves when, as small frozen actions: planned, printed and sized without a device, then run by `swap`.
+
+    kind      lane        from -> to           meaning
+    LOAD      disk in     disk -> host
+    FETCH     copy in     host -> device       the new working copy, or a state that is updated on the device
+    COMPUTE   host        host                 an update, an accumulation
+    EVICT     copy out    device -> host       a gradient, or a state that is updated on the host
+    SPILL     disk out    host -> disk
+
+Two rules order everything:
+    lane    actions of one kind run one after the other, in the order in which they were started
+    slot    an action waits for whoever used one of its slots before it
+Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
+waits for an action that a step left out (a unit without gradients).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from dzero.hardware import format_bytes
+from dzero.offload.pinned import aligned
+
+
+class Kind(StrEnum):
+    """The lane an action runs in."""
+
+    LOAD = "LOAD"
+    FETCH = "FETCH"
+    COMPUTE = "COMPUTE"
+    EVICT = "EVICT"
+    SPILL = "SPILL"
+
+
+class Key(NamedTuple):
+    """Names an action within a step, and those that repeat it."""
+
+    kind: Kind
+    what: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.what} {self.unit}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in host memory, of `count` bytes, for one unit's tensors of one kind."""
+
+    name: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Action:
+    """One move or computation, and the slots it reads or writes."""
+
+    key: Key
+    slots: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.key.kind:<8} {self.key.what:<10} {self.key.unit:<16} {', '.join(self.slots)}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of a step in the order in which they are usually started, and the slots they need.
+
+    Raises ValueError for two actions or slots of one name, and for an action on a slot that does not exist.
+    """
+
+    slots: tuple[Slot, ...] = ()
+    actions: tuple[Action, ...] = ()
+    by_key: dict[Key, Action] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_key", {action.key: action for action in self.actions})
+        names = {slot.name for slot in self.slots}
+        if len(self.by_key) != len(self.actions) or len(names) != len(self.slots):
+            raise ValueError("two actions have one key, or two slots one name")
+        for action in self.actions:
+            if unknown := set(action.slots) - names:
+                raise ValueError(f"{action.key}: no slot is called {sorted(unknown)}")
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all slots together, rounded as the arena rounds."""
+        return sum(aligned(slot.count) for slot in self.slots)
+
+    def lines(self) -> Iterator[str]:
+        """For people: every slot with its size, every action with its slots."""
+        for slot in self.slots:
+            yield f"slot     {slot.name:<27} {format_bytes(slot.count)}"
+        yield from map(str, self.actions)
+        yield f"{len(self.actions)} actions a step, {format_bytes(self.host_bytes)} of host memory"

@@ -1,0 +1,144 @@
+"""Runs a schedule: a lane per kind of action, each a thread and, where there is a GPU, a stream. Sole owner of both.
+
+Why no copy meets freed or rewritten memory, under CUDA's caching allocator too:
+    the caller's stream   an event is recorded there when an action is started, and the lane's stream waits for it: what
+                          was computed is there, and whoever read the destination has read it
+    lifetime              the action holds its tensors until the lane has synchronised with the copy's end, so nobody
+                          is given their memory while the GPU still uses it
+    the next user         waits for the action itself, on the host, hence for a copy that has ended
+On the CPU the "device" is ordinary memory and the same actions are copies between two places of it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from dzero.offload.pinned import Arena, Lease, Phase
+from dzero.offload.schedule import Action, Key, Kind, Schedule
+
+PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
+Move = tuple[torch.Tensor, torch.Tensor]
+"""(destination, source), of one size and dtype."""
+
+
+class OffloadError(RuntimeError):
+    """An action failed; the cause is what its thread raised."""
+
+
+class Swap:
+    """Leases the schedule's slots from `arena` and runs its actions.
+
+    device: where fetched tensors live. `before`: called in the lane before each action (tests put delays there).
+    `busy_s`: seconds by lane; `waited_s`: seconds that callers stood waiting, by what they waited for; `moved_bytes` by
+    direction.
+    """
+
+    def __init__(self, schedule: Schedule, arena: Arena, device: torch.device) -> None:
+        self.schedule, self.device = schedule, device
+        self.leases: dict[str, Lease] = {slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots}
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        self.waited_s: defaultdict[str, float] = defaultdict(float)
+        self.moved_bytes: Counter[str] = Counter()
+        self.before: Callable[[Key], None] | None = None
+        self._last: dict[Key, Future[Any]] = {}
+        self._users: dict[str, Future[Any]] = {}
+        kinds = {action.key.kind for action in schedule.actions}
+        self._lanes = {kind: _Lane(kind, device) for kind in kinds}
+        self._stop = weakref.finalize(self, _shut_down, [lane.thread for lane in self._lanes.values()])
+
+    def move(self, key: Key, moves: Sequence[Move]) -> None:
+        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`."""
+        lane = self._lanes[key.kind]
+        ready = lane.ready()
+        self.moved_bytes[key.kind] += sum(source.nbytes for _, source in moves)
+        self._start(key, lambda: lane.copy(moves, ready))
+
+    def compute(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
+        """Start `work` on the host."""
+        return self._start(key, work)
+
+    def _start(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
+        action = self.schedule.by_key[key]
+        earlier = [self._users[slot] for slot in action.slots if slot in self._users]
+        future = self._lanes[key.kind].thread.submit(self._run, action, earlier, work)
+        self._last[key] = future
+        self._users.update(dict.fromkeys(action.slots, future))
+        return future
+
+    def _run(self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any]) -> Any:
+        for future in earlier:
+            future.result()  # raises what made it fail: nothing runs on what never came
+        if self.before is not None:
+            self.before(action.key)
+        leases = [self.leases[slot] for slot in action.slots]
+        phase = PHASES.get(action.key.kind, Phase.COMPUTING)
+        for lease in leases:
+            lease.enter(phase)
+        began = time.perf_counter()
+        try:
+            with record_function(str(action.key)):
+                return work()
+        except BaseException as error:
+            raise OffloadError(f"{action.key} failed: {error}") from error
+        finally:
+            self.busy_s[action.key.kind] += time.perf_counter() - began
+            for lease in leases:
+                lease.enter(Phase.HELD)
+
+    def wait(self, *keys: Key) -> None:
+        """Until the last started action of each key has ended; at once for one that never was. Raises OffloadError."""
+        for key in keys:
+            future = self._last.get(key)
+            if future is None:
+                continue
+            began = time.perf_counter()
+            with record_function(f"wait {key}"):
+                future.result()
+            self.waited_s[key.kind] += time.perf_counter() - began
+
+    def drain(self) -> None:
+        """Until everything that was started has ended."""
+        self.wait(*self._last)
+
+    def close(self) -> None:
+        """End the threads, after what was started has ended."""
+        self._stop()
+
+
+class _Lane:
+    """One thread, and on CUDA one stream."""
+
+    def __init__(self, kind: Kind, device: torch.device) -> None:
+        self._device = device
+        copies = device.type == "cuda" and kind in (Kind.FETCH, Kind.EVICT)
+        self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload {kind}")
+
+    def ready(self) -> torch.cuda.Event | None:
+        """What the caller's stream has done so far."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def copy(self, moves: Sequence[Move], ready: torch.cuda.Event | None) -> None:
+        if self._stream is None or ready is None:
+            for destination, source in moves:
+                destination.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            for destination, source in moves:
+                destination.copy_(source, non_blocking=True)
+            done = self._stream.record_event()
+        done.synchronize()
+
+
+def _shut_down(threads: list[ThreadPoolExecutor]) -> None:
+    for thread in threads:
+        thread.shutdown()

@@ -1,0 +1,124 @@
+"""A step's updates, each where its master lives; what lives elsewhere is brought there and taken back.
+
+    master on     a gradient or moment that lives on the other tier     the working copy
+    device        is fetched; moments are evicted again                 updated in place
+    host          is evicted; moments are fetched again                 fetched
+
+Updates on the host run as the offload's lanes allow, in the order in which the next forward needs them. On the device
+the next unit's states are brought while this one is updated. Without offload everything is updated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from dzero.offload.attach import Offload
+from dzero.offload.places import update_order
+from dzero.offload.swap import Move
+from dzero.optim.rules import Coefficients
+from dzero.optim.storage import Stored
+from dzero.zero.shard import Sharded
+
+
+@dataclass
+class Pending:
+    """A parameter to update from `grad` [local shard, flat]. `moved`: moments by key, brought to the update."""
+
+    stored: Stored
+    grad: torch.Tensor
+    step: int
+    coefficients: Coefficients
+    moved: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+Run = Callable[[Sequence[Pending]], None]
+
+
+class TieredUpdates:
+    """Starts updates unit by unit. run: updates parameters all of whose states are where it runs."""
+
+    def __init__(self, sharded: Sharded, offload: Offload, run: Run) -> None:
+        self._offload, self._places, self._run = offload, offload.places, run
+        self._units = update_order([unit.shape for unit in sharded.units])
+
+    def start(self, pending: dict[str, Pending]) -> None:
+        """Update the parameters of `pending`, by name; what runs on the host may go on after this returns."""
+        by_unit = {
+            unit.name: [pending[each.name] for each in unit.params if each.name in pending] for unit in self._units
+        }
+        for unit, of_unit in by_unit.items():
+            if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
+                self._start_on_host(unit, on_host)
+        on_device = {
+            unit: here
+            for unit, of_unit in by_unit.items()
+            if (here := [each for each in of_unit if not self._places.updated_on_host(each.stored.name)])
+        }
+        self._update_on_device(on_device)
+        self._offload.end_step()
+
+    def _start_on_host(self, unit: str, pending: list[Pending]) -> None:
+        offload = self._offload
+        grads: list[Move] = []
+        moments: list[Move] = []
+        for each in pending:
+            name, elems = each.stored.name, each.grad.numel()
+            if not self._places.on_host("grad", name):
+                grads.append((offload.view(name, "grad", elems), each.grad))
+                each.grad = grads[-1][0]
+            if not self._places.on_host("moments", name):
+                each.moved = {key: offload.view(name, key, elems) for key in each.stored.moments}
+                moments += [(staged, each.stored.flat(key)) for key, staged in each.moved.items()]
+        if grads:
+            offload.evict("grad", unit, grads)
+        if moments:
+            offload.evict("moments", unit, moments)
+        offload.compute("update", unit, partial(self._run, pending))
+        offload.fetch(
+            "work", unit, [(each.stored.local, work) for each in pending if (work := each.stored.work) is not None]
+        )
+        if moments:
+            offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
+
+    def _update_on_device(self, by_unit: dict[str, list[Pending]]) -> None:
+        at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]
+        if at_home:
+            self._run(at_home)
+        away = {
+            unit: on for unit, of_unit in by_unit.items() if (on := [each for each in of_unit if self._is_away(each)])
+        }
+        units = list(away)
+        for index, unit in enumerate(units):
+            for coming in units[0 if index == 0 else index + 1 : index + 2]:
+                self._bring(coming, away[coming])
+            self._offload.wait_fetched(unit)
+            self._run(away[unit])
+            back = [(each.stored.flat(key), moved) for each in away[unit] for key, moved in each.moved.items()]
+            if back:
+                self._offload.evict("moments", unit, back)
+
+    def _is_away(self, each: Pending) -> bool:
+        """Whether something of a parameter that is updated on the device lives on the host, but 8-bit moments."""
+        return any(self._places.on_host(kind, each.stored.name) for kind in ("grad", "moments"))
+
+    def _bring(self, unit: str, pending: list[Pending]) -> None:
+        grads: list[Move] = []
+        moments: list[Move] = []
+        for each in pending:
+            if self._places.on_host("grad", each.stored.name):
+                grads.append((torch.empty_like(each.grad, device=each.stored.local.device), each.grad))
+                each.grad = grads[-1][0]
+            if self._places.on_host("moments", each.stored.name):
+                device = each.stored.local.device
+                each.moved = {
+                    key: torch.empty_like(each.stored.flat(key), device=device) for key in each.stored.moments
+                }
+                moments += [(moved, each.stored.flat(key)) for key, moved in each.moved.items()]
+        if grads:
+            self._offload.fetch("grad", unit, grads)
+        if moments:
+            self._offload.fetch("moments", unit, moments)

@@ -1,0 +1,63 @@
+"""Where each kind of state lives between its uses: the table's third column.
+
+    tier      what it is
+    device    the memory that computes the model: the GPU's, or on a CPU machine the process's own
+    host      the offload arena (offload/pinned.py)
+
+A parameter is updated where its master lives; its gradient and moments travel there if they live elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TIERS = ("device", "host")
+OVERLAPS = ("step", "forward")
+KINDS = ("grad", "master", "moments")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The tier of each kind of state, and how the host's work overlaps with the device's.
+
+    `<kind>_fraction`: part of its elements that leaves the device, by whole parameters, those that forward needs last
+    first. `overlap`: `step` (the optimizer's step waits for all updates) or `forward` (it returns once the step is
+    decided, and each unit waits for its own update when it is next gathered; the same bits).
+    """
+
+    grad: str = "device"
+    master: str = "device"
+    moments: str = "device"
+    grad_fraction: float = 1.0
+    master_fraction: float = 1.0
+    moments_fraction: float = 1.0
+    overlap: str = "forward"
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            tier, fraction = self.tier(kind), self.fraction(kind)
+            if tier not in TIERS:
+                raise ValueError(f"offload.{kind}={tier!r}: choose one of {list(TIERS)}")
+            if not 0 < fraction <= 1:
+                raise ValueError(
+                    f"offload.{kind}_fraction={fraction}: must be in (0, 1]; for none, offload.{kind}=device"
+                )
+            if tier == "device" and fraction != 1.0:
+                raise ValueError(
+                    f"offload.{kind}_fraction={fraction} has no effect with offload.{kind}=device; remove it"
+                )
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"offload.overlap={self.overlap!r}: choose one of {list(OVERLAPS)}")
+        if self.overlap != type(self).overlap and self.master == "device":
+            raise ValueError(
+                f"offload.overlap={self.overlap} has no effect while updates run on the device; remove it, or take "
+                "offload.master=host"
+            )
+
+    def tier(self, kind: str) -> str:
+        """Of "grad", "master" or "moments"."""
+        return str(getattr(self, kind))
+
+    def fraction(self, kind: str) -> float:
+        """Of the kind's elements that are on `tier(kind)`."""
+        return float(getattr(self, f"{kind}_fraction"))

@@ -1,0 +1,184 @@
+"""Wherever states live and however the host's work overlaps: the bits of a run with everything on the device."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import nets
+import pairwise
+import pytest
+import torch
+from loops import params_of, sharded_net, snapshot, unequal
+from pool import Pool
+
+from dzero import AdamW, OffloadConfig
+from dzero.offload.schedule import Key
+from dzero.optim.scaler import ScalerConfig
+from dzero.zero.tiers import KINDS
+
+STEPS = 30
+POISONED_STEP = 11
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    grad: str
+    master: str
+    moments: str
+    fraction: float
+    overlap: str
+    stage: int
+    microbatches: int
+    max_norm: float | None
+    precision: str
+    states: str
+    net: str
+    ranks: int
+    replicate: int
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(KINDS, ("host", "device")),
+    "fraction": (1.0, 0.5),
+    "overlap": ("forward", "step"),
+    "stage": (0, 1, 2, 3),
+    "microbatches": (1, 4),
+    "max_norm": (0.5, None),
+    "precision": ("bf16", "fp32", "fp16"),
+    "states": ("fp32", "remainder", "bf16", "int8"),
+    "net": ("uneven", "even", "tied", "frozen"),
+    "ranks": (2, 1, 4),
+    "replicate": (1, 2),
+}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    tiers = [row[kind] for kind in KINDS]
+    return (
+        "host" in tiers
+        and (row["overlap"] == "forward" or row["master"] == "host")
+        and (row["states"] != "remainder" or row["precision"] == "bf16")
+        and (row["states"] != "int8" or row["master"] == row["moments"])
+        and (row["replicate"] == 1 or (row["ranks"] == 4 and row["stage"] > 0))
+    )
+
+
+def offload_of(cell: Cell) -> OffloadConfig:
+    tiers: dict[str, Any] = {kind: getattr(cell, kind) for kind in KINDS}
+    fractions = {f"{kind}_fraction": cell.fraction for kind in KINDS if tiers[kind] == "host"}
+    return OffloadConfig(**tiers, **fractions, overlap=cell.overlap)
+
+
+def run(
+    cell: Cell, rank: int, offload: OffloadConfig | None, before: Callable[[Key], None] | None = None
+) -> dict[str, Any]:
+    """30 steps; on one of them the last rank's gradients are not finite. before: called before every action."""
+    precision = {"param": cell.precision} | (
+        {"master": "remainder"} if cell.states == "remainder" else {"moments": cell.states}
+    )
+    sharded = sharded_net(
+        cell.net,
+        stage=cell.stage,
+        microbatches=cell.microbatches,
+        replicate=cell.replicate,
+        offload=offload,
+        **precision,
+    )
+    optim = AdamW(sharded, lr=3e-3, max_norm=cell.max_norm, scaler=ScalerConfig(init=2.0**20, growth_interval=8))
+    optim.offload.swap.before = before
+    norms, losses = [], []
+    batches = nets.batches(cell.net, steps=STEPS, ranks=cell.ranks, microbatches=cell.microbatches)
+    for step, of_step in enumerate(batches):
+        poison = float("inf") if step == POISONED_STEP and rank == cell.ranks - 1 else 1.0
+        for index, batch in enumerate(of_step[rank]):
+            with sharded.microbatch(is_last=index == cell.microbatches - 1):
+                loss = nets.loss_fn(sharded.model, batch) / cell.microbatches
+                (optim.scale_loss(loss) * poison).backward()
+            losses.append(loss.item())
+        for group in optim.param_groups:
+            group["lr"] = 3e-3 / (1 + step)
+        optim.step()
+        assert optim.last_decision is not None
+        norms.append(optim.last_decision.norm)
+    optim.synchronize()
+    kept = snapshot(sharded, optim)
+    assert optim.offload.arena.high_water_bytes == optim.offload.schedule.host_bytes
+    assert (optim.offload.schedule.host_bytes > 0) == (offload is not None)
+    optim.offload.swap.close()
+    return {
+        "losses": torch.tensor(losses, dtype=torch.float64),
+        "norms": torch.tensor(norms, dtype=torch.float64).nan_to_num(-1.0),
+        "skips": torch.tensor(optim.skipped_steps),
+        **params_of(sharded),
+        **{f"state {key}": value for key, value in kept.items()},
+    }
+
+
+def compare(rank: int, ranks: int, cell: Cell, seed: int | None = None) -> tuple[list[str], int]:
+    """Keys that differ; skipped steps. seed: of random delays before every action."""
+    chance = random.Random(None if seed is None else 1000 * seed + rank)
+
+    def delay(key: Key) -> None:
+        time.sleep(chance.choice([0.0, 0.0, 0.0, 0.001, 0.01]))
+
+    want = run(cell, rank, None)
+    got = run(cell, rank, offload_of(cell), None if seed is None else delay)
+    # An fp32 parameter is its own master on the device, and has a separate one on the host.
+    extra = {key for key in got.keys() - want.keys() if key.endswith(".master") and cell.precision == "fp32"}
+    same = [key for key in extra if torch.equal(got[key].view(-1), got[key.removesuffix(".master")].view(-1))]
+    assert len(same) == len(extra)
+    return unequal({k: v for k, v in got.items() if k not in extra}, want), int(got["skips"])
+
+
+def name(row: dict[str, Any]) -> str:
+    tiers = "".join(row[kind][0] for kind in KINDS)
+    return (
+        f"{tiers}{row['fraction']}-{row['overlap']}-stage{row['stage']}-M{row['microbatches']}-clip{row['max_norm']}-"
+        f"{row['precision']}-{row['states']}-{row['net']}-{row['ranks']}of{row['replicate']}"
+    )
+
+
+@pytest.mark.parametrize("row", pairwise.cover(FACTORS, allowed), ids=name)
+def test_offloaded_states_give_the_bits_of_the_device(pool: Pool, row: dict[str, Any]) -> None:
+    cell = Cell(**row)
+    for differing, skips in pool.run(compare, cell.ranks, cell):
+        assert differing == [], asdict(cell)
+        assert skips >= 1
+
+
+STRESSED = {
+    **dict.fromkeys(KINDS, "host"),
+    "fraction": 1.0,
+    "overlap": "forward",
+    "max_norm": 0.5,
+    "states": "fp32",
+    "net": "uneven",
+    "replicate": 1,
+}
+
+
+def check_delays(pool: Pool, seed: int) -> None:
+    cell = Cell(
+        **STRESSED,
+        stage=seed % 4,
+        microbatches=(1, 4)[seed // 4 % 2],
+        precision=("bf16", "fp32", "fp16")[seed % 3],
+        ranks=(1, 2)[seed // 8 % 2],
+    )
+    for differing, _ in pool.run(compare, cell.ranks, cell, seed):
+        assert differing == [], cell
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
+    check_delays(pool, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20, 220))
+def test_delays_change_no_bit_at_length(pool: Pool, seed: int) -> None:
+    check_delays(pool, seed)
