@@ -29,6 +29,7 @@ from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
 from dzero.parallel.blocks import BlockConfig
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.tiers import OffloadConfig
 
 
 class ConfigError(RunError):
@@ -92,6 +93,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -126,6 +128,7 @@ class RunConfig:
         layout = Layout.of(
             self.zero,
             self.precision,
+            self.offload,
             replicate=replicate,
             shard=shard,
             microbatches=self.train.accumulate,

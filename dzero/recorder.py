@@ -16,6 +16,7 @@ from dzero.mesh import AXES
 from dzero.monitor.memory import MemoryMeter, storage_bytes
 from dzero.monitor.meter import Meter
 from dzero.monitor.records import RunSummary, StepRecord
+from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes
 from dzero.zero.shard import Sharded
@@ -45,6 +46,7 @@ class Recorder:
         )
         self._across = [GatherScalars(sharded.mesh.get_group(axis), axis, sharded.ledger) for axis in AXES]
         self._traffic: dict[Entry, Traffic] = {}
+        self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
         self._grad_bytes = 0
         self._lr = self._scale = 0.0
@@ -59,7 +61,7 @@ class Recorder:
 
     def before_update(self) -> None:
         """Note what the update will use and then drop: gradients, rate, loss scale."""
-        self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.named().values()))
+        self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
@@ -73,6 +75,9 @@ class Recorder:
         for entry, traffic in moved.items():
             self._traffic[entry] = self._traffic.get(entry, Traffic()) + traffic
             by_kind[entry.kind] += traffic.sent_bytes
+        lanes = self._optim.offload.take_use()
+        for lane, use in lanes.items():
+            self._lanes[lane] = self._lanes.get(lane, LaneUse()) + use
         decision = self._optim.last_decision
         assert decision is not None
         return StepRecord(
@@ -88,6 +93,7 @@ class Recorder:
             skipped_steps=self._optim.skipped_steps,
             memory_bytes=self._memory_by_kind(),
             traffic_bytes=by_kind,
+            lanes=lanes,
         )
 
     def mean_over_ranks(self, value: torch.Tensor) -> float:
@@ -114,13 +120,21 @@ class Recorder:
             traffic=self._traffic,
             traffic_steps=self._meter.steps,
             theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
+            lanes=self._lanes,
+            host_bytes=self._optim.offload.arena.high_water_bytes,
         )
 
     def _memory_by_kind(self) -> Mapping[str, int]:
-        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep."""
+        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
+
+        On a CPU machine the offload's arena lies in the same memory.
+        """
         states = self._optim.state_bytes()
         peak_param = peak_bytes(self._sharded.layout, self._sharded.shapes).param
-        return self._memory.split({**states, "param": peak_param, "grad": self._grad_bytes})
+        kinds = {**states, "param": peak_param, "grad": self._grad_bytes}
+        if self._device.type == "cpu" and (arena := self._optim.offload.arena.capacity_bytes):
+            kinds["arena"] = arena
+        return self._memory.split(kinds)
 
     def _memory_of_ranks(self) -> list[dict[str, int]]:
         memory = self._memory_by_kind()

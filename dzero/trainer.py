@@ -63,6 +63,7 @@ class Trainer:
             model,
             config.zero,
             precision=config.precision,
+            offload=config.offload,
             mesh=self.mesh,
             microbatches=config.train.accumulate,
             materialise=materialiser(config.model, model, seed=config.train.seed, device=device),
@@ -94,6 +95,8 @@ class Trainer:
         )
         with monitor, self.profiler:
             monitor.note(0, self._introduce())
+            for line in self.optim.offload.introduce():
+                monitor.note(0, line)
             self.recorder.begin_run()
             held_out = None
             for step in range(1, steps + 1):

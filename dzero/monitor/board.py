@@ -4,6 +4,7 @@ loss/train  loss/held_out                                   nats
 optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
 memory/<kind>_bytes  traffic/<kind>_bytes                   of rank 0; traffic is that of one step
+offload/<lane>_busy_s  offload/<lane>_waited_s              of rank 0 and one step: at work, and stood waiting for
 config  note  summary                                       text
 """
 
@@ -64,6 +65,8 @@ def scalars(record: StepRecord) -> dict[str, float | None]:
         "speed/tokens": record.tokens,
         **{f"memory/{kind}_bytes": count for kind, count in record.memory_bytes.items()},
         **{f"traffic/{kind}_bytes": count for kind, count in record.traffic_bytes.items()},
+        **{f"offload/{lane}_busy_s": use.busy_s for lane, use in record.lanes.items()},
+        **{f"offload/{lane}_waited_s": use.waited_s for lane, use in record.lanes.items()},
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.monitor.meter import Speed
+from dzero.offload.swap import LaneUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class StepRecord:
     `grad_norm`: global, before clipping. `loss_scale`: None where losses are not scaled. `tokens`: of all ranks, so
     far. `seconds`: of this step. `speed`, `eta_s`: the meter's readings. `skipped_steps`: so far, in all.
     `memory_bytes`: peak of this rank by kind; the kinds add up to the whole. `traffic_bytes`: sent by this rank in
-    this step, by kind of collective.
+    this step, by kind of collective. `lanes`: the offload's lanes in this step.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepRecord:
     eta_s: float | None = None
     skipped_steps: int = 0
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
+    lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     traffic_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -41,7 +43,8 @@ class RunSummary:
     `first_loss`, `loss`: train loss of the first and the last step, nats. `seconds`: of all steps. `counted_steps`:
     those in `speed`, which is the meter's overall reading. `peak_flops`: FLOP/s of one device, None where unknown.
     `peak_bytes`: peak memory by kind, one mapping per rank, in rank order. `traffic`: calls and bytes sent by this
-    rank in `traffic_steps` steps; `theory`: the same for one step, by formula.
+    rank in `traffic_steps` steps; `theory`: the same for one step, by formula. `lanes`: the offload's lanes in all
+    steps; `host_bytes`: of this rank's arena.
     """
 
     steps: int
@@ -58,3 +61,5 @@ class RunSummary:
     traffic: Mapping[Entry, Traffic]
     traffic_steps: int
     theory: Mapping[Entry, Traffic]
+    lanes: Mapping[str, LaneUse] = field(default_factory=dict)
+    host_bytes: int = 0

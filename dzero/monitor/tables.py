@@ -29,8 +29,8 @@ class Table:
 
 
 def summary_tables(summary: RunSummary) -> list[Table]:
-    """Result, memory per rank, and traffic per step; a table with nothing to say is left out."""
-    tables = [result_table(summary), memory_table(summary), traffic_table(summary)]
+    """Result, memory per rank, offload and traffic per step; a table with nothing to say is left out."""
+    tables = [result_table(summary), memory_table(summary), offload_table(summary), traffic_table(summary)]
     return [table for table in tables if table.rows]
 
 
@@ -71,6 +71,18 @@ def memory_table(summary: RunSummary) -> Table:
         for rank, name in shown.items()
     )
     return Table("peak memory per rank", ("rank", *kinds, "total"), rows)
+
+
+def offload_table(summary: RunSummary) -> Table:
+    """What each lane of the offload did in a step of rank 0, and how long the step stood waiting for it."""
+    steps = max(1, summary.steps)
+    rows = []
+    for lane, use in sorted(summary.lanes.items()):
+        rate = f"{format_bytes(use.moved_bytes / use.busy_s)}/s" if use.moved_bytes and use.busy_s else ""
+        moved = format_bytes(use.moved_bytes / steps) if use.moved_bytes else ""
+        rows.append((lane, format_seconds(use.busy_s / steps), format_seconds(use.waited_s / steps), moved, rate))
+    title = f"offload per step of rank 0, {format_bytes(summary.host_bytes)} of host memory"
+    return Table(title, ("lane", "at work", "waited for", "moved", "while moving"), tuple(rows))
 
 
 def traffic_table(summary: RunSummary) -> Table:

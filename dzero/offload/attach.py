@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from dzero.hardware import format_bytes
 from dzero.offload.pinned import Arena
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
-from dzero.offload.swap import Move, Swap
+from dzero.offload.swap import LaneUse, Move, Swap
 from dzero.zero.shard import Sharded
 
 
@@ -35,6 +36,14 @@ class Offload:
         for unit in sharded.units:
             if Key(Kind.FETCH, "work", unit.shape.name) in self.schedule.by_key:
                 unit.before_unshard = weakref.WeakMethod(self.arrive)
+
+    def introduce(self) -> list[str]:
+        """For the log: what lives where, and how its work overlaps. Nothing without offload."""
+        if not self.schedule.slots:
+            return []
+        memory = "page-locked" if self.arena.pinned else "pageable"
+        when = "the step waits for updates" if self._waits_in_step else "each unit's next gather waits for its update"
+        return [f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank; {when}"]
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
         """The flat host tensor of a parameter's state: its first `elems`, or all with the padding."""
@@ -75,6 +84,10 @@ class Offload:
         """The step's updates have been started: without overlap, wait for them."""
         if self._waits_in_step:
             self.synchronize()
+
+    def take_use(self) -> dict[str, LaneUse]:
+        """The use of each lane since the last call."""
+        return self.swap.take_use()
 
     def synchronize(self) -> None:
         """Return when everything that was started has ended. Raises OffloadError for what failed."""

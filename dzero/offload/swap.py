@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ Move = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of one size and dtype."""
 
 
+@dataclass(frozen=True)
+class LaneUse:
+    """How a lane was used: seconds at work, seconds that callers stood waiting for it, bytes moved."""
+
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    moved_bytes: int = 0
+
+    def __add__(self, other: LaneUse) -> LaneUse:
+        return LaneUse(self.busy_s + other.busy_s, self.waited_s + other.waited_s, self.moved_bytes + other.moved_bytes)
+
+
 class OffloadError(RuntimeError):
     """An action failed; the cause is what its thread raised."""
 
@@ -37,16 +50,13 @@ class Swap:
     """Leases the schedule's slots from `arena` and runs its actions.
 
     device: where fetched tensors live. `before`: called in the lane before each action (tests put delays there).
-    `busy_s`: seconds by lane; `waited_s`: seconds that callers stood waiting, by what they waited for; `moved_bytes` by
-    direction.
     """
 
     def __init__(self, schedule: Schedule, arena: Arena, device: torch.device) -> None:
         self.schedule, self.device = schedule, device
         self.leases: dict[str, Lease] = {slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots}
-        self.busy_s: defaultdict[str, float] = defaultdict(float)
-        self.waited_s: defaultdict[str, float] = defaultdict(float)
-        self.moved_bytes: Counter[str] = Counter()
+        self._use: dict[Kind, LaneUse] = {}
+        self._counting = Lock()
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
         self._users: dict[str, Future[Any]] = {}
@@ -58,7 +68,7 @@ class Swap:
         """Start copying. Sources must not change, and destinations not be used, until `wait(key)`."""
         lane = self._lanes[key.kind]
         ready = lane.ready()
-        self.moved_bytes[key.kind] += sum(source.nbytes for _, source in moves)
+        self._count(key.kind, LaneUse(moved_bytes=sum(source.nbytes for _, source in moves)))
         self._start(key, lambda: lane.copy(moves, ready))
 
     def compute(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
@@ -89,7 +99,7 @@ class Swap:
         except BaseException as error:
             raise OffloadError(f"{action.key} failed: {error}") from error
         finally:
-            self.busy_s[action.key.kind] += time.perf_counter() - began
+            self._count(action.key.kind, LaneUse(busy_s=time.perf_counter() - began))
             for lease in leases:
                 lease.enter(Phase.HELD)
 
@@ -102,11 +112,21 @@ class Swap:
             began = time.perf_counter()
             with record_function(f"wait {key}"):
                 future.result()
-            self.waited_s[key.kind] += time.perf_counter() - began
+            self._count(key.kind, LaneUse(waited_s=time.perf_counter() - began))
 
     def drain(self) -> None:
         """Until everything that was started has ended."""
         self.wait(*self._last)
+
+    def take_use(self) -> dict[str, LaneUse]:
+        """The use of each lane since the last call."""
+        with self._counting:
+            taken, self._use = self._use, {}
+        return {str(kind): use for kind, use in taken.items()}
+
+    def _count(self, kind: Kind, use: LaneUse) -> None:
+        with self._counting:
+            self._use[kind] = self._use.get(kind, LaneUse()) + use
 
     def close(self) -> None:
         """End the threads, after what was started has ended."""

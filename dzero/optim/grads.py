@@ -59,6 +59,10 @@ class Gradients:
         views = {name: grad for unit in self._units for name, grad in unit.views.items()}
         return {name: views[name] for name in self._owned if name in views}
 
+    def on_device(self) -> list[torch.Tensor]:
+        """Those of `named` that lie on the device."""
+        return [grad for unit in self._units for grad in unit.on_device()]
+
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
         """Global norm, finite check and clipping coefficient; the same on every rank. One small collective.
 

@@ -179,6 +179,10 @@ class UnitGrads:
             self.wait()
             self.sums.update({name: sum_squares(self._chunk(name, self.views[name])) for name in missing})
 
+    def on_device(self) -> list[torch.Tensor]:
+        """Gradients that do not live on the host."""
+        return [grad for name, grad in self.views.items() if name not in self._hosted]
+
     def wait(self) -> None:
         """Until gradients that live on the host are there."""
         self._offload.wait_grads(self._unit.shape.name)
