@@ -24,9 +24,9 @@ class Offload:
     Empty, without threads or memory, where the table has every state on the device.
     """
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
         layout = sharded.layout
-        self.places = Places(layout, sharded.shapes)
+        self.places = Places(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.places)
         device = torch.device(sharded.mesh.device_type)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -39,10 +39,13 @@ class Place:
 
 
 class Places:
-    """Of every trained parameter's states: which are on the host, and where. Pure: no memory is taken."""
+    """Of every trained parameter's states: which are on the host, and where. Pure: no memory is taken.
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
-        self.layout, self.units = layout, units
+    moments: whether they need a place; else whoever updates keeps them.
+    """
+
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
+        self.layout, self.units, self._moments = layout, units, moments
         trained = [param for unit in units for param in unit.params if param.trainable]
         rows = {"grad": layout.grad, "master": layout.master, "moments": layout.moments}
         self._host = {
@@ -94,7 +97,7 @@ class Places:
             self._add(unit, name, "master" if master == torch.float32 else "remainder", f"master {unit}", master, elems)
             if self.layout.param.dtype != torch.float32:
                 self._add(unit, name, "work", f"work {unit}", self.layout.param.dtype, elems)
-        if here or self.on_host("moments", name):
+        if self._moments and (here or self.on_host("moments", name)):
             slot = f"moments {unit}" if self.on_host("moments", name) else f"stage {turn}"
             for key, dtype, count in moment_fields(self.layout, elems):
                 self._add(unit, name, key, slot, dtype, count)

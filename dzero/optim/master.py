@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -31,7 +32,12 @@ from dzero.zero.shard import Sharded
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """What all rules share: gradients, decisions, loss scaling, state dicts. Subclasses say how to update."""
+    """What all rules share: gradients, decisions, loss scaling, state dicts. Subclasses say how to update.
+
+    places_moments: whether the moments are kept where the table says; else by the subclass.
+    """
+
+    places_moments = True
 
     def __init__(
         self,
@@ -53,7 +59,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._loss_was_scaled = not fp16
         self._check_groups(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
-        self.offload = Offload(sharded)
+        self.offload = Offload(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
         current = weakref.WeakMethod(self.synchronize)
         model = sharded.model
@@ -165,7 +171,7 @@ class AdamW(MasterOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
         self._updater = AdamWUpdater(threads or torch.get_num_threads())
-        self._tiers = TieredUpdates(sharded, self.offload, self._run)
+        self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
         homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
         shapes = {p.name: (p, unit) for unit in sharded.units for p in unit.shape.params}
@@ -186,7 +192,8 @@ class AdamW(MasterOptimizer):
             stored.follow()
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
-        pending: dict[str, Pending] = {}
+        pending: dict[str, Pending[Stored]] = {}
+        how: dict[str, tuple[int, Coefficients]] = {}
         for group in self.param_groups:
             options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
             for param in group["params"]:
@@ -195,15 +202,18 @@ class AdamW(MasterOptimizer):
                     continue
                 stored.tensors["step"] += 1
                 step = int(stored.tensors["step"].item())
-                coefficients = Coefficients.of(step=step, scale=factor, **options)
-                pending[stored.name] = Pending(stored, grads[stored.name], step, coefficients)
-        self._tiers.start(pending)
+                how[stored.name] = step, Coefficients.of(step=step, scale=factor, **options)
+                pending[stored.name] = Pending(stored, grads[stored.name])
+        self._tiers.start(pending, partial(self._run, how))
 
-    def _run(self, pending: Sequence[Pending]) -> None:
-        updates = [Update(p.stored.states(p.moved), p.grad, p.coefficients, p.step) for p in pending]
+    def _run(self, how: dict[str, tuple[int, Coefficients]], pending: Sequence[Pending[Stored]]) -> None:
+        updates = []
+        for each in pending:
+            step, coefficients = how[each.stored.name]
+            updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
         self._updater.run(updates)
-        for p, update in zip(pending, updates, strict=True):
-            p.stored.keep(update.states)
+        for each, update in zip(pending, updates, strict=True):
+            each.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy values into the existing states, bit for bit. Raises ValueError where kind, dtype or shape differ."""

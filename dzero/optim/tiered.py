@@ -13,55 +13,73 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from dzero.offload.attach import Offload
 from dzero.offload.places import update_order
 from dzero.offload.swap import Move
-from dzero.optim.rules import Coefficients
-from dzero.optim.storage import Stored
 from dzero.zero.shard import Sharded
+
+States = TypeVar("States", bound="Updated")
+Run = Callable[[Sequence[Any]], None]
+
+
+class Updated(Protocol):
+    """A parameter with its states. `work`: where the update puts the working copy on the host, else None."""
+
+    name: str
+    work: torch.Tensor | None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's local shard on the device, flat."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Keys of the moments that travel where they live apart from the master."""
+
+    def flat(self, key: str) -> torch.Tensor:
+        """This rank's part of a state, flat."""
 
 
 @dataclass
-class Pending:
+class Pending(Generic[States]):
     """A parameter to update from `grad` [local shard, flat]. `moved`: moments by key, brought to the update."""
 
-    stored: Stored
+    stored: States
     grad: torch.Tensor
-    step: int
-    coefficients: Coefficients
     moved: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-Run = Callable[[Sequence[Pending]], None]
+class TieredUpdates(Generic[States]):
+    """Starts updates unit by unit."""
 
-
-class TieredUpdates:
-    """Starts updates unit by unit. run: updates parameters all of whose states are where it runs."""
-
-    def __init__(self, sharded: Sharded, offload: Offload, run: Run) -> None:
-        self._offload, self._places, self._run = offload, offload.places, run
+    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+        self._offload, self._places = offload, offload.places
         self._units = update_order([unit.shape for unit in sharded.units])
 
-    def start(self, pending: dict[str, Pending]) -> None:
-        """Update the parameters of `pending`, by name; what runs on the host may go on after this returns."""
+    def start(self, pending: dict[str, Pending[States]], run: Callable[[Sequence[Pending[States]]], None]) -> None:
+        """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
+
+        run: updates some of them, all of whose states are where it runs: in the host's lane, or in this thread.
+        """
         by_unit = {
             unit.name: [pending[each.name] for each in unit.params if each.name in pending] for unit in self._units
         }
         for unit, of_unit in by_unit.items():
             if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
-                self._start_on_host(unit, on_host)
+                self._start_on_host(unit, on_host, run)
         on_device = {
             unit: here
             for unit, of_unit in by_unit.items()
             if (here := [each for each in of_unit if not self._places.updated_on_host(each.stored.name)])
         }
-        self._update_on_device(on_device)
+        self._update_on_device(on_device, run)
         self._offload.end_step()
 
-    def _start_on_host(self, unit: str, pending: list[Pending]) -> None:
+    def _start_on_host(self, unit: str, pending: list[Pending[States]], run: Run) -> None:
         offload = self._offload
         grads: list[Move] = []
         moments: list[Move] = []
@@ -77,17 +95,17 @@ class TieredUpdates:
             offload.evict("grad", unit, grads)
         if moments:
             offload.evict("moments", unit, moments)
-        offload.compute("update", unit, partial(self._run, pending))
+        offload.compute("update", unit, partial(run, pending))
         offload.fetch(
             "work", unit, [(each.stored.local, work) for each in pending if (work := each.stored.work) is not None]
         )
         if moments:
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
 
-    def _update_on_device(self, by_unit: dict[str, list[Pending]]) -> None:
+    def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
         at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]
         if at_home:
-            self._run(at_home)
+            run(at_home)
         away = {
             unit: on for unit, of_unit in by_unit.items() if (on := [each for each in of_unit if self._is_away(each)])
         }
@@ -96,16 +114,16 @@ class TieredUpdates:
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
                 self._bring(coming, away[coming])
             self._offload.wait_fetched(unit)
-            self._run(away[unit])
+            run(away[unit])
             back = [(each.stored.flat(key), moved) for each in away[unit] for key, moved in each.moved.items()]
             if back:
                 self._offload.evict("moments", unit, back)
 
-    def _is_away(self, each: Pending) -> bool:
+    def _is_away(self, each: Pending[States]) -> bool:
         """Whether something of a parameter that is updated on the device lives on the host, but 8-bit moments."""
         return any(self._places.on_host(kind, each.stored.name) for kind in ("grad", "moments"))
 
-    def _bring(self, unit: str, pending: list[Pending]) -> None:
+    def _bring(self, unit: str, pending: list[Pending[States]]) -> None:
         grads: list[Move] = []
         moments: list[Move] = []
         for each in pending:

@@ -8,15 +8,20 @@ unless nothing is sharded (stage 0).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import local_of, sharded_like
+from dzero.optim.storage import Homes, local_of, sharded_like
+from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
@@ -30,6 +35,8 @@ class TorchOptimizer(MasterOptimizer):
     elementwise: assert it for a class of your own that updates every element by itself. Raises ValueError for other
     classes at stages 1-3, and for the `remainder` master and 16- or 8-bit moments, which only AdamW keeps.
     """
+
+    places_moments = False
 
     def __init__(
         self,
@@ -47,10 +54,15 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
         origins = {name: origin for unit in sharded.units for name, origin in unit.origin.items()}
-        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        homes, self._in_use = Homes(sharded, self.offload), Lock()
+        self._mastered: dict[nn.Parameter, Mastered] = {}
+        self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
         groups = []
         for group in self.param_groups:
-            masters = [self._master(p, origins.get(self._names[p])) for p in group["params"]]
+            for param in group["params"]:
+                name = self._names[param]
+                self._mastered[param] = Mastered.create(name, param, origins.get(name), homes)
+            masters = [self._mastered[param].master for param in group["params"]]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters})
         for unit in sharded.units:
             unit.origin.clear()
@@ -58,83 +70,139 @@ class TorchOptimizer(MasterOptimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
 
-    def _master(self, param: nn.Parameter, origin: torch.Tensor | None) -> nn.Parameter:
-        local = local_of(param.detach())
-        master = local if local.dtype == torch.float32 else local.float() if origin is None else origin
-        self._masters[param] = nn.Parameter(master)
-        return self._masters[param]
-
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
-        for param, master in self._masters.items():
-            grad = grads.get(self._names[param])
-            master.grad = None if grad is None else grad.float().mul(factor).view(master.shape)
-        self._step_inner()
-        for param, master in self._masters.items():
-            local = local_of(param.detach())
-            if master.grad is not None and local.dtype != torch.float32:
-                local.copy_(to_working(master.detach(), local.dtype))
-            master.grad = None
+        self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
+        self._settle_groups()
+        pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
+        self._tiers.start(pending, partial(self._run, factor))
+        if not self.state:
+            self.synchronize()
+            self._show_states()
 
-    def _step_inner(self) -> None:
+    def _run(self, factor: float, pending: Sequence[Pending[Mastered]]) -> None:
+        with self._in_use:  # by the host's lane, and by this thread for what is updated on the device
+            for each in pending:
+                master = each.stored.master
+                master.grad = each.grad.float().mul(factor).view(master.shape)
+            self.inner.step()  # leaves out what has no gradient
+            for each in pending:
+                each.stored.master.grad = None
+                each.stored.write_back()
+
+    def _settle_groups(self) -> None:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
-        self.inner.step()
-        if not self.state:  # now there are states to show
-            self.state.update({param: self._states(param) for param in self._masters})
+
+    def _show_states(self) -> None:
+        self.state.update({param: self._states(param) for param in self._mastered})
 
     def _without_gradients(self) -> None:
         """torch's checkpoint helpers create the states of a fresh optimizer by a step with zero `.grad`s and rates."""
-        if self.state or any(param.grad is None for param in self._masters):
+        if self.state or any(param.grad is None for param in self._mastered):
             super()._without_gradients()
-        for master in self._masters.values():
+        masters = [mastered.master for mastered in self._mastered.values()]
+        for master in masters:
             master.grad = torch.zeros_like(master)
-        self._step_inner()
-        for master in self._masters.values():
+        self._settle_groups()
+        self.inner.step()
+        for master in masters:
             master.grad = None
+        self._show_states()
 
     def _states(self, param: nn.Parameter) -> dict[str, Any]:
         """The master and the class's states of a parameter, those of its shape as DTensors placed like it."""
-        master = self._masters[param]
-        own = local_of(param.detach()).dtype == torch.float32
-        states: dict[str, Any] = {} if own else {"master": sharded_like(master.detach(), param)}
+        mastered = self._mastered[param]
+        master, mesh = mastered.master, mastered.mesh
+        states: dict[str, Any] = {} if mastered.is_param else {"master": sharded_like(master.detach(), param, mesh)}
         for key, value in self.inner.state.get(master, {}).items():
             same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
-            states[key] = sharded_like(value, param) if same else value
+            states[key] = sharded_like(value, param, mesh) if same else value
         return states
 
     def state_dict(self) -> dict[str, Any]:
         """Masters and the class's own states."""
-        packed = super().state_dict()
+        packed = super().state_dict()  # synchronises
         params = [p for group in self.param_groups for p in group["params"]]
         packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy masters and states; dtypes and devices stay the masters'."""
+        self.synchronize()
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):
-                master = self._masters[param]
+                master = self._mastered[param].master
                 values = dict(state_dict["state"].get(index, {}))
                 if "master" in values:
                     master.data.copy_(local_of(values.pop("master")))
                 self.inner.state[master] = {
-                    key: local_of(value).clone() if isinstance(value, torch.Tensor) else value
+                    key: local_of(value).to(master.device, copy=True) if isinstance(value, torch.Tensor) else value
                     for key, value in values.items()
                 }
-        self.state.update({param: self._states(param) for param in self._masters})
+        self._show_states()
 
     def state_bytes(self) -> dict[str, int]:
         """As `MasterOptimizer.state_bytes`; the class's states count as moments."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for param in self._sharded.named_params().values():
             totals["param"] += local_of(param.detach()).untyped_storage().nbytes()
-        for param, master in self._masters.items():
-            own = local_of(param.detach()).dtype == torch.float32
-            totals["master"] += 0 if own else master.untyped_storage().nbytes()
-            tensors = [v for v in self.inner.state.get(master, {}).values() if isinstance(v, torch.Tensor) and v.ndim]
-            totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
+        for mastered in self._mastered.values():
+            if mastered.work is None:
+                master = mastered.master
+                totals["master"] += 0 if mastered.is_param else master.untyped_storage().nbytes()
+                states = self.inner.state.get(master, {}).values()
+                tensors = [v for v in states if isinstance(v, torch.Tensor) and v.ndim]
+                totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
         return totals
+
+
+@dataclass
+class Mastered:
+    """A parameter and its fp32 master [local shard], which is a plain parameter for the class to update.
+
+    work: where the working copy is put when the master is on the host. mesh: of the master, None for the parameter's.
+    """
+
+    name: str
+    param: nn.Parameter
+    master: nn.Parameter
+    work: torch.Tensor | None
+    mesh: DeviceMesh | None
+
+    moments = ()
+
+    @classmethod
+    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
+        """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
+        local, mesh = local_of(param.detach()), homes.mesh("master", name)
+        value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
+        if mesh is None:
+            return cls(name, param, nn.Parameter(value), None, None)
+        master = homes.blank("master", name, "master", local, torch.float32).copy_(value.view(-1))
+        own = local.dtype == torch.float32
+        work = master if own else homes.offload.view(name, "work", local.numel())
+        return cls(name, param, nn.Parameter(master.view(local.shape)), work, mesh)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's local shard on the device, flat."""
+        return local_of(self.param.detach()).view(-1)
+
+    @property
+    def is_param(self) -> bool:
+        """Whether the master is the parameter itself."""
+        return self.mesh is None and self.param.dtype == torch.float32
+
+    def flat(self, key: str) -> torch.Tensor:
+        """Its states are the class's, and stay with the master."""
+        raise KeyError(key)
+
+    def write_back(self) -> None:
+        """Round the master into the working copy."""
+        target = self.local if self.work is None else self.work
+        if target.dtype != torch.float32:
+            target.copy_(to_working(self.master.detach().view(-1), target.dtype))
 
 
 def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
@@ -147,6 +215,11 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
             f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
             f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
             f"{foreign}"
+        )
+    if (layout.moments.tier, layout.moments.fraction) != (layout.master.tier, layout.master.fraction):
+        raise ValueError(
+            f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
+            "to offload.master's"
         )
     if layout.remainder or layout.moments.dtype != torch.float32:
         raise ValueError(
