@@ -1,7 +1,7 @@
 """dzero: the ZeRO family as DTensor placements. See README.md for the five lines a training loop needs."""
 
 from dzero.mesh import make_mesh
-from dzero.optim.master import AdamW
+from dzero.optim.adamw import AdamW
 from dzero.zero.layout import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import Sharded, shard
 from dzero.zero.tiers import OffloadConfig

@@ -20,7 +20,7 @@ import reference
 import torch
 from torch.distributed.tensor import DTensor
 
-from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
 from dzero.optim import host_kernels
 from dzero.optim.scaler import ScalerConfig
 
@@ -73,12 +73,13 @@ def pairs(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(itertools.combinations(values, 2))
 
 
-def train(rank: int, ranks: int, cell: Cell) -> dict[str, Any] | None:
+def train(rank: int, ranks: int, cell: Cell, offload: OffloadConfig | None = None) -> dict[str, Any] | None:
     """The worker's side: 20 steps of the library; rank 0 returns what the oracle returns."""
     sharded = shard(
         nets.build(cell.net),
         ZeroConfig(stage=cell.stage),
         precision=PrecisionConfig(param=cell.precision, master=cell.master),
+        offload=offload,
         microbatches=cell.microbatches,
     )
     optim = AdamW(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(**SCALE))
@@ -92,6 +93,7 @@ def train(rank: int, ranks: int, cell: Cell) -> dict[str, Any] | None:
         optim.step()
         norms.append(optim.last_decision.norm)
         skipped.append(not optim.last_decision.finite)
+    optim.synchronize()
     states = {name: optim.state.get(p, {}) for name, p in sharded.named_params().items()}
     result = {
         "norms": norms,
@@ -123,7 +125,7 @@ def master_of(param: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tens
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
-def oracle(cell: Cell) -> reference.History:
+def oracle(cell: Cell, delay_after: int | None = None) -> reference.History:
     """The same run by tests/reference.py."""
     working = DTYPES[cell.precision]
     return reference.train(
@@ -140,6 +142,7 @@ def oracle(cell: Cell) -> reference.History:
         clip=CLIP,
         loss_scale=reference.LossScale(**SCALE) if cell.precision == "fp16" else None,
         sum_squares=lambda chunk: host_kernels.sum_squares(chunk.contiguous()),
+        delay_after=delay_after,
     )
 
 

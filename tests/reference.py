@@ -100,11 +100,13 @@ def train(
     clip: float | None = None,
     loss_scale: LossScale | None = None,
     sum_squares: Callable[[Tensor], float] = sum_squares,
+    delay_after: int | None = None,
 ) -> History:
     """Train `model_fn()` (fp32 parameters) on `batches[step][rank][microbatch]`, step i with rate `lrs[i]`.
 
     `loss_fn(model, batch)`: the fp32 mean over a microbatch. `clip`: the largest global norm. A skipped step
-    uses up its batches and its rate. Raises ValueError if a trainable parameter gets no gradient.
+    uses up its batches and its rate. `delay_after`: after so many updates the model sees each one a step late.
+    Raises ValueError if a trainable parameter gets no gradient.
     """
     numerics, adamw = numerics or Numerics(), adamw or AdamW()
     model, scaler = model_fn(), _Scaler(loss_scale)
@@ -113,6 +115,7 @@ def train(
     history = History(masters=masters, moments={name: (zero, zero) for name, zero in zeros.items()})
     for p in model.parameters():
         p.data = to_working(p.detach(), numerics.working)
+    late: Named = {}
     with _one_thread():
         for of_step, lr in zip(batches, lrs, strict=True):
             loss, grads = _gradients(model, of_step, loss_fn, numerics, scaler.scale)
@@ -121,10 +124,16 @@ def train(
             history.norms.append(norm)
             history.scales.append(scaler.scale)
             history.skipped.append(not math.isfinite(norm))
+            seen = {name: p.data for name, p in model.named_parameters()} | late
             if math.isfinite(norm):
                 _update_all(model, history, grads, _factor(norm, clip, scaler.scale), lr, adamw)
+            late = {}
+            if delay_after is not None and (not math.isfinite(norm) or history.updates > delay_after):
+                late = {name: p.data for name, p in model.named_parameters()} if math.isfinite(norm) else {}
+                for name, p in model.named_parameters():
+                    p.data = seen[name]
             scaler.advance(math.isfinite(norm))
-    history.params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    history.params = {name: late.get(name, p.detach()).clone() for name, p in model.named_parameters()}
     history.final_scale = scaler.scale
     return history
 

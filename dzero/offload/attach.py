@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from dzero.hardware import format_bytes
-from dzero.offload.pinned import Arena
+from dzero.offload.pinned import Arena, aligned
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import LaneUse, Move, Swap
 from dzero.zero.shard import Sharded
+
+WAITING = {
+    "step": "the step waits for all updates",
+    "forward": "each unit waits for its own update when it is next gathered",
+    "backward": "as forward, and updates start before the step is decided",
+    "delayed": "weights are one step old, updates have a whole step's time",
+}
 
 
 class Offload:
@@ -32,7 +39,8 @@ class Offload:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda", ranks=local_ranks)
         self.swap = Swap(self.schedule, self.arena, device)
-        self._waits_in_step = layout.overlap == "step"
+        self._layout, self._steps = layout, 0
+        self._held_back: list[tuple[str, Sequence[Move]]] = []
         for unit in sharded.units:
             if Key(Kind.FETCH, "work", unit.shape.name) in self.schedule.by_key:
                 unit.before_unshard = weakref.WeakMethod(self.arrive)
@@ -42,8 +50,10 @@ class Offload:
         if not self.schedule.slots:
             return []
         memory = "page-locked" if self.arena.pinned else "pageable"
-        when = "the step waits for updates" if self._waits_in_step else "each unit's next gather waits for its update"
-        return [f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank; {when}"]
+        return [
+            f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
+            f"overlap={self._layout.overlap}: {WAITING[self._layout.overlap]}"
+        ]
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
         """The flat host tensor of a parameter's state: its first `elems`, or all with the padding."""
@@ -68,6 +78,35 @@ class Offload:
         """Start "update" or "accumulate" of a unit on the host."""
         return self.swap.compute(Key(Kind.COMPUTE, what, unit), work)
 
+    def send_work(self, unit: str, moves: Sequence[Move]) -> None:
+        """Send new working copies to the device; with overlap=delayed only at the end of the next step."""
+        if self._layout.overlap == "delayed" and self._steps >= self._layout.delay_warmup_steps:
+            self._held_back.append((unit, moves))
+        else:
+            self.fetch("work", unit, moves)
+
+    def can_undo(self, unit: str) -> bool:
+        """Whether there is room to update this unit before the step is decided."""
+        return Key(Kind.COMPUTE, "ahead", unit) in self.schedule.by_key
+
+    def save(self, unit: str, then: Callable[[], None]) -> None:
+        """In the host's lane: copy what an update overwrites into the undo slot, `then` update."""
+        for saved, data in self._saved(unit):
+            saved.copy_(data)
+        then()
+
+    def restore(self, unit: str) -> None:
+        """In the host's lane: put back what `save` copied."""
+        for saved, data in self._saved(unit):
+            data.copy_(saved)
+
+    def _saved(self, unit: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        room, start = self.swap.leases[f"undo {unit}"].data, 0
+        for slot in self.places.overwritten(unit):
+            data = self.swap.leases[slot].data
+            yield room[start : start + data.numel()], data
+            start += aligned(data.numel())
+
     def arrive(self, unit: str) -> None:
         """Return when the unit's new working copy is on the device: FSDP2 is about to read it."""
         self.swap.wait(Key(Kind.FETCH, "work", unit))
@@ -80,9 +119,16 @@ class Offload:
         """Return when the unit's gradients and moments that were fetched are on the device."""
         self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
+    def begin_updates(self) -> None:
+        """A step is decided: with overlap=delayed, the last one's working copies are due now."""
+        held_back, self._held_back = self._held_back, []
+        for unit, moves in held_back:
+            self.fetch("work", unit, moves)
+
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""
-        if self._waits_in_step:
+        self._steps += 1
+        if self._layout.overlap == "step":
             self.synchronize()
 
     def take_use(self) -> dict[str, LaneUse]:
@@ -90,5 +136,9 @@ class Offload:
         return self.swap.take_use()
 
     def synchronize(self) -> None:
-        """Return when everything that was started has ended. Raises OffloadError for what failed."""
+        """Return when everything that was started has ended, and every working copy is on the device.
+
+        Raises OffloadError for what failed.
+        """
+        self.begin_updates()
         self.swap.drain()

@@ -7,6 +7,7 @@
     work <unit>       new working copies on their way to the device        if updated here, but for fp32
     landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
     stage 0, 1        device moments while they are updated here           if only the master's tier is host
+    undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
 
 A parameter is updated where its master lives; its moments and its gradient travel there if they live elsewhere.
 """
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from dzero.offload.pinned import aligned
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 from dzero.zero.layout import Layout, ParamShape, UnitShape
 
@@ -58,6 +60,7 @@ class Places:
             for param in unit.params:
                 if param.trainable:
                     self._place(unit.name, turn % TURNS, param)
+        self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
         """Whether a parameter's "grad", "master" or "moments" lie in host memory between their uses."""
@@ -74,6 +77,11 @@ class Places:
         several = layout.microbatches > 1 and layout.grad.sharded and layout.replicate == 1
         return several and bool(self._host["grad"])
 
+    def overwritten(self, unit: str) -> list[str]:
+        """The slots that hold what an update on the host changes, but for a working copy that it makes anew."""
+        kinds = {"master", "moments"} | ({"work"} if self.layout.remainder else set())
+        return [slot for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
+
     def slots_of(self, unit: str) -> list[str]:
         """The slots that hold something of a unit."""
         return [slot for of, slot in self._used if of == unit]
@@ -84,6 +92,17 @@ class Places:
         for (_, slot), used in self._used.items():
             sizes[slot] = max(sizes.get(slot, 0), used)
         return tuple(Slot(name, size) for name, size in sizes.items())
+
+    def _place_undo(self) -> None:
+        """Undo slots in the order of backward, as long as the budget lasts."""
+        left = self.layout.undo_bytes
+        for unit in reversed(self.units):
+            trained = [param.name for param in unit.params if param.trainable]
+            here = all(self._moments and self.on_host(k, name) for name in trained for k in self._host)
+            size = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
+            if here and 0 < size <= left:
+                self._used[unit.name, f"undo {unit.name}"] = size
+                left -= size
 
     def _place(self, unit: str, turn: int, param: ParamShape) -> None:
         name, elems = param.name, param.shard_elems(self.layout.shard)
@@ -138,7 +157,11 @@ def schedule_of(places: Places) -> Schedule:
         add(Kind.EVICT, "landing", unit.name, "landing")
         if f"grad {unit.name}" in sizes and places.accumulates_on_host:
             add(Kind.COMPUTE, "accumulate", unit.name, "landing", "grad")
+        if f"undo {unit.name}" in sizes:
+            add(Kind.COMPUTE, "ahead", unit.name, "grad", "master", "moments", "work", "undo")
     for unit in update_order(places.units):
+        if f"undo {unit.name}" in sizes:
+            add(Kind.COMPUTE, "undo", unit.name, "master", "moments", "work", "undo")
         add(Kind.EVICT, "moments", unit.name, "stage", "moments")
         add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage")
         add(Kind.FETCH, "work", unit.name, "master" if places.layout.param.dtype == torch.float32 else "work")

@@ -86,8 +86,6 @@ class Swap:
     def _run(self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any]) -> Any:
         for future in earlier:
             future.result()  # raises what made it fail: nothing runs on what never came
-        if self.before is not None:
-            self.before(action.key)
         leases = [self.leases[slot] for slot in action.slots]
         phase = PHASES.get(action.key.kind, Phase.COMPUTING)
         for lease in leases:
@@ -95,6 +93,8 @@ class Swap:
         began = time.perf_counter()
         try:
             with record_function(str(action.key)):
+                if self.before is not None:
+                    self.before(action.key)
                 return work()
         except BaseException as error:
             raise OffloadError(f"{action.key} failed: {error}") from error

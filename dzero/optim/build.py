@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.optim.master import AdamW, MasterOptimizer
+from dzero.optim.adamw import AdamW
+from dzero.optim.master import MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.torch_rule import TorchOptimizer, check_rule
 from dzero.zero.layout import Layout

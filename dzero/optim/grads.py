@@ -9,7 +9,8 @@ model has mixed gradients of different units, and the step is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.attach import Offload
-from dzero.optim.unit_grads import Order, UnitGrads
+from dzero.optim.unit_grads import Named, Order, UnitGrads
 from dzero.zero.shard import Sharded
 
 
@@ -47,6 +48,12 @@ class Gradients:
         self._order = Order()
         self._units = [UnitGrads(unit, sharded, cut, self._order, offload) for unit in sharded.units]
         self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
+
+    def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
+        """From now on, tell of every unit whose gradients are complete, and before gradients are refused; both held
+        weakly."""
+        for unit in self._units:
+            unit.complete, unit.refused = weakref.WeakMethod(complete), weakref.WeakMethod(refused)
 
     def named(self) -> dict[str, torch.Tensor]:
         """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""

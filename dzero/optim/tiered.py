@@ -10,7 +10,7 @@ the next unit's states are brought while this one is updated. Without offload ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -60,17 +60,22 @@ class TieredUpdates(Generic[States]):
         self._offload, self._places = offload, offload.places
         self._units = update_order([unit.shape for unit in sharded.units])
 
-    def start(self, pending: dict[str, Pending[States]], run: Callable[[Sequence[Pending[States]]], None]) -> None:
+    def start(self, pending: dict[str, Pending[States]], run: Run, done: Collection[str] = ()) -> None:
         """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
 
-        run: updates some of them, all of whose states are where it runs: in the host's lane, or in this thread.
+        run: updates some of them, all of whose states are where it runs: in the host's lane, or in this thread. done:
+        whole units that were updated before, whose working copies are left to send.
         """
+        self._offload.begin_updates()
         by_unit = {
             unit.name: [pending[each.name] for each in unit.params if each.name in pending] for unit in self._units
         }
         for unit, of_unit in by_unit.items():
             if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
-                self._start_on_host(unit, on_host, run)
+                if any(each.stored.name not in done for each in on_host):
+                    self._start_on_host(unit, on_host, run)
+                else:
+                    self._send_work(unit, on_host)
         on_device = {
             unit: here
             for unit, of_unit in by_unit.items()
@@ -96,11 +101,13 @@ class TieredUpdates(Generic[States]):
         if moments:
             offload.evict("moments", unit, moments)
         offload.compute("update", unit, partial(run, pending))
-        offload.fetch(
-            "work", unit, [(each.stored.local, work) for each in pending if (work := each.stored.work) is not None]
-        )
+        self._send_work(unit, pending)
         if moments:
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
+
+    def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
+        works = [(each.stored.local, each.stored.work) for each in pending]
+        self._offload.send_work(unit, [(local, work) for local, work in works if work is not None])
 
     def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
         at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -50,6 +51,8 @@ class UnitGrads:
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         places = offload.places
         self._hosted = {name for name in self._shapes if places.on_host("grad", name)}
+        self.complete: weakref.WeakMethod[Callable[[str, Named], None]] | None = None
+        self.refused: weakref.WeakMethod[Callable[[], None]] | None = None
         self._added_on_host = self._hosted if places.accumulates_on_host else set[str]()
         self.clear()
         unit.attach(self._receive)
@@ -75,6 +78,8 @@ class UnitGrads:
 
     def _receive(self, reduced: torch.Tensor) -> None:
         if self._finished:
+            if self.refused is not None and (refused := self.refused()) is not None:
+                refused()
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch. Run all but the "
                 "last one under microbatch(is_last=False), and call step() before the next. Where the model runs this "
@@ -105,6 +110,8 @@ class UnitGrads:
                 self.views[name] = piece
         if self._sharded.is_last:
             self._finish()
+            if self.complete is not None and (complete := self.complete()) is not None:
+                complete(self._unit.shape.name, self.views)
 
     def _add_on_device(self, name: str, piece: torch.Tensor) -> None:
         acc = self.views[name]

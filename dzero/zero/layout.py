@@ -134,7 +134,9 @@ class Layout:
     reshard_after_forward: bool | int
     exact: bool
     overlap: str = "forward"
-    """Whether a step waits for updates on the host, or the next forward does (zero/tiers.py)."""
+    """Who waits for updates on the host (zero/tiers.py)."""
+    undo_bytes: int = 0
+    delay_warmup_steps: int = 0
 
     @classmethod
     def of(
@@ -205,6 +207,8 @@ class Layout:
             # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
             reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
             overlap=offload.overlap,
+            undo_bytes=offload.undo_bytes if offload.overlap == "backward" else 0,
+            delay_warmup_steps=offload.delay_warmup_steps,
         )
 
     @property

@@ -12,17 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TIERS = ("device", "host")
-OVERLAPS = ("step", "forward")
+OVERLAPS = ("step", "forward", "backward", "delayed")
 KINDS = ("grad", "master", "moments")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The tier of each kind of state, and how the host's work overlaps with the device's.
+    """The tier of each kind of state, and how the host's updates overlap with the device's work.
 
     `<kind>_fraction`: part of its elements that leaves the device, by whole parameters, those that forward needs last
-    first. `overlap`: `step` (the optimizer's step waits for all updates) or `forward` (it returns once the step is
-    decided, and each unit waits for its own update when it is next gathered; the same bits).
+    first. `overlap`, all but `delayed` with the same bits:
+        step      the optimizer's step waits for all updates
+        forward   it returns once the step is decided; each unit waits for its own update when it is next gathered
+        backward  as forward, and units are updated before the step is decided, undone where it is decided otherwise;
+                  `undo_bytes` of host memory per rank bound how much (optim/ahead.py)
+        delayed   updates have a whole step's time: weights are one step older than usual (ZeRO-Offload, section 5.2),
+                  from the step after `delay_warmup_steps` on
     """
 
     grad: str = "device"
@@ -32,6 +37,8 @@ class OffloadConfig:
     master_fraction: float = 1.0
     moments_fraction: float = 1.0
     overlap: str = "forward"
+    undo_bytes: int = 1 << 30
+    delay_warmup_steps: int = 40
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -52,6 +59,21 @@ class OffloadConfig:
             raise ValueError(
                 f"offload.overlap={self.overlap} has no effect while updates run on the device; remove it, or take "
                 "offload.master=host"
+            )
+
+        for key, mode in (("undo_bytes", "backward"), ("delay_warmup_steps", "delayed")):
+            value = getattr(self, key)
+            if value < 0:
+                raise ValueError(f"offload.{key}={value}: must be ≥ 0")
+            if value != getattr(type(self), key) and self.overlap != mode:
+                raise ValueError(
+                    f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"
+                )
+        early = {self.grad, self.master, self.moments} == {"host"}
+        if self.overlap == "backward" and not early:
+            raise ValueError(
+                "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
+                "offload.grad=host, offload.master=host and offload.moments=host"
             )
 
     def tier(self, kind: str) -> str:

@@ -22,6 +22,7 @@ from dzero.zero.tiers import KINDS
 
 STEPS = 30
 POISONED_STEP = 11
+SPIKES = (4, 17, 22, 23, 24)  # steps with gradients 30 times as large, which max_norm clips
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class Cell:
     moments: str
     fraction: float
     overlap: str
+    undo_bytes: int
     stage: int
     microbatches: int
     max_norm: float | None
@@ -44,10 +46,11 @@ class Cell:
 FACTORS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(KINDS, ("host", "device")),
     "fraction": (1.0, 0.5),
-    "overlap": ("forward", "step"),
+    "overlap": ("forward", "step", "backward"),
+    "undo_bytes": (1 << 30, 30_000),
     "stage": (0, 1, 2, 3),
     "microbatches": (1, 4),
-    "max_norm": (0.5, None),
+    "max_norm": (8.0, None),
     "precision": ("bf16", "fp32", "fp16"),
     "states": ("fp32", "remainder", "bf16", "int8"),
     "net": ("uneven", "even", "tied", "frozen"),
@@ -61,6 +64,8 @@ def allowed(row: dict[str, Any]) -> bool:
     return (
         "host" in tiers
         and (row["overlap"] == "forward" or row["master"] == "host")
+        and (row["overlap"] != "backward" or set(tiers) == {"host"})
+        and (row["overlap"] == "backward" or row["undo_bytes"] == 1 << 30)
         and (row["states"] != "remainder" or row["precision"] == "bf16")
         and (row["states"] != "int8" or row["master"] == row["moments"])
         and (row["replicate"] == 1 or (row["ranks"] == 4 and row["stage"] > 0))
@@ -70,7 +75,7 @@ def allowed(row: dict[str, Any]) -> bool:
 def offload_of(cell: Cell) -> OffloadConfig:
     tiers: dict[str, Any] = {kind: getattr(cell, kind) for kind in KINDS}
     fractions = {f"{kind}_fraction": cell.fraction for kind in KINDS if tiers[kind] == "host"}
-    return OffloadConfig(**tiers, **fractions, overlap=cell.overlap)
+    return OffloadConfig(**tiers, **fractions, overlap=cell.overlap, undo_bytes=cell.undo_bytes)
 
 
 def run(
@@ -90,10 +95,10 @@ def run(
     )
     optim = AdamW(sharded, lr=3e-3, max_norm=cell.max_norm, scaler=ScalerConfig(init=2.0**20, growth_interval=8))
     optim.offload.swap.before = before
-    norms, losses = [], []
+    norms, losses, clipped = [], [], 0
     batches = nets.batches(cell.net, steps=STEPS, ranks=cell.ranks, microbatches=cell.microbatches)
     for step, of_step in enumerate(batches):
-        poison = float("inf") if step == POISONED_STEP and rank == cell.ranks - 1 else 1.0
+        poison = float("inf") if step == POISONED_STEP and rank == cell.ranks - 1 else 30.0 if step in SPIKES else 1.0
         for index, batch in enumerate(of_step[rank]):
             with sharded.microbatch(is_last=index == cell.microbatches - 1):
                 loss = nets.loss_fn(sharded.model, batch) / cell.microbatches
@@ -101,9 +106,12 @@ def run(
             losses.append(loss.item())
         for group in optim.param_groups:
             group["lr"] = 3e-3 / (1 + step)
+        scale = optim.scaler.scale
         optim.step()
         assert optim.last_decision is not None
         norms.append(optim.last_decision.norm)
+        clipped += optim.last_decision.factor * scale < 1.0
+    assert cell.max_norm is None or cell.precision == "fp16" or clipped == len(SPIKES)
     optim.synchronize()
     kept = snapshot(sharded, optim)
     assert optim.offload.arena.high_water_bytes == optim.offload.schedule.host_bytes
@@ -153,8 +161,8 @@ def test_offloaded_states_give_the_bits_of_the_device(pool: Pool, row: dict[str,
 STRESSED = {
     **dict.fromkeys(KINDS, "host"),
     "fraction": 1.0,
-    "overlap": "forward",
-    "max_norm": 0.5,
+    "undo_bytes": 1 << 30,
+    "max_norm": 8.0,
     "states": "fp32",
     "net": "uneven",
     "replicate": 1,
@@ -166,6 +174,7 @@ def check_delays(pool: Pool, seed: int) -> None:
         **STRESSED,
         stage=seed % 4,
         microbatches=(1, 4)[seed // 4 % 2],
+        overlap=("forward", "backward")[seed // 2 % 2],
         precision=("bf16", "fp32", "fp16")[seed % 3],
         ranks=(1, 2)[seed // 8 % 2],
     )

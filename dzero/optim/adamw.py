@@ -1,0 +1,169 @@
+"""AdamW over the masters, wherever they live: the updates of a step, state dicts, bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from dzero.optim.ahead import Ahead
+from dzero.optim.master import MasterOptimizer
+from dzero.optim.rules import Coefficients
+from dzero.optim.scaler import ScalerConfig
+from dzero.optim.storage import Homes, Stored, local_of
+from dzero.optim.tiered import Pending, TieredUpdates
+from dzero.optim.update import AdamWUpdater, Update
+from dzero.zero.shard import Sharded
+
+How = dict[str, tuple[int, Coefficients]]
+"""The number of each parameter's update, and its coefficients."""
+
+
+class AdamW(MasterOptimizer):
+    """AdamW over fp32 masters (or fp32 + remainder), with moments in fp32, bf16 or 8 bits, as the table says.
+
+    params: as for any optimizer (parameters or groups of the sharded model); None for every trained parameter.
+    max_norm: global-norm clipping over all ranks. threads: of the CPU update; None for torch's number.
+    """
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        *,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        max_norm: float | None = None,
+        scaler: ScalerConfig | None = None,
+        threads: int | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
+        self._updater = AdamWUpdater(threads or torch.get_num_threads())
+        self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
+        self._ahead = Ahead(self.offload)
+        self.gradients.listen(self._start_ahead, self._ahead.abandon)
+        homes = Homes(sharded, self.offload)
+        self._stored: dict[nn.Parameter, Stored] = {}
+        shapes = {p.name: (p, unit) for unit in sharded.units for p in unit.shape.params}
+        for group in self.param_groups:
+            for param in group["params"]:
+                shape, unit = shapes[self._names[param]]
+                origin = unit.origin.pop(shape.name, None)
+                stored = Stored.create(shape, param, origin, sharded.layout, homes)
+                self._stored[param] = stored
+                self.state[param] = stored.tensors
+        loaded = weakref.WeakMethod(self._follow_loaded)
+        sharded.model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            lambda *_: follow() if (follow := loaded()) else None
+        )
+
+    def _follow_loaded(self, *_: object) -> None:
+        for stored in self._stored.values():
+            stored.follow()
+
+    def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
+        pending, how = self._plan(grads, factor)
+        done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
+        for each in pending.values():
+            each.stored.tensors["step"] += 1
+        self._tiers.start(pending, partial(self._run, how), done)
+
+    def _skip(self) -> None:
+        self._ahead.abandon()
+        super()._skip()
+
+    def synchronize(self) -> None:
+        """As `MasterOptimizer.synchronize`; between backward and step it takes back what was updated early."""
+        self._ahead.abandon()
+        super().synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `MasterOptimizer.zero_grad`."""
+        self._ahead.abandon()
+        super().zero_grad(set_to_none)
+
+    def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> None:
+        """A unit's gradients are complete (`UnitGrads.listener`); update it as if nothing will be clipped."""
+        if self._ahead.allows(unit):
+            pending, how = self._plan(grads, 1.0 / self.scaler.scale)
+            if pending:
+                self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
+
+    def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, Pending[Stored]], How]:
+        """What to update from `grads` by name, and how; nothing is changed."""
+        pending: dict[str, Pending[Stored]] = {}
+        how: How = {}
+        for group in self.param_groups:
+            options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
+            for param in group["params"]:
+                stored = self._stored[param]
+                if stored.name in grads:
+                    step = int(stored.tensors["step"].item()) + 1
+                    how[stored.name] = step, Coefficients.of(step=step, scale=factor, **options)
+                    pending[stored.name] = Pending(stored, grads[stored.name])
+        return pending, how
+
+    def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
+        updates = []
+        for each in pending:
+            step, coefficients = how[each.stored.name]
+            updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
+        self._updater.run(updates)
+        for each, update in zip(pending, updates, strict=True):
+            each.stored.keep(update.states)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy values into the existing states, bit for bit. Raises ValueError where kind, dtype or shape differ."""
+        self.synchronize()
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                f"state dict has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
+                f"{[len(g['params']) for g in self.param_groups]}"
+            )
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params"})
+            for param, index in zip(own["params"], saved["params"], strict=True):
+                if index not in state_dict["state"]:
+                    raise ValueError(f"the state dict has no states of {self._names[param]}")
+                _copy_states(self._stored[param], state_dict["state"][index])
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's param, master and moments between steps; frozen parameters included."""
+        totals = {"param": 0, "master": 0, "moments": 0}
+        for stored in self._stored.values():
+            for kind, count in stored.bytes_by_kind("device").items():
+                totals[kind] += count
+        for param in self._sharded.named_params().values():
+            if param not in self._stored:
+                totals["param"] += local_of(param.detach()).untyped_storage().nbytes()
+        return totals
+
+
+def _copy_states(stored: Stored, saved: dict[str, torch.Tensor]) -> None:
+    if saved.keys() != stored.tensors.keys():
+        raise ValueError(
+            f"{stored.name}: the state dict holds {sorted(saved)}, this optimizer keeps {sorted(stored.tensors)}; "
+            "set precision.master and precision.moments to what was saved"
+        )
+    for key, own in stored.tensors.items():
+        value = saved[key]
+        if value.dtype != own.dtype or value.shape != own.shape:
+            raise ValueError(
+                f"{stored.name}.{key}: the state dict has {value.dtype} {tuple(value.shape)}, this optimizer "
+                f"{own.dtype} {tuple(own.shape)}"
+            )
+        local = local_of(value)
+        if local.shape != local_of(own).shape:
+            raise ValueError(
+                f"{stored.name}.{key}: a local shard of {tuple(local.shape)} where this rank's is "
+                f"{tuple(local_of(own).shape)}; load resharded states through DCP"
+            )
+        local_of(own).copy_(local)

@@ -1,0 +1,57 @@
+"""Updates before the decision (offload.overlap=backward), taken back to the bit where the decision turns out otherwise.
+
+A unit whose gradients are complete is updated while backward goes on to the units before it, as if nothing will be
+clipped and everything is finite. What it overwrites is saved first, in undo slots of a bounded size; units beyond them
+wait for the decision. The working copy stays where it was until the step is decided, so backward never meets new
+weights. At the decision each unit's early update is either the one that is due, then only its working copy is sent;
+or it is undone, and made again with the right coefficients.
+
+While clipping is frequent nothing is started early: it would be done twice.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dzero.offload.attach import Offload
+
+WINDOW_STEPS, CLIPPED_STEPS = 8, 2
+
+
+class Ahead:
+    """Which units were updated early in this step, and with what coefficients (`how`, by parameter)."""
+
+    def __init__(self, offload: Offload) -> None:
+        self._offload = offload
+        self._started: dict[str, Mapping[str, Any]] = {}
+        self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
+
+    def allows(self, unit: str) -> bool:
+        """Whether `unit` has an undo slot, and most recent steps were not clipped."""
+        return self._offload.can_undo(unit) and sum(self._clipped) < CLIPPED_STEPS
+
+    def start(self, unit: str, how: Mapping[str, Any], run: Callable[[], None]) -> None:
+        """Save the unit's states, then `run` its update."""
+        self._offload.compute("ahead", unit, partial(self._offload.save, unit, run))
+        self._started[unit] = how
+
+    def settle(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
+        """Parameters whose early update is the one that is due (`how`); all others are undone."""
+        self._clipped.append(clipped)
+        due: set[str] = set()
+        for unit, early in self._started.items():
+            if all(how.get(name) == value for name, value in early.items()):
+                due |= early.keys()
+            else:
+                self._offload.compute("undo", unit, partial(self._offload.restore, unit))
+        self._started = {}
+        return due
+
+    def abandon(self) -> None:
+        """Undo all: the step is not to count."""
+        for unit in self._started:
+            self._offload.compute("undo", unit, partial(self._offload.restore, unit))
+        self._started = {}
