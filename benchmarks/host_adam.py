@@ -104,19 +104,12 @@ def _compare(params: int, threads: int, rounds: int) -> None:
     verdicts = [v for goal in GOALS if (v := judge(goal, {**seconds, "roof": roofs["dzero"]}, {}))]
     elems, bandwidth = params * PARAM_ELEMS, 12 * params * PARAM_ELEMS / median(seconds["stream"])
     config = {"elems": elems, "threads": threads, "rounds": rounds}
-    row = {"config": config, "sides": results, "stream_bytes_per_s": bandwidth, "notes": notes}
-    append_row("host_adam", {**row, "goals": [verdict.row() for verdict in verdicts]})
+    row = {"sides": results, "stream_bytes_per_s": bandwidth, "goals": [v.row() for v in verdicts], "notes": notes}
+    append_row("host_adam", {"config": config, **row})
     name = f"host_adam_{threads}_threads"
     title = f"{elems / 1e6:.0f} M parameters, {threads} threads, stream {bandwidth / 1e9:.1f} GB/s"
-    header = [
-        "side",
-        "bytes",
-        "ms",
-        "least ms",
-        *(f"speed over {peer}" for peer in peers),
-        "share of the roof",
-        "cores busy",
-    ]
+    speed_over = [f"speed over {peer}" for peer in peers]
+    header = ["side", "bytes", "ms", "least ms", *speed_over, "share of the roof", "cores busy"]
     judged = [[f"{v.goal.side} / {v.goal.peer}", v.goal.bound, v.ratio, "met" if v.met else "missed"] for v in verdicts]
     goals = table(["goal: speed of", "at least", "measured", ""], judged)
     write_table(name, "\n".join([title, "", table(header, rows), goals, *notes]))

@@ -106,6 +106,7 @@ class Trainer:
                     held_out = self._evaluate()
                     if held_out is not None:
                         monitor.held_out(step, held_out)
+            self.optim.synchronize()  # what failed in the last update is raised here
             summary = self.recorder.summarise(held_out)
             monitor.summary(summary)
         return summary

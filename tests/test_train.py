@@ -155,6 +155,24 @@ def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, tex
             assert any(span.split()[0] == word for span in spans if span), word
 
 
+def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
+    pool: Pool, text: Path, tmp_path: Path
+) -> None:
+    resident = run(pool, tmp_path / "resident", text, "zero.stage=3", "train.accumulate=2")
+    traced = ["profile=on", "profile.start_step=2", "profile.steps=2"]
+    hosted = run(pool, tmp_path, text, "zero.stage=3", "train.accumulate=2", "offload=host", *traced)
+    assert hosted.losses == resident.losses
+    assert hosted.held_out == resident.held_out
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lanes = {f"offload/{lane}_{what}_s" for lane in ("FETCH", "EVICT", "COMPUTE") for what in ("busy", "waited")}
+    assert lanes <= set(events.Tags()["scalars"])
+    with gzip.open(tmp_path / "profile" / "rank0.pt.trace.json.gz") as trace:
+        spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in json.load(trace)["traceEvents"]]
+    tracks = {words[0]: tid for words, tid in spans if words[0] in ("FETCH", "EVICT", "COMPUTE", "forward")}
+    assert len(set(tracks.values())) == len(tracks) == 4
+
+
 def test_the_default_run_learns_and_shows_nothing_but_its_log(tmp_path: Path) -> None:
     ended = command(tmp_path, "zero.stage=3", "train.steps=80", "train.evaluate_every_steps=80")
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -5,7 +5,8 @@
 
 Written to `<run folder>/profile`:
     rank0.pt.trace.json.gz          spans are the `record_function` names of the code, beside torch's own
-                                    (`ProfilerStep#k` counts from 0: it is step k + 1)
+                                    (`ProfilerStep#k` counts from 0: it is step k + 1); the offload's lanes
+                                    FETCH, EVICT, COMPUTE are threads, hence tracks, of their own
     rank0.memory_snapshot.pickle    CUDA only: every allocation of the same steps, for https://pytorch.org/memory_viz
 """
 
@@ -93,6 +94,7 @@ class Profiler:
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
             schedule=schedule(wait=self._first - 2, warmup=1, active=config.steps, repeat=1),
             on_trace_ready=self._write,
+            experimental_config=_every_thread(),
         )
 
     def __enter__(self) -> Self:
@@ -121,6 +123,12 @@ class Profiler:
             memory = _memory_history()
             memory._dump_snapshot(str(self.snapshot_path))
             memory._record_memory_history(enabled=None)
+
+
+def _every_thread() -> Any:
+    """Without this setting, which has no public name, torch leaves threads like the offload's lanes out of a trace."""
+    config = getattr(torch.profiler, "_ExperimentalConfig", None)
+    return None if config is None else config(profile_all_threads=True)
 
 
 def _memory_history() -> Any:

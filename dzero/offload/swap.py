@@ -109,6 +109,9 @@ class Swap:
             future = self._last.get(key)
             if future is None:
                 continue
+            if future.done():
+                future.result()
+                continue
             began = time.perf_counter()
             with record_function(f"wait {key}"):
                 future.result()
