@@ -135,6 +135,25 @@ def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(1, int(cores))
 
 
+def cores_of_rank(local_rank: int, local_ranks: int, sys: Path = Path("/sys")) -> list[int]:
+    """This rank's share of the cores that its process may use: neighbours, node of memory (NUMA) by node.
+
+    All of them where there are fewer than ranks.
+    """
+    allowed = os.sched_getaffinity(0)
+    nodes = [_core_list(file.read_text()) for file in sorted(sys.glob("devices/system/node/node*/cpulist"))]
+    ordered = [core for node in nodes for core in node if core in allowed]
+    ordered += sorted(allowed - set(ordered))
+    share = len(ordered) // local_ranks
+    return ordered[local_rank * share : (local_rank + 1) * share] if share else ordered
+
+
+def _core_list(text: str) -> list[int]:
+    """The kernel's `0-3,8` as numbers."""
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
+    return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
+
+
 def rss_bytes() -> int:
     """Memory of this process that is in RAM now."""
     return _status_bytes(PROC / "self/status", "VmRSS") or 0

@@ -40,7 +40,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dzero.errors import RunError
 from dzero.hardware import available_cores
-from dzero.mesh import process_group
+from dzero.mesh import local_rank, local_ranks, process_group
 
 POLL_S = 0.1
 LINGER_S = 0.5  # a worker that failed because another was killed must outlive the poll that finds the killed one
@@ -151,11 +151,10 @@ def _launch_config(workers: int, private: str) -> LaunchConfig:
 @contextmanager
 def _group(config: LauncherConfig) -> Iterator[torch.device]:
     """This worker's device, with the group joined; also sets the current CUDA device and the number of CPU threads."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(config.threads or max(1, available_cores() // local_ranks))
+    torch.set_num_threads(config.threads or max(1, available_cores() // local_ranks()))
     device = torch.device("cpu")
     if config.device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     with process_group(device, timeout=config.timeout):
         yield device

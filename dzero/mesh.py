@@ -11,6 +11,7 @@ Neighbouring ranks lie on the shard axis, so with `shard = ranks per node` the h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +52,16 @@ class MeshConfig:
             allowed = [d for d in range(1, ranks + 1) if ranks % d == 0]
             raise ValueError(f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}")
         return self.replicate, ranks // self.replicate
+
+
+def local_rank() -> int:
+    """This process among those of its host, as torchrun says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_ranks() -> int:
+    """Processes of this host, as torchrun says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @contextmanager

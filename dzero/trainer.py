@@ -95,7 +95,7 @@ class Trainer:
         )
         with monitor, self.profiler:
             monitor.note(0, self._introduce())
-            for line in self.optim.offload.introduce():
+            for line in self.optim.introduce():
                 monitor.note(0, line)
             self.recorder.begin_run()
             held_out = None

@@ -10,12 +10,14 @@ import torch
 
 from dzero.hardware import (
     available_cores,
+    cores_of_rank,
     device_memory_bytes,
     dtype_name,
     dtype_of,
     format_bytes,
     format_count,
     format_seconds,
+    host_available_bytes,
     host_memory_bytes,
     peak_flops,
     peak_flops_of,
@@ -137,6 +139,35 @@ def test_cores_are_bounded_by_affinity_and_quota(tmp_path: Path) -> None:
         tmp_path / "free", "1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
     )
     assert available_cores(*free) == affinity
+
+
+def test_cores_are_shared_among_the_ranks_of_a_host_node_by_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cores in enumerate(["0-1,4-5", "2-3,6-7"]):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert [cores_of_rank(rank, 2, tmp_path) for rank in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [cores_of_rank(rank, 3, tmp_path) for rank in range(3)] == [[0, 1], [4, 5], [2, 3]]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 5, 9})
+    assert cores_of_rank(0, 1, tmp_path) == [5, 3, 9]
+    assert cores_of_rank(3, 4, tmp_path) == [5, 3, 9]  # fewer cores than ranks
+
+
+def test_what_is_available_is_the_least_that_any_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "meminfo").write_text("MemTotal:  100 kB\nMemAvailable:   50 kB\n")
+    (tmp_path / "self/cgroup").write_text("0::/job\n")
+    job = tmp_path / "cgroup/job"
+    job.mkdir(parents=True)
+    assert host_available_bytes(tmp_path, tmp_path / "cgroup") == 50 * 1024
+    (job / "memory.max").write_text("30000\n")
+    (job / "memory.current").write_text("10000\n")
+    assert host_available_bytes(tmp_path, tmp_path / "cgroup") == 20_000
+    (job / "memory.max").write_text("max\n")
+    assert host_available_bytes(tmp_path, tmp_path / "cgroup") == 50 * 1024
 
 
 def test_this_machine_answers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from dzero.hardware import format_bytes
+from dzero.mesh import local_ranks
 from dzero.offload.pinned import Arena, aligned
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
@@ -36,8 +36,7 @@ class Offload:
         self.places = Places(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.places)
         device = torch.device(sharded.mesh.device_type)
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda", ranks=local_ranks)
+        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda", ranks=local_ranks())
         self.swap = Swap(self.schedule, self.arena, device)
         self._layout, self._steps = layout, 0
         self._held_back: list[tuple[str, Sequence[Move]]] = []

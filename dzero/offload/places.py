@@ -70,6 +70,10 @@ class Places:
         """Whether the parameter's update runs on the host."""
         return self.on_host("master", name)
 
+    def travels(self, kind: str, name: str) -> bool:
+        """Whether a parameter's "grad" or "moments" live elsewhere than where it is updated."""
+        return self.on_host(kind, name) != self.updated_on_host(name)
+
     @property
     def accumulates_on_host(self) -> bool:
         """Whether several reduced gradients of a step meet in host memory: copies must first meet on the device."""
@@ -155,18 +159,23 @@ def schedule_of(places: Places) -> Schedule:
     for unit in reversed(places.units):
         add(Kind.EVICT, "grad", unit.name, "grad")
         add(Kind.EVICT, "landing", unit.name, "landing")
-        if f"grad {unit.name}" in sizes and places.accumulates_on_host:
+        if any(slot.startswith("landing") for slot in places.slots_of(unit.name)):
             add(Kind.COMPUTE, "accumulate", unit.name, "landing", "grad")
         if f"undo {unit.name}" in sizes:
             add(Kind.COMPUTE, "ahead", unit.name, "grad", "master", "moments", "work", "undo")
     for unit in update_order(places.units):
+        names = [param.name for param in unit.params if param.trainable]
         if f"undo {unit.name}" in sizes:
             add(Kind.COMPUTE, "undo", unit.name, "master", "moments", "work", "undo")
-        add(Kind.EVICT, "moments", unit.name, "stage", "moments")
-        add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage")
-        add(Kind.FETCH, "work", unit.name, "master" if places.layout.param.dtype == torch.float32 else "work")
-        add(Kind.FETCH, "moments", unit.name, "stage", "moments")
-        add(Kind.FETCH, "grad", unit.name, "grad")
+        if any(places.travels("moments", name) for name in names):
+            add(Kind.EVICT, "moments", unit.name, "stage", "moments")
+            add(Kind.FETCH, "moments", unit.name, "stage", "moments")
+        if any(places.travels("grad", name) and not places.updated_on_host(name) for name in names):
+            add(Kind.FETCH, "grad", unit.name, "grad")
+        if any(places.updated_on_host(name) for name in names):
+            add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage")
+            own = places.layout.param.dtype == torch.float32
+            add(Kind.FETCH, "work", unit.name, "master" if own else "work")
     return Schedule(slots, tuple(actions))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.hardware import cores_of_rank
+from dzero.mesh import local_rank, local_ranks
 from dzero.optim.ahead import Ahead
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.rules import Coefficients
@@ -27,7 +29,8 @@ class AdamW(MasterOptimizer):
     """AdamW over fp32 masters (or fp32 + remainder), with moments in fp32, bf16 or 8 bits, as the table says.
 
     params: as for any optimizer (parameters or groups of the sharded model); None for every trained parameter.
-    max_norm: global-norm clipping over all ranks. threads: of the CPU update; None for torch's number.
+    max_norm: global-norm clipping over all ranks. threads: of updates on the CPU; None for torch's number, or beside a
+    GPU for this rank's share of the cores, each bound to one of them.
     """
 
     def __init__(
@@ -45,7 +48,11 @@ class AdamW(MasterOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
-        self._updater = AdamWUpdater(threads or torch.get_num_threads())
+        self._threads, self._cores = threads or torch.get_num_threads(), list[int]()
+        if threads is None and sharded.mesh.device_type == "cuda" and self.offload.schedule.slots:
+            self._cores = cores_of_rank(local_rank(), local_ranks())
+            self._threads = len(self._cores)
+        self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
         self._ahead = Ahead(self.offload)
         self.gradients.listen(self._start_ahead, self._ahead.abandon)
@@ -78,6 +85,12 @@ class AdamW(MasterOptimizer):
     def _skip(self) -> None:
         self._ahead.abandon()
         super()._skip()
+
+    def introduce(self) -> list[str]:
+        """As `MasterOptimizer.introduce`."""
+        lines = super().introduce()
+        where = f"bound to cores {self._cores}" if self._cores else "not bound"
+        return [*lines, f"offload: updates on {self._threads} host threads, {where}"] if lines else []
 
     def synchronize(self) -> None:
         """As `MasterOptimizer.synchronize`; between backward and step it takes back what was updated early."""

@@ -131,6 +131,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.gradients.clear()
         super().zero_grad(set_to_none)
 
+    def introduce(self) -> list[str]:
+        """For the log: what lives off the device, and how that works. Nothing where all is on it."""
+        return self.offload.introduce()
+
     def synchronize(self) -> None:
         """Return when no update is on its way any more. Parameters read directly are then those of the last step.
 

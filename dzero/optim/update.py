@@ -7,9 +7,12 @@ CUDA                   `step` compiled to one kernel                 its own squ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -62,10 +65,17 @@ class Update:
 
 
 class AdamWUpdater:
-    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the compiled CUDA kernel."""
+    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the compiled CUDA kernel.
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="update") if threads > 1 else None
+    cores: bind each thread to one of these.
+    """
+
+    def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
+        free = SimpleQueue[int]()
+        for core in cores:
+            free.put(core)
+        pooled = threads > 1 or cores
+        self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if pooled else None
         # One fused kernel; shapes and indices stay symbolic, scalars are tensors, so nothing is compiled twice.
         self._fused = torch.compile(step, dynamic=True, fullgraph=True)
 
@@ -83,6 +93,12 @@ class AdamWUpdater:
                 apply(piece)
         else:
             list(self._pool.map(apply, pieces))
+
+
+def _bind(free: SimpleQueue[int]) -> None:
+    """This thread takes a core for itself, while there are any."""
+    with suppress(Empty):
+        os.sched_setaffinity(0, {free.get_nowait()})
 
 
 def apply(update: Update) -> None:

@@ -1,0 +1,108 @@
+"""What is planned from the table: slots, sizes, actions, and their text."""
+
+from __future__ import annotations
+
+import pytest
+
+from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
+from dzero.offload.pinned import aligned
+from dzero.offload.places import Places, schedule_of
+from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.zero.layout import Layout, ParamShape, UnitShape
+
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+UNITS = [
+    UnitShape("layers.0", (ParamShape("layers.0.weight", (64, 32), True), ParamShape("layers.0.bias", (7,), True))),
+    UnitShape("root", (ParamShape("embed", (100, 32), True), ParamShape("table", (10, 32), False))),
+]
+LAYER, ROOT = 32 * 32 + 4, 50 * 32  # elements of the padded shards of two ranks
+
+
+def planned(microbatches: int = 1, replicate: int = 1, precision: PrecisionConfig | None = None, **offload: object):  # type: ignore[no-untyped-def]
+    layout = Layout.of(
+        ZeroConfig(stage=2),
+        precision or PrecisionConfig(),
+        OffloadConfig(**(HOST | offload)),  # type: ignore[arg-type]
+        replicate=replicate,
+        shard=2,
+        microbatches=microbatches,
+    )
+    return schedule_of(Places(layout, UNITS))
+
+
+def sizes(schedule: Schedule) -> dict[str, int]:
+    return {slot.name: slot.count for slot in schedule.slots}
+
+
+def test_slots_hold_what_the_formula_says() -> None:
+    """bf16: 2 for the gradient, 2 for the working copy, 4 for the master, 8 for the moments, on each rank's shards."""
+    schedule = planned()
+    assert sizes(schedule) == {
+        "grad layers.0": 2 * LAYER,
+        "master layers.0": 4 * LAYER,
+        "work layers.0": 2 * LAYER,
+        "moments layers.0": 8 * 1024 + 64 + 16,  # each moment of a parameter starts at a multiple of 64 bytes
+        "grad root": 2 * ROOT,
+        "master root": 4 * ROOT,
+        "work root": 2 * ROOT,
+        "moments root": 8 * ROOT,
+    }
+    assert schedule.host_bytes == sum(aligned(count) for count in sizes(schedule).values())
+
+
+def test_fp32_parameters_send_their_master_and_need_no_other_copy() -> None:
+    schedule = planned(precision=PrecisionConfig(param="fp32"))
+    assert not any(name.startswith("work") for name in sizes(schedule))
+    assert schedule.by_key[Key(Kind.FETCH, "work", "root")].slots == ("master root",)
+
+
+def test_small_states_take_small_slots() -> None:
+    schedule = planned(precision=PrecisionConfig(master="remainder", moments="bf16"))
+    assert sizes(schedule)["master root"] == 2 * ROOT
+    assert sizes(schedule)["moments root"] == 4 * ROOT
+
+
+def test_later_microbatches_land_beside_only_where_they_are_added_on_the_host() -> None:
+    assert sizes(planned(microbatches=4))["landing 0"] == 4 * LAYER
+    assert sizes(planned(microbatches=4))["landing 1"] == 4 * ROOT
+    assert not any(name.startswith("landing") for name in sizes(planned(microbatches=4, replicate=2)))
+
+
+def test_moments_on_the_device_pass_through_a_stage() -> None:
+    schedule = planned(moments="device")
+    assert sizes(schedule)["stage 1"] == 8 * ROOT
+    assert "stage 1" in schedule.by_key[Key(Kind.COMPUTE, "update", "root")].slots
+
+
+def test_a_fraction_takes_the_last_parameters_first() -> None:
+    schedule = planned(grad_fraction=0.5, master_fraction=0.5, moments_fraction=0.5)
+    assert {name.split(" ", 1)[1] for name in sizes(schedule)} == {"root"}
+
+
+def test_undo_slots_keep_to_their_budget_in_the_order_of_backward() -> None:
+    every = planned(overlap="backward")
+    root = aligned(sizes(every)["master root"]) + aligned(sizes(every)["moments root"])
+    assert sizes(every)["undo root"] == root
+    tight = sizes(planned(overlap="backward", undo_bytes=root))
+    assert "undo root" in tight
+    assert "undo layers.0" not in tight
+
+
+def test_a_step_prints_as_its_slots_and_actions() -> None:
+    assert "\n".join(planned().lines()).splitlines()[-7:] == [
+        "EVICT    grad       root             grad root",
+        "EVICT    grad       layers.0         grad layers.0",
+        "COMPUTE  update     root             grad root, master root, work root, moments root",
+        "FETCH    work       root             work root",
+        "COMPUTE  update     layers.0         grad layers.0, master layers.0, work layers.0, moments layers.0",
+        "FETCH    work       layers.0         work layers.0",
+        "6 actions a step, 60.0 KiB of host memory",
+    ]
+
+
+def test_names_that_clash_or_do_not_exist_are_refused() -> None:
+    key = Key(Kind.EVICT, "grad", "root")
+    with pytest.raises(ValueError, match=r"EVICT grad root: no slot is called \['nowhere'\]"):
+        Schedule((Slot("a", 1),), (Action(key, ("nowhere",)),))
+    with pytest.raises(ValueError, match="one key"):
+        Schedule((Slot("a", 1),), (Action(key, ("a",)), Action(key, ("a",))))
