@@ -87,6 +87,16 @@ MISTAKES = {
     "optim.rule=SGD precision=bf16_remainder": "SGD keeps fp32 masters and its own states",
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
+    # tiers
+    "offload=nvme": "offload=nvme: choose one of ['host', 'none']",
+    "offload.master=disk": "offload.master='disk': choose one of ['device', 'host']",
+    "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
+    "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",
+    "offload.overlap=step": "offload.overlap=step has no effect while updates run on the device",
+    "offload.master=host offload.overlap=backward": "offload.overlap=backward updates units on the host while gradients",
+    "offload=host offload.undo_bytes=5": "offload.undo_bytes=5 has no effect with offload.overlap=auto, only with backw",
+    "offload.master=host precision.moments=int8": "both need one tier and one fraction",
+    "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
     # grammar, and sweeps: each run is checked before the first one starts

@@ -19,7 +19,7 @@ from dzero.zero.shard import Sharded
 
 WAITING = {
     "step": "the step waits for all updates",
-    "forward": "each unit waits for its own update when it is next gathered",
+    "forward": "each unit waits for its own update when it is next gathered (the same bits, and no memory to undo)",
     "backward": "as forward, and updates start before the step is decided",
     "delayed": "weights are one step old, updates have a whole step's time",
 }

@@ -89,6 +89,12 @@ class TorchOptimizer(MasterOptimizer):
                 each.stored.master.grad = None
                 each.stored.write_back()
 
+    def introduce(self) -> list[str]:
+        """As `MasterOptimizer.introduce`."""
+        lines = super().introduce()
+        rule = type(self.inner).__name__
+        return [*lines, f"offload: {rule} updates with torch's own operations, not in one pass"] if lines else []
+
     def _settle_groups(self) -> None:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})

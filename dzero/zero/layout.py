@@ -206,7 +206,7 @@ class Layout:
             exact=exact,
             # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
             reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
-            overlap=offload.overlap,
+            overlap=offload.mode,
             undo_bytes=offload.undo_bytes if offload.overlap == "backward" else 0,
             delay_warmup_steps=offload.delay_warmup_steps,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TIERS = ("device", "host")
-OVERLAPS = ("step", "forward", "backward", "delayed")
+OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
 KINDS = ("grad", "master", "moments")
 
 
@@ -28,6 +28,7 @@ class OffloadConfig:
                   `undo_bytes` of host memory per rank bound how much (optim/ahead.py)
         delayed   updates have a whole step's time: weights are one step older than usual (ZeRO-Offload, section 5.2),
                   from the step after `delay_warmup_steps` on
+        auto      forward: the fastest with the same bits that takes no more memory
     """
 
     grad: str = "device"
@@ -36,7 +37,7 @@ class OffloadConfig:
     grad_fraction: float = 1.0
     master_fraction: float = 1.0
     moments_fraction: float = 1.0
-    overlap: str = "forward"
+    overlap: str = "auto"
     undo_bytes: int = 1 << 30
     delay_warmup_steps: int = 40
 
@@ -75,6 +76,11 @@ class OffloadConfig:
                 "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
                 "offload.grad=host, offload.master=host and offload.moments=host"
             )
+
+    @property
+    def mode(self) -> str:
+        """The overlap that `auto` stands for, or the one that was chosen."""
+        return "forward" if self.overlap == "auto" else self.overlap
 
     def tier(self, kind: str) -> str:
         """Of "grad", "master" or "moments"."""
