@@ -93,8 +93,8 @@ MISTAKES = {
     "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
     "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",
     "offload.overlap=step": "offload.overlap=step has no effect while updates run on the device",
-    "offload.master=host offload.overlap=backward": "offload.overlap=backward updates units on the host while gradients",
-    "offload=host offload.undo_bytes=5": "offload.undo_bytes=5 has no effect with offload.overlap=auto, only with backw",
+    "offload.master=host offload.overlap=backward": "offload.overlap=backward updates units on the host while",
+    "offload=host offload.undo_bytes=5": "offload.undo_bytes=5 has no effect with offload.overlap=auto, only with",
     "offload.master=host precision.moments=int8": "both need one tier and one fraction",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files

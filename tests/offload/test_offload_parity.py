@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -157,6 +158,47 @@ def test_offloaded_states_give_the_bits_of_the_device(pool: Pool, row: dict[str,
     for differing, skips in pool.run(compare, cell.ranks, cell):
         assert differing == [], asdict(cell)
         assert skips >= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Cells that share their run on the device."""
+
+    stage: int
+    microbatches: int
+    max_norm: float | None
+    ranks: int
+
+    def cells(self) -> list[Cell]:
+        tiers = [dict(zip(KINDS, of, strict=True)) for of in itertools.product(("host", "device"), repeat=len(KINDS))]
+        rows = [
+            {**STRESSED, "stage": self.stage, "microbatches": self.microbatches, "max_norm": self.max_norm}
+            | {"precision": "bf16", "ranks": self.ranks, "overlap": overlap, **tier}
+            for tier in tiers
+            for overlap in ("forward", "step", "backward")
+        ]
+        return [Cell(**row) for row in rows if allowed(row)]
+
+
+def compare_family(rank: int, ranks: int, family: Family) -> dict[str, list[str]]:
+    """Keys that differ, by cell."""
+    every = family.cells()
+    want = run(every[0], rank, None, STEPS)
+    return {name(asdict(cell)): unequal(run(cell, rank, offload_of(cell), STEPS), want) for cell in every}
+
+
+FAMILIES = [
+    Family(stage=stage, microbatches=microbatches, max_norm=max_norm, ranks=ranks)
+    for stage, microbatches, max_norm, ranks in itertools.product((0, 1, 2, 3), (1, 4), (8.0, None), (1, 2, 4))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_full_product(pool: Pool, family: Family) -> None:
+    for differing in pool.run(compare_family, family.ranks, family, timeout_s=600):
+        assert len(differing) == 12
+        assert not any(differing.values()), differing
 
 
 STRESSED = {
