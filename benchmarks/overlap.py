@@ -1,11 +1,11 @@
 """How much of the host's update hides behind the device's work, by overlap mode? On a SIMULATED device: not a speed.
 
     python benchmarks/overlap.py --rounds 15
-    python benchmarks/overlap.py --rounds 15 --slower-host 1 --ratios 2 4 --name overlap_full_speed
+    python benchmarks/overlap.py --rounds 15 --slower-host 1 --ratios 2 3 4 --name overlap_full_speed
 
     side       a step                                                             at best, in C (compute), U (update)
     compute    forward and backward, no optimizer                                 C
-    resident   everything on the device, whose update is as slow as the host's    C + U
+    resident   everything on the device, updated there (by our kernel, unslowed)
     step       offloaded; the step waits for all updates                          C + U
     forward    offloaded; each unit waits for its own in the next forward         2/3 C + max(1/3 C, U)
     backward   as forward; updates start as gradients come, last unit first       1/3 C + max(2/3 C, U)
@@ -18,7 +18,7 @@ work really runs, then rests three times as long. `--slower-host 1` is right for
 
 One process, one gloo rank; kernels of one thread. Sides take turns in shuffled order. A turn: 2 steps that fill the
 pipeline, then `--steps` on the clock, which stops with updates under way as it started. C is the step of `compute`, U
-what the host's lane worked in a step of `step`, where nothing else runs. Goal: step / max(C, U) at most 1.1. A mode
+what the host's lane worked in a step of `step`, where nothing else computes. Goal: step / max(C, U) at most 1.1. A mode
 whose best is above that cannot meet it at this ratio, however fast its code.
 """
 
@@ -29,30 +29,32 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from report import append_row, plot_bars, table, write_table
-from stats import Ratio, ratio_of_medians
+from stats import ratio_of_medians
 from torch import nn
 
-from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, shard
+from dzero import AdamW, OffloadConfig, ZeroConfig, shard
 
 BOUND = 1.1
 FILL_STEPS = 2
 WIDTH = 1024
 NOTE = "simulated device: not a speed"
 AT_BEST: dict[str, Callable[[float, float], float]] = {
-    "resident": lambda c, u: c + u,
     "step": lambda c, u: c + u,
     "forward": lambda c, u: 2 / 3 * c + max(c / 3, u),
     "backward": lambda c, u: c / 3 + max(2 / 3 * c, u),
-    "delayed": lambda c, u: max(c, u),
+    "delayed": max,
 }
+SIDES = ("compute", "resident", *AT_BEST)
 JUDGED = ("forward", "backward", "delayed")
+Series = dict[str, list[float]]
+"""Of a side at one ratio, one number per turn, of a step: `step_s`; `<lane> busy_s`, `<lane> waited_s`."""
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Device:
     _over: float = 0.0
 
     def begin(self) -> None:
-        """A forward starts: what the thread did since the last step's end is not the device's work."""
+        """A forward starts: what the thread did since the last backward is not the device's work."""
         self._spent, self._over = time.thread_time(), 0.0
 
     def work(self, seconds: float) -> None:
@@ -80,7 +82,7 @@ class Device:
 DEVICE = Device()
 
 
-class _Busy(torch.autograd.Function):
+class Busy(torch.autograd.Function):
     """x, as if computed with `weight`; the weight's gradient is dense and costs one fill."""
 
     @staticmethod
@@ -90,24 +92,24 @@ class _Busy(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         DEVICE.work(2 * DEVICE.block_s)
         return grad, torch.full(ctx.shape, 1e-3, dtype=ctx.dtype)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self, elems: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(elems // WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Busy.apply(x, self.weight)  # type: ignore[no-any-return, no-untyped-call]
+        return Busy.apply(x, self.weight)
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     def __init__(self, blocks: int, elems: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(elems) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(elems) for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         DEVICE.begin()
@@ -116,37 +118,35 @@ class _Net(nn.Module):
         return x
 
 
-@dataclass
-class Turns:
-    """Of a side at one ratio, per step and turn: seconds; by lane seconds at work and seconds waited for."""
-
-    step_s: list[float] = field(default_factory=list)
-    busy_s: dict[str, list[float]] = field(default_factory=dict)
-    waited_s: dict[str, list[float]] = field(default_factory=dict)
-
-
 class Side:
     """A model of its own, offloaded as `name` says."""
 
-    def __init__(self, name: str, blocks: int, elems: int, slower_host: float) -> None:
-        self._sharded, self._optim = _build(name, blocks, elems), None
-        if name != "compute":
-            self._optim = AdamW(self._sharded, threads=1)
-            _slow_down(self._optim, slower_host)
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        extra: dict[str, Any] = {"delay_warmup_steps": 0} if name == "delayed" else {}
+        host = (
+            OffloadConfig(grad="host", master="host", moments="host", overlap=name, **extra)
+            if name in AT_BEST
+            else None
+        )
+        self._sharded = shard(Net(options.blocks, options.elems), ZeroConfig(stage=2), offload=host)
+        self._optim = None if name == "compute" else AdamW(self._sharded, threads=1)
+        if self._optim is not None:
+            slow_down(self._optim, options.slower_host)
 
-    def turn(self, steps: int, turns: Turns) -> None:
+    def turn(self, steps: int) -> dict[str, float]:
+        """One number of each series."""
         for _ in range(FILL_STEPS):
             self._step()
         self._take_use()
         began = time.perf_counter()
         for _ in range(steps):
             self._step()
-        turns.step_s.append((time.perf_counter() - began) / steps)
+        seconds = {"step_s": time.perf_counter() - began}
         for lane, use in self._take_use().items():
-            turns.busy_s.setdefault(lane, []).append(use.busy_s / steps)
-            turns.waited_s.setdefault(lane, []).append(use.waited_s / steps)
+            seconds |= {f"{lane} busy_s": use.busy_s, f"{lane} waited_s": use.waited_s}
         if self._optim is not None:
             self._optim.synchronize()
+        return {key: value / steps for key, value in seconds.items()}
 
     def _step(self) -> None:
         self._sharded.model(torch.zeros(1)).sum().backward()
@@ -160,103 +160,86 @@ class Side:
         return {} if self._optim is None else self._optim.offload.take_use()
 
 
+def slow_down(optim: AdamW, times: float) -> None:
+    """Whatever the host's lane works on takes `times` as long; the rest of that is sleep."""
+    start = optim.offload.compute
+
+    def compute(what: str, unit: str, work: Callable[[], Any]) -> Any:
+        def slowed() -> None:
+            began = time.perf_counter()
+            work()
+            time.sleep((times - 1) * (time.perf_counter() - began))
+
+        return start(what, unit, slowed)
+
+    optim.offload.compute = compute
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--elems", type=int, default=1 << 20, help="parameters per block")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1, 2], help="compute : host update")
-    parser.add_argument("--slower-host", type=float, default=4, help="times")
+    parser.add_argument("--slower-host", type=float, default=4, help="how many times slower than it is")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="on the clock, per turn")
+    parser.add_argument("--steps", type=int, default=2, help="on the clock, per turn")
     parser.add_argument("--name", default="overlap", help="of table and plot")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        block_s, turns = _measure(options)
+        report(options, measure(options))
     finally:
         dist.destroy_process_group()
-    _report(options, block_s, turns)
 
 
-def _measure(options: argparse.Namespace) -> tuple[dict[float, float], dict[float, dict[str, Turns]]]:
-    """Each ratio's `block_s`, and its turns by side."""
-    names = ["compute", *AT_BEST]
-    sides = {name: Side(name, options.blocks, options.elems, options.slower_host) for name in names}
-    block_s = {}
-    for ratio in options.ratios:
-        DEVICE.block_s, trial = 1e-3, Turns()
-        for _ in range(4):  # the update is not equally fast beside every device
-            sides["step"].turn(options.steps, trial)
-            DEVICE.block_s = ratio * trial.busy_s["COMPUTE"][-1] / (3 * options.blocks)
-        block_s[ratio] = ratio * median(trial.busy_s["COMPUTE"][1:]) / (3 * options.blocks)
-    turns = {ratio: {name: Turns() for name in names} for ratio in options.ratios}
+def measure(options: argparse.Namespace) -> dict[float, dict[str, Series]]:
+    """Series by ratio and side."""
+    sides = {name: Side(name, options) for name in SIDES}
+    block_s = dict.fromkeys(options.ratios, 1e-3)
+    for ratio in [*options.ratios] * 4:  # the update is not equally fast beside every device
+        DEVICE.block_s = block_s[ratio]
+        block_s[ratio] = ratio * sides["step"].turn(options.steps)["COMPUTE busy_s"] / (3 * options.blocks)
+    series: dict[float, dict[str, Series]] = {ratio: {name: {} for name in SIDES} for ratio in options.ratios}
     shuffle = random.Random(0)
     for _ in range(options.rounds):
         for ratio in options.ratios:
             DEVICE.block_s = block_s[ratio]
-            for name in shuffle.sample(names, len(names)):
-                sides[name].turn(options.steps, turns[ratio][name])
-    return block_s, turns
+            for name in shuffle.sample(SIDES, len(SIDES)):
+                for key, value in sides[name].turn(options.steps).items():
+                    series[ratio][name].setdefault(key, []).append(value)
+    return series
 
 
-def _build(name: str, blocks: int, elems: int) -> Sharded:
-    extra: dict[str, Any] = {"delay_warmup_steps": 0} if name == "delayed" else {}
-    offload = None
-    if name not in ("compute", "resident"):
-        offload = OffloadConfig(grad="host", master="host", moments="host", overlap=name, **extra)
-    return shard(_Net(blocks, elems), ZeroConfig(stage=2), offload=offload)
-
-
-def _slow_down(optim: AdamW, times: float) -> None:
-    """Whatever the host works on, resident updates too, takes `times` as long; the rest of that is sleep."""
-
-    def slowed(work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = work(*args)
-            time.sleep((times - 1) * (time.perf_counter() - began))
-            return result
-
-        return run
-
-    start = optim.offload.compute
-    optim.offload.compute = lambda what, unit, work: start(what, unit, slowed(work))  # type: ignore[method-assign]
-    if not optim.offload.schedule.actions:
-        optim._updater.run = slowed(optim._updater.run)  # type: ignore[method-assign]
-
-
-def _report(options: argparse.Namespace, block_s: dict[float, float], turns: dict[float, dict[str, Turns]]) -> None:
+def report(options: argparse.Namespace, series: dict[float, dict[str, Series]]) -> None:
+    """Row, table and plot."""
     rows, goals, panels = [], [], {}
-    for ratio, sides in turns.items():
-        compute_s, update_s = sides["compute"].step_s, sides["step"].busy_s["COMPUTE"]
+    for asked, sides in series.items():
+        compute_s, update_s = sides["compute"]["step_s"], sides["step"]["COMPUTE busy_s"]
         c, u = median(compute_s), median(update_s)
-        bars = {}
-        for name, at_best in AT_BEST.items():
-            found = ratio_of_medians(sides[name].step_s, compute_s if c >= u else update_s)
+        bars = panels[f"step / max(C, U) at C : U = {c / u:.2f}"] = {}
+        for name in SIDES[1:]:
+            found = ratio_of_medians(sides[name]["step_s"], compute_s if c >= u else update_s)
+            best = AT_BEST[name](c, u) / max(c, u) if name in AT_BEST else None
             met = found.value <= BOUND if name in JUDGED else None
-            best, bars[name] = at_best(c, u) / max(c, u), found.value
-            rows.append(_row(f"{c * 1e3:.0f} : {u * 1e3:.0f} = {c / u:.2f}", name, sides[name], found, best, met))
+            bars[name] = found.value
             if met is not None:
-                of = {"side": name, "ratio": c / u, "asked_ratio": ratio, "bound": BOUND, "at_best": best, "met": met}
-                goals.append({**of, **vars(found)})
-        panels[f"step / max(C, U) at C : U = {c / u:.2f}"] = bars
-    config = {k: v for k, v in vars(options).items() if k != "name"}
-    results = [{"asked_ratio": r, "block_s": block_s[r], **{n: vars(t) for n, t in turns[r].items()}} for r in turns]
-    append_row("overlap", {"device": "simulated (sleep)", "config": config, "ratios": results, "goals": goals})
-    host = f"a host {options.slower_host:g} times slower" if options.slower_host != 1 else "the host at full speed"
-    title = f"{NOTE}. {options.blocks} blocks of {options.elems / 1e6:.1f} M parameters, {host}, {options.rounds} rounds"
-    header = ["C : U, ms", "side", "step, ms", "step / max(C, U)", "at best", f"≤ {BOUND}"]
-    lanes = ["update busy", "waited for update", "for copies in", "for copies out"]
-    write_table(options.name, f"{title}\n\n{table([*header, *(f'{lane}, ms' for lane in lanes)], rows)}")
+                point = {"side": name, "asked_ratio": asked, "compute_s": c, "update_s": u, "at_best": best}
+                goals.append({**point, **vars(found), "bound": BOUND, "met": met})
+            shown = ["" if best is None else f"{best:.2f}", "" if met is None else "yes" if met else "no"]
+            lanes = ("COMPUTE busy_s", "COMPUTE waited_s", "FETCH waited_s", "EVICT waited_s")
+            used = [f"{median(sides[name][key]) * 1e3:.1f}" if key in sides[name] else "" for key in lanes]
+            point = f"{c * 1e3:.0f} : {u * 1e3:.0f} = {c / u:.2f}"
+            rows.append([point, name, f"{median(sides[name]['step_s']) * 1e3:.1f}", found, *shown, *used])
+    config = {key: value for key, value in vars(options).items() if key != "name"}
+    sides_by_ratio = {str(asked): sides for asked, sides in series.items()}
+    append_row("overlap", {"device": "simulated (sleep)", "config": config, "sides": sides_by_ratio, "goals": goals})
+    speed = "at full speed" if options.slower_host == 1 else f"{options.slower_host:g} times slower than it is"
+    title = f"{NOTE}; {options.blocks} blocks of {options.elems / 1e6:.1f} M parameters, the host {speed}"
+    header = ["C : U, ms", "side", "step, ms", "step / max(C, U)", "at best", f"met (≤ {BOUND})"]
+    header += ["host busy, ms", "waited for host", "for copies in", "for copies out"]
+    write_table(options.name, f"{title}\n\n{table(header, rows)}")
     plot_bars(options.name, title, panels)
-
-
-def _row(point: str, name: str, of: Turns, found: Ratio, best: float, met: bool | None) -> list[str]:
-    used = [of.busy_s.get("COMPUTE"), *(of.waited_s.get(lane) for lane in ("COMPUTE", "FETCH", "EVICT"))]
-    shown = [f"{median(seconds) * 1e3:.1f}" if seconds else "" for seconds in used]
-    asked = "" if met is None else "yes" if met else "no"
-    return [point, name, f"{median(of.step_s) * 1e3:.1f}", str(found), f"{best:.2f}", asked, *shown]
 
 
 if __name__ == "__main__":

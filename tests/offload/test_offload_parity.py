@@ -76,7 +76,8 @@ def allowed(row: dict[str, Any]) -> bool:
 def offload_of(cell: Cell) -> OffloadConfig:
     tiers: dict[str, Any] = {kind: getattr(cell, kind) for kind in KINDS}
     fractions = {f"{kind}_fraction": cell.fraction for kind in KINDS if tiers[kind] == "host"}
-    return OffloadConfig(**tiers, **fractions, overlap=cell.overlap, undo_bytes=cell.undo_bytes)
+    overlap = "auto" if cell.overlap == "forward" else cell.overlap
+    return OffloadConfig(**tiers, **fractions, overlap=overlap, undo_bytes=cell.undo_bytes)
 
 
 def run(
