@@ -22,7 +22,8 @@ import torch
 
 from dzero.offload.pinned import aligned
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
-from dzero.zero.layout import Layout, ParamShape, UnitShape
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import ParamShape, UnitShape
 
 Unit = TypeVar("Unit")
 GRAIN_BYTES = 64

@@ -25,7 +25,8 @@ from dzero.mesh import SHARD, host_mesh
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import EightBit
 from dzero.optim.update import ParamStates
-from dzero.zero.layout import Layout, ParamShape
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
 

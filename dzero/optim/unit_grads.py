@@ -27,8 +27,9 @@ from torch import nn
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.storage import local_of
-from dzero.zero.layout import ParamShape
-from dzero.zero.shard import Sharded, Unit
+from dzero.zero.shapes import ParamShape
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
 
 Named = dict[str, torch.Tensor]
 

@@ -22,7 +22,8 @@ import torch
 
 from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.mesh import REPLICATE, SHARD
-from dzero.zero.layout import Layout, Row, UnitShape
+from dzero.zero.layout import Layout, Row
+from dzero.zero.shapes import UnitShape
 
 KINDS = ("param", "grad", "master", "moments")
 

@@ -15,11 +15,8 @@ and FSDP2's ordinary `.grad` is right.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,56 +29,12 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
-from dzero.zero.layout import Layout, ParamShape, PrecisionConfig, UnitShape, ZeroConfig
+from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.shapes import ParamShape, UnitShape
 from dzero.zero.tiers import OffloadConfig
+from dzero.zero.unit import Unit
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.values import Materialise, Values
-
-Consumer = Callable[[torch.Tensor], None]
-
-
-@dataclass
-class Unit:
-    """Modules that are gathered and reduced together, and where their reduced gradients go.
-
-    `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
-    is held weakly: the gradients belong to the optimizer; so is `before_unshard`, called with the unit's name when
-    FSDP2 is about to read the shards.
-    """
-
-    shape: UnitShape
-    modules: list[FSDPModule]
-    params: dict[str, nn.Parameter]
-    average: AverageCopies | None
-    origin: dict[str, torch.Tensor] = field(default_factory=dict)
-    consumer: weakref.WeakMethod[Consumer] | None = None
-    before_unshard: weakref.WeakMethod[Callable[[str], None]] | None = None
-
-    def attach(self, consumer: Consumer) -> None:
-        """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
-        if self.consumer is not None and self.consumer() is not None:
-            gc.collect()  # a dropped optimizer and its scheduler refer to each other
-            if self.consumer() is not None:
-                raise RuntimeError(
-                    "this model's gradients already go to another optimizer: give one optimizer several parameter "
-                    "groups, or drop the old one before making a new one"
-                )
-        self.consumer = weakref.WeakMethod(consumer)
-
-    def arrive(self) -> None:
-        """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
-        door = self.before_unshard() if self.before_unshard is not None else None
-        if door is not None:
-            door(self.shape.name)
-
-    def deliver(self, reduced: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
-        consumer = self.consumer() if self.consumer is not None else None
-        if consumer is not None:
-            consumer(reduced)
-        elif self.average is not None:
-            self.average(reduced)
 
 
 class Sharded:

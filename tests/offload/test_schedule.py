@@ -8,7 +8,8 @@ from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
-from dzero.zero.layout import Layout, ParamShape, UnitShape
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import ParamShape, UnitShape
 
 HOST = {"grad": "host", "master": "host", "moments": "host"}
 UNITS = [

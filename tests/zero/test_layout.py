@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dzero import PrecisionConfig, ZeroConfig
 from dzero.mesh import MeshConfig
-from dzero.zero.layout import Cadence, Layout, ParamShape
+from dzero.zero.layout import Cadence, Layout
+from dzero.zero.shapes import ParamShape
 
 
 def layout(stage: int = 2, *, replicate: int = 1, shard: int = 4, microbatches: int = 1, **precision: str) -> Layout:

@@ -1,0 +1,61 @@
+"""One unit of a sharded model, and its two doors: gradients leave, parameters are about to be read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from dzero.comm.collectives import AverageCopies
+from dzero.zero.shapes import UnitShape
+
+Consumer = Callable[[torch.Tensor], None]
+
+
+@dataclass
+class Unit:
+    """Modules that are gathered and reduced together, and where their reduced gradients go.
+
+    `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
+    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
+    is held weakly: the gradients belong to the optimizer; so is `before_unshard`, called with the unit's name when
+    FSDP2 is about to read the shards.
+    """
+
+    shape: UnitShape
+    modules: list[FSDPModule]
+    params: dict[str, nn.Parameter]
+    average: AverageCopies | None
+    origin: dict[str, torch.Tensor] = field(default_factory=dict)
+    consumer: weakref.WeakMethod[Consumer] | None = None
+    before_unshard: weakref.WeakMethod[Callable[[str], None]] | None = None
+
+    def attach(self, consumer: Consumer) -> None:
+        """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
+        if self.consumer is not None and self.consumer() is not None:
+            gc.collect()  # a dropped optimizer and its scheduler refer to each other
+            if self.consumer() is not None:
+                raise RuntimeError(
+                    "this model's gradients already go to another optimizer: give one optimizer several parameter "
+                    "groups, or drop the old one before making a new one"
+                )
+        self.consumer = weakref.WeakMethod(consumer)
+
+    def arrive(self) -> None:
+        """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
+        door = self.before_unshard() if self.before_unshard is not None else None
+        if door is not None:
+            door(self.shape.name)
+
+    def deliver(self, reduced: torch.Tensor) -> None:
+        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
+        consumer = self.consumer() if self.consumer is not None else None
+        if consumer is not None:
+            consumer(reduced)
+        elif self.average is not None:
+            self.average(reduced)
