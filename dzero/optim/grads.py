@@ -78,9 +78,8 @@ class Gradients:
         for unit in self._units:
             unit.settle()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
-        values = [self._order.checksum, *(sums.get(name, 0.0) for name in self._owned)]
-        local = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=self._device) for v in values])
-        gathered = self._gather(local).cpu()
+        values = [float(self._order.checksum), *(sums.get(name, 0.0) for name in self._owned)]
+        gathered = self._gather(_vector(values, self._device)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = chunks[0].clone()
@@ -110,3 +109,12 @@ class Gradients:
         for unit in self._units:
             unit.clear()
         self._order.checksum = 0
+
+
+def _vector(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """fp64 [values] on `device`, from floats and 0-dim tensors that are there: one copy for all floats."""
+    vector = torch.tensor([0.0 if isinstance(v, torch.Tensor) else v for v in values], dtype=torch.float64).to(device)
+    there = [index for index, v in enumerate(values) if isinstance(v, torch.Tensor)]
+    if there:
+        vector[there] = torch.stack([v for v in values if isinstance(v, torch.Tensor)])
+    return vector

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from cells import master_of, whole
 
-from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.optim import rules, update
 from dzero.zero.working import split, to_working
 
@@ -39,17 +41,26 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 
 def train(
-    device_type: str, stage: int, *, precision: PrecisionConfig, microbatches: int = 1, reduction: str = "auto"
+    device_type: str,
+    stage: int,
+    *,
+    precision: PrecisionConfig,
+    microbatches: int = 1,
+    reduction: str = "auto",
+    offload: OffloadConfig | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Masters on the CPU and norms after STEPS steps of the uneven net."""
+    """Masters on the CPU and norms after STEPS steps of the uneven net; delays before an offload's actions."""
     sharded = shard(
         nets.build("uneven"),
         ZeroConfig(stage=stage, reduction=reduction),
         precision=precision,
+        offload=offload,
         mesh=make_mesh(device_type, replicate=1),
         microbatches=microbatches,
     )
     optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
+    chance = random.Random(0)
+    optim.offload.swap.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
     for of_step in nets.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches):
         for index, batch in enumerate(of_step[0]):
             with sharded.microbatch(is_last=index == microbatches - 1):
@@ -58,6 +69,8 @@ def train(
         optim.step()
         assert optim.last_decision is not None
         norms.append(optim.last_decision.norm)
+    optim.synchronize()
+    assert optim.offload.arena.pinned == (offload is not None)
     masters = {name: master_of(p, optim.state[p]) for name, p in sharded.named_params().items()}
     return {name: whole(master).cpu() for name, master in masters.items()}, norms
 
@@ -71,6 +84,28 @@ def test_stages_and_reductions_agree_to_the_bit_on_one_gpu(param: str, microbatc
         other, other_norms = train("cuda", stage, precision=precision, microbatches=microbatches, reduction=reduction)
         assert other_norms == norms
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_overlap_modes_agree_to_the_bit_and_follow_the_resident_run(param: str, microbatches: int, stage: int) -> None:
+    precision = PrecisionConfig(param=param)
+
+    def run(overlap: str, **tiers: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+        offload = OffloadConfig(master="host", moments="host", overlap=overlap, **tiers)  # type: ignore[arg-type]
+        return train("cuda", stage, precision=precision, microbatches=microbatches, offload=offload)
+
+    first, norms = run("step", grad="host")
+    for overlap, grad in (("forward", "host"), ("backward", "host"), ("forward", "device")):
+        other, other_norms = run(overlap, grad=grad)
+        assert other_norms == pytest.approx(norms, rel=1e-12)  # sums of squares on the host or on the device
+        if grad == "host":
+            assert all(torch.equal(first[name], other[name]) for name in first)
+    resident, resident_norms = train("cuda", stage, precision=precision, microbatches=microbatches)
+    assert norms == pytest.approx(resident_norms, rel=1e-2)
+    for name, master in resident.items():
+        torch.testing.assert_close(first[name], master, rtol=0, atol=2e-3)
 
 
 def test_gpu_follows_the_cpu_in_fp32() -> None:
