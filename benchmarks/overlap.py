@@ -30,6 +30,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -43,8 +44,6 @@ from dzero import AdamW, OffloadConfig, ZeroConfig, shard
 
 BOUND = 1.1
 FILL_STEPS, TRIALS = 2, 5
-WIDTH = 1024
-NOTE = "simulated device: not a speed"
 AT_BEST: dict[str, Callable[[float, float], float]] = {
     "step": lambda c, u: c + u,
     "forward": lambda c, u: 2 / 3 * c + max(c / 3, u),
@@ -100,7 +99,7 @@ class Busy(torch.autograd.Function):
 class Block(nn.Module):
     def __init__(self, elems: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(elems // WIDTH, WIDTH))
+        self.weight = nn.Parameter(torch.ones(elems // 1024, 1024))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Busy.apply(x, self.weight)
@@ -122,14 +121,15 @@ class Side:
         """One number of each series."""
         for _ in range(FILL_STEPS):
             self._step()
-        self._take_use()
+        if self._optim is not None:
+            self._optim.offload.take_use()
         began = time.perf_counter()
         for _ in range(steps):
             self._step()
         seconds = {"step_s": time.perf_counter() - began}
-        for lane, use in self._take_use().items():
-            seconds |= {f"{lane} busy_s": use.busy_s, f"{lane} waited_s": use.waited_s}
         if self._optim is not None:
+            for lane, use in self._optim.offload.take_use().items():
+                seconds |= {f"{lane} busy_s": use.busy_s, f"{lane} waited_s": use.waited_s}
             self._optim.synchronize()
         return {key: value / steps for key, value in seconds.items()}
 
@@ -137,28 +137,21 @@ class Side:
         DEVICE.begin()
         self._sharded.model(torch.zeros(1)).sum().backward()
         if self._optim is not None:
-            return self._optim.step()
-        for param in self._sharded.named_params().values():
-            param.grad = None
-        return None
-
-    def _take_use(self) -> dict[str, Any]:
-        return {} if self._optim is None else self._optim.offload.take_use()
+            self._optim.step()
+        else:
+            self._sharded.model.zero_grad()
 
 
 def slow_down(optim: AdamW, times: float) -> None:
     """Whatever the host's lane works on takes `times` as long; the rest of that is sleep."""
     start = optim.offload.compute
 
-    def compute(what: str, unit: str, work: Callable[[], Any]) -> Any:
-        def slowed() -> None:
-            began = time.perf_counter()
-            work()
-            time.sleep((times - 1) * (time.perf_counter() - began))
+    def slowed(work: Callable[[], Any]) -> None:
+        began = time.perf_counter()
+        work()
+        time.sleep((times - 1) * (time.perf_counter() - began))
 
-        return start(what, unit, slowed)
-
-    optim.offload.compute = compute
+    optim.offload.compute = lambda what, unit, work: start(what, unit, partial(slowed, work))
 
 
 def main() -> None:
@@ -208,30 +201,21 @@ def report(options: argparse.Namespace, series: dict[float, dict[str, Series]]) 
         for name in SIDES[1:]:
             found = ratio_of_medians(sides[name]["step_s"], compute_s if c >= u else update_s)
             best = AT_BEST[name](c, u) / max(c, u) if name in AT_BEST else None
-            met = found.value <= BOUND if name in JUDGED else None
-            bars[name] = found.value
-            if met is not None:
+            bars[name], met = found.value, found.value <= BOUND
+            if name in JUDGED:
                 goal = {"side": name, "asked_ratio": asked, "compute_s": c, "update_s": u, "at_best": best}
                 goals.append({**goal, **vars(found), "bound": BOUND, "met": met})
-            shown = ["" if best is None else f"{best:.2f}", "" if met is None else "yes" if met else "no"]
-            times = [f"{c * 1e3:.0f} : {u * 1e3:.0f} = {c / u:.2f}", name, *_parts(sides[name], c)]
-            rows.append([*times, found, *shown])
+            shown = [f"{best:.2f}" if best else "", ("yes" if met else "no") if name in JUDGED else ""]
+            point = f"{c * 1e3:.0f} : {u * 1e3:.0f} = {c / u:.2f}"
+            rows.append([point, name, *_parts(sides[name], c), found, *shown])
     config = {key: value for key, value in vars(options).items() if key != "name"}
     by_ratio = {str(asked): sides for asked, sides in series.items()}
     append_row("overlap", {"device": "simulated (sleep)", "config": config, "sides": by_ratio, "goals": goals})
     speed = "at full speed" if options.slower_host == 1 else f"{options.slower_host:g} times slower than it is"
-    title = f"{NOTE}; {options.blocks} blocks of {options.elems / 1e6:.1f} M parameters, the host {speed}"
-    header = [
-        "C : U, ms",
-        "side",
-        "step, ms",
-        "waited",
-        "rest",
-        "host busy",
-        "step / max(C, U)",
-        "at best",
-        f"≤ {BOUND}",
-    ]
+    net = f"{options.blocks} blocks of {options.elems / 1e6:.1f} M parameters"
+    title = f"simulated device: not a speed; {net}, the host {speed}"
+    header = ["C : U, ms", "side", "step, ms", "waited", "rest", "host busy"]
+    header += ["step / max(C, U)", "at best", f"met (≤ {BOUND})"]
     write_table(options.name, f"{title}\n\n{table(header, rows)}")
     plot_bars(options.name, title, panels)
 

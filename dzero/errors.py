@@ -18,11 +18,11 @@ class RunError(Exception):
 def user_errors() -> Iterator[None]:
     """Where settings and files are first used: what this package itself raises about them is the user's to mend.
 
-    Its ValueError, OSError and ModuleNotFoundError become RunError; those from deeper libraries stay.
+    Its ValueError, OSError, MemoryError and ModuleNotFoundError become RunError; those from deeper libraries stay.
     """
     try:
         yield
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
         if Path(frames[-1]).is_relative_to(PACKAGE):
             raise RunError(str(error)) from error

@@ -96,6 +96,8 @@ MISTAKES = {
     "offload.master=host offload.overlap=backward": "offload.overlap=backward updates units on the host while",
     "offload=host offload.undo_bytes=5": "offload.undo_bytes=5 has no effect with offload.overlap=auto, only with",
     "offload.master=host precision.moments=int8": "both need one tier and one fraction",
+    "offload=host offload.overlap=backward optim.rule=SGD": "only adamw can take updates back, not SGD",
+    "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be ≥ 1",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 
-from dzero.hardware import format_bytes
-from dzero.mesh import local_ranks
-from dzero.offload.pinned import Arena, aligned
+from dzero.comm.collectives import GatherScalars
+from dzero.comm.ledger import Ledger
+from dzero.hardware import format_bytes, host_available_bytes
+from dzero.mesh import AXES, local_ranks
+from dzero.offload.pinned import Arena, aligned, require
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import LaneUse, Move, Swap
@@ -36,13 +38,16 @@ class Offload:
         self.places = Places(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.places)
         device = torch.device(sharded.mesh.device_type)
-        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda", ranks=local_ranks())
+        if self.schedule.host_bytes:
+            available = host_available_bytes()
+            for axis in AXES:  # everybody has looked before anybody takes
+                GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
+            require(self.schedule.host_bytes, available, local_ranks())
+        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda")
         self.swap = Swap(self.schedule, self.arena, device)
         self._layout, self._steps = layout, 0
         self._held_back: list[tuple[str, Sequence[Move]]] = []
-        for unit in sharded.units:
-            if Key(Kind.FETCH, "work", unit.shape.name) in self.schedule.by_key:
-                unit.before_unshard = weakref.WeakMethod(self.arrive)
+        self._units = {unit.shape.name: unit for unit in sharded.units}
 
     def introduce(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""
@@ -82,7 +87,12 @@ class Offload:
         if self._layout.overlap == "delayed" and self._steps >= self._layout.delay_warmup_steps:
             self._held_back.append((unit, moves))
         else:
-            self.fetch("work", unit, moves)
+            self._fetch_work(unit, moves)
+
+    def _fetch_work(self, unit: str, moves: Sequence[Move]) -> None:
+        """FSDP2 must not read the unit's shards before; the unit itself knows, whatever becomes of the optimizer."""
+        self.fetch("work", unit, moves)
+        self._units[unit].pending = partial(self.swap.wait, Key(Kind.FETCH, "work", unit))
 
     def can_undo(self, unit: str) -> bool:
         """Whether there is room to update this unit before the step is decided."""
@@ -106,10 +116,6 @@ class Offload:
             yield room[start : start + data.numel()], data
             start += aligned(data.numel())
 
-    def arrive(self, unit: str) -> None:
-        """Return when the unit's new working copy is on the device: FSDP2 is about to read it."""
-        self.swap.wait(Key(Kind.FETCH, "work", unit))
-
     def wait_grads(self, unit: str) -> None:
         """Return when the unit's gradients that live on the host are there, and added up."""
         self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
@@ -122,7 +128,7 @@ class Offload:
         """A step is decided: with overlap=delayed, the last one's working copies are due now."""
         held_back, self._held_back = self._held_back, []
         for unit, moves in held_back:
-            self.fetch("work", unit, moves)
+            self._fetch_work(unit, moves)
 
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""

@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch
 
-from dzero.hardware import format_bytes, host_available_bytes
+from dzero.hardware import format_bytes
 
 ALIGNMENT_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
@@ -53,8 +53,9 @@ class Lease:
     phase: Phase = Phase.HELD
 
     def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
-        """`elems` elements of `dtype` from `start_bytes` on."""
-        return self.data[start_bytes : start_bytes + elems * dtype.itemsize].view(dtype)
+        """`elems` elements of `dtype` from `start_bytes` on, as a storage of its own: saving it saves no neighbours."""
+        piece = self.data[start_bytes : start_bytes + elems * dtype.itemsize]
+        return torch.from_numpy(piece.numpy()).view(dtype) if elems else torch.empty(0, dtype=dtype)
 
     def enter(self, phase: Phase) -> None:
         """Move to `phase`. Raises RuntimeError from one copy into another: the slot would be used twice."""
@@ -69,22 +70,10 @@ class Lease:
 
 
 class Arena:
-    """`capacity_bytes` of host memory, leased first-fit.
+    """`capacity_bytes` of host memory, leased first-fit. `pin`: page-lock it, for copies that a GPU makes by itself."""
 
-    pin: page-lock it, for copies that a GPU makes by itself. ranks: of this host, each with such an arena. Raises
-    MemoryError before touching anything where the host has less than all of them need.
-    """
-
-    def __init__(self, capacity_bytes: int, *, pin: bool = False, ranks: int = 1) -> None:
+    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
         self.capacity_bytes = -(-capacity_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        available = host_available_bytes()
-        if self.capacity_bytes * ranks > available:
-            raise MemoryError(
-                f"offload needs {format_bytes(self.capacity_bytes)} of host memory for each of {ranks} ranks, "
-                f"{format_bytes(self.capacity_bytes * ranks)} in all; {format_bytes(available)} are available. Keep "
-                "more on the device (offload.*_fraction), shard over more ranks or hosts, or store less "
-                "(precision.master=remainder, precision.moments=bf16)"
-            )
         self.leased_bytes = self.high_water_bytes = 0
         self.pinned = False
         self._gaps = [(0, self.capacity_bytes)]
@@ -119,6 +108,17 @@ class Arena:
                 merged.append((start, length))
         self._gaps = merged
         lease.data = torch.empty(0, dtype=torch.uint8)
+
+
+def require(capacity_bytes: int, available_bytes: int, ranks: int) -> None:
+    """Raises MemoryError where a host with `available_bytes` cannot give each of its `ranks` such an arena."""
+    if capacity_bytes * ranks > available_bytes:
+        raise MemoryError(
+            f"offload needs {format_bytes(capacity_bytes)} of host memory for each of {ranks} ranks, "
+            f"{format_bytes(capacity_bytes * ranks)} in all; {format_bytes(available_bytes)} are available. Keep more "
+            "on the device (offload.*_fraction), shard over more ranks or hosts, or store less "
+            "(precision.master=remainder, precision.moments=bf16)"
+        )
 
 
 def _huge_pages(count: int) -> torch.Tensor:

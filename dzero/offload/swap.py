@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dzero.offload.pinned import Arena, Lease, Phase
 from dzero.offload.schedule import Action, Key, Kind, Schedule
 
 PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
+LEAVING = 4
 Move = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of one size and dtype."""
 
@@ -60,16 +62,24 @@ class Swap:
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
         self._users: dict[str, Future[Any]] = {}
+        self._leaving: deque[Future[Any]] = deque()
         kinds = {action.key.kind for action in schedule.actions}
         self._lanes = {kind: _Lane(kind, device) for kind in kinds}
-        self._stop = weakref.finalize(self, _shut_down, [lane.thread for lane in self._lanes.values()])
+        weakref.finalize(self, _end, [lane.thread for lane in self._lanes.values()])
 
     def move(self, key: Key, moves: Sequence[Move]) -> None:
-        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`."""
+        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`.
+
+        At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
+        """
         lane = self._lanes[key.kind]
         ready = lane.ready()
         self._count(key.kind, LaneUse(moved_bytes=sum(source.nbytes for _, source in moves)))
-        self._start(key, lambda: lane.copy(moves, ready))
+        future = self._start(key, lambda: lane.copy(moves, ready))
+        if key.kind is Kind.EVICT:
+            self._leaving.append(future)
+            while len(self._leaving) > LEAVING:
+                self._leaving.popleft().result()
 
     def compute(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
         """Start `work` on the host."""
@@ -118,8 +128,11 @@ class Swap:
             self._count(key.kind, LaneUse(waited_s=time.perf_counter() - began))
 
     def drain(self) -> None:
-        """Until everything that was started has ended."""
+        """Until everything that was started has ended. Raises OffloadError, also later, for what failed."""
         self.wait(*self._last)
+        self._last.clear()
+        self._users.clear()
+        self._leaving.clear()
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
@@ -133,7 +146,8 @@ class Swap:
 
     def close(self) -> None:
         """End the threads, after what was started has ended."""
-        self._stop()
+        for lane in self._lanes.values():
+            lane.thread.shutdown()
 
 
 class _Lane:
@@ -162,6 +176,7 @@ class _Lane:
         done.synchronize()
 
 
-def _shut_down(threads: list[ThreadPoolExecutor]) -> None:
+def _end(threads: list[ThreadPoolExecutor]) -> None:
+    """Without waiting: the last reference to a swap may be dropped by one of its own threads."""
     for thread in threads:
-        thread.shutdown()
+        thread.shutdown(wait=False)

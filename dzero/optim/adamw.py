@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from dzero.optim.storage import Homes, Stored, local_of
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
 
 How = dict[str, tuple[int, Coefficients]]
 """The number of each parameter's update, and its coefficients."""
@@ -66,14 +66,11 @@ class AdamW(MasterOptimizer):
                 stored = Stored.create(shape, param, origin, sharded.layout, homes)
                 self._stored[param] = stored
                 self.state[param] = stored.tensors
-        loaded = weakref.WeakMethod(self._follow_loaded)
-        sharded.model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda *_: follow() if (follow := loaded()) else None
-        )
 
-    def _follow_loaded(self, *_: object) -> None:
-        for stored in self._stored.values():
-            stored.follow()
+    def _follow(self, unit: Unit) -> None:
+        for param in unit.params.values():
+            if param in self._stored:
+                self._stored[param].follow()
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         pending, how = self._plan(grads, factor)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -24,6 +25,7 @@ from dzero.offload.attach import Offload
 from dzero.optim.grads import Decision, Gradients
 from dzero.optim.scaler import LossScaler, ScalerConfig
 from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit, as_module
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -56,10 +58,29 @@ class MasterOptimizer(torch.optim.Optimizer):
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         self.offload = Offload(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
-        current = weakref.WeakMethod(self.synchronize)
-        model = sharded.model
-        for register in (model.register_state_dict_pre_hook, model.register_load_state_dict_pre_hook):
-            register(lambda *_: wait() if (wait := current()) else None)  # type: ignore[no-untyped-call]
+        self._hook_state_dicts()
+
+    def _hook_state_dicts(self) -> None:
+        """State dicts of the model, or of a unit's modules, wait for updates; masters follow what they load."""
+        waits, follows = weakref.WeakMethod(self.synchronize), weakref.WeakMethod(self._follow)
+
+        def before(*_: object) -> None:
+            if (wait := waits()) is not None:
+                wait()
+
+        def after(unit: Unit, *_: object) -> None:
+            if (follow := follows()) is not None:
+                follow(unit)
+
+        for unit in self._sharded.units:
+            for module in (as_module(each) for each in unit.modules):
+                module.register_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_post_hook(partial(after, unit))  # type: ignore[no-untyped-call]
+
+    def _follow(self, unit: Unit) -> None:
+        """The model has loaded other values into a unit: its masters take them."""
+        raise NotImplementedError
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}

@@ -126,10 +126,12 @@ class Stored:
             self.tensors[key] = sharded_like(value, self.param)
             return
         master = homes.blank("master", self.name, key, local, value.dtype).copy_(value.view(-1))
+        if local.dtype == torch.float32:
+            self.work = master  # a copy of the parameter between steps, so no state of its own
+            return
         self.tensors[key] = sharded_like(master, self.param, mesh)
         self.on_host.add(key)
-        own = local.dtype == torch.float32
-        self.work = master if own else homes.offload.view(self.name, "work", local.numel()).copy_(local.view(-1))
+        self.work = homes.offload.view(self.name, "work", local.numel()).copy_(local.view(-1))
 
     def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
         local, mesh = local_of(self.param.detach()), homes.mesh("moments", self.name)
@@ -203,6 +205,8 @@ class Stored:
         kinds = {"param": 0, "master": 0, "moments": 0}
         if tier == "device":
             kinds["param"] = local_of(self.param.detach()).untyped_storage().nbytes()
+        elif self.work is not None:
+            kinds["master" if self.work.dtype == torch.float32 else "param"] = self.work.nbytes
         for key, tensor in self.tensors.items():
             if key != "step" and (key in self.on_host) == (tier == "host"):
                 local = local_of(tensor)

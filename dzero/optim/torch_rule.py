@@ -24,6 +24,7 @@ from dzero.optim.storage import Homes, local_of, sharded_like
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
 from dzero.zero.working import to_working
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
@@ -89,6 +90,11 @@ class TorchOptimizer(MasterOptimizer):
                 each.stored.master.grad = None
                 each.stored.write_back()
 
+    def _follow(self, unit: Unit) -> None:
+        for param in unit.params.values():
+            if param in self._mastered:
+                self._mastered[param].follow()
+
     def introduce(self) -> list[str]:
         """As `MasterOptimizer.introduce`."""
         lines = super().introduce()
@@ -119,7 +125,8 @@ class TorchOptimizer(MasterOptimizer):
         """The master and the class's states of a parameter, those of its shape as DTensors placed like it."""
         mastered = self._mastered[param]
         master, mesh = mastered.master, mastered.mesh
-        states: dict[str, Any] = {} if mastered.is_param else {"master": sharded_like(master.detach(), param, mesh)}
+        copied = mastered.param.dtype == torch.float32  # the parameter says it all
+        states: dict[str, Any] = {} if copied else {"master": sharded_like(master.detach(), param, mesh)}
         for key, value in self.inner.state.get(master, {}).items():
             same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
             states[key] = sharded_like(value, param, mesh) if same else value
@@ -204,6 +211,12 @@ class Mastered:
         """Its states are the class's, and stay with the master."""
         raise KeyError(key)
 
+    def follow(self) -> None:
+        """Take a parameter that was loaded with other values as the new master."""
+        local = self.local.to(self.master.device)
+        if not self.is_param and not torch.equal(to_working(self.master.detach().view(-1), local.dtype), local):
+            self.master.data.view(-1).copy_(local)
+
     def write_back(self) -> None:
         """Round the master into the working copy."""
         target = self.local if self.work is None else self.work
@@ -226,6 +239,10 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
         raise ValueError(
             f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
             "to offload.master's"
+        )
+    if layout.overlap == "backward":
+        raise ValueError(
+            f"offload.overlap=backward: only adamw can take updates back, not {rule.__name__}; take forward"
         )
     if layout.remainder or layout.moments.dtype != torch.float32:
         raise ValueError(

@@ -57,6 +57,7 @@ class UnitGrads:
         self._added_on_host = self._hosted if places.accumulates_on_host else set[str]()
         self.clear()
         unit.attach(self._receive)
+        unit.drain = weakref.WeakMethod(offload.swap.drain)
         for shape in unit.shape.params:
             if unit.params[shape.name].requires_grad != shape.trainable:
                 raise ValueError(

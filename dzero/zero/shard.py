@@ -32,7 +32,7 @@ from dzero.zero.cadence import Microbatches
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import ParamShape, UnitShape
 from dzero.zero.tiers import OffloadConfig
-from dzero.zero.unit import Unit
+from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.values import Materialise, Values
 
@@ -210,16 +210,11 @@ class _Sharder:
         else:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
-                _as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
+                as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
-    return module
-
-
-def _as_module(module: FSDPModule) -> nn.Module:
-    assert isinstance(module, nn.Module)
     return module
 
 

@@ -64,8 +64,9 @@ class OffloadConfig:
 
         for key, mode in (("undo_bytes", "backward"), ("delay_warmup_steps", "delayed")):
             value = getattr(self, key)
-            if value < 0:
-                raise ValueError(f"offload.{key}={value}: must be ≥ 0")
+            least = 1 if key == "undo_bytes" else 0
+            if value < least:
+                raise ValueError(f"offload.{key}={value}: must be ≥ {least}")
             if value != getattr(type(self), key) and self.overlap != mode:
                 raise ValueError(
                     f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"

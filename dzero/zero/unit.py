@@ -23,8 +23,8 @@ class Unit:
 
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
-    is held weakly: the gradients belong to the optimizer; so is `before_unshard`, called with the unit's name when
-    FSDP2 is about to read the shards.
+    is held weakly: the gradients belong to the optimizer. `pending`: waits for the update that is on its way to the
+    shards. `drain`: waits for all work of the optimizer that was attached last.
     """
 
     shape: UnitShape
@@ -33,24 +33,30 @@ class Unit:
     average: AverageCopies | None
     origin: dict[str, torch.Tensor] = field(default_factory=dict)
     consumer: weakref.WeakMethod[Consumer] | None = None
-    before_unshard: weakref.WeakMethod[Callable[[str], None]] | None = None
+    pending: Callable[[], None] | None = None
+    drain: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
-        if self.consumer is not None and self.consumer() is not None:
+        if self._is_attached():
+            if self.drain is not None and (drain := self.drain()) is not None:
+                drain()  # queued work holds the optimizer that queued it
             gc.collect()  # a dropped optimizer and its scheduler refer to each other
-            if self.consumer() is not None:
+            if self._is_attached():
                 raise RuntimeError(
                     "this model's gradients already go to another optimizer: give one optimizer several parameter "
                     "groups, or drop the old one before making a new one"
                 )
         self.consumer = weakref.WeakMethod(consumer)
 
+    def _is_attached(self) -> bool:
+        return self.consumer is not None and self.consumer() is not None
+
     def arrive(self) -> None:
         """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
-        door = self.before_unshard() if self.before_unshard is not None else None
-        if door is not None:
-            door(self.shape.name)
+        wait, self.pending = self.pending, None
+        if wait is not None:
+            wait()
 
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
@@ -59,3 +65,9 @@ class Unit:
             consumer(reduced)
         elif self.average is not None:
             self.average(reduced)
+
+
+def as_module(module: FSDPModule) -> nn.Module:
+    """What `fully_shard` made of a module is still one."""
+    assert isinstance(module, nn.Module)
+    return module

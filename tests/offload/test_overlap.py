@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import time
 from collections import Counter
 from typing import Any
 
 import cells
 import nets
 import pytest
+import torch
 from cells import Cell
 from loops import backward, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
 
 from dzero import AdamW, OffloadConfig
 from dzero.offload.swap import OffloadError
+from dzero.optim.storage import local_of
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
 DELAYED = [
@@ -148,3 +153,84 @@ def introduced(rank: int, ranks: int) -> None:
 
 def test_what_lives_where_is_told(pool: Pool) -> None:
     pool.run(introduced, 1)
+
+
+def dropped(rank: int, ranks: int, stage: int) -> list[bool]:
+    """A model is used after its optimizer is gone, with every copy to the device late; then it gets another one."""
+    equal = []
+    for waits in (True, False):
+        sharded = sharded_net("even", stage=stage, offload=OffloadConfig(**HOST))
+        optim = AdamW(sharded, lr=1e-2)
+        optim.offload.swap.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
+        train(sharded, optim, steps=2)
+        if waits:
+            optim.synchronize()
+        del optim
+        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
+        with torch.no_grad():
+            equal.append(nets.loss_fn(sharded.model, batch).item())
+        other = AdamW(sharded)
+        train(sharded, other, steps=1)
+        other.synchronize()
+    return [equal[0] == equal[1]]
+
+
+def test_a_model_outlives_its_optimizer(pool: Pool) -> None:
+    for ranks, stage in ((1, 2), (2, 3)):
+        assert pool.run(dropped, ranks, stage) == [[True]] * ranks
+
+
+def saved(rank: int, ranks: int) -> None:
+    """Host states in torch.save, deepcopy, and through a submodule's state dict."""
+    sharded = sharded_net("uneven", offload=OffloadConfig(**HOST))
+    optim = AdamW(sharded, lr=1e-2)
+    optim.offload.swap.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
+    train(sharded, optim, "uneven", steps=2)
+    block = sharded.model.get_submodule("layers.2")
+    before = {name: local_of(value).clone() for name, value in block.state_dict().items()}
+    optim.synchronize()
+    after = {name: local_of(value).clone() for name, value in block.state_dict().items()}
+    assert unequal(before, after) == []
+    kept = optim.state_dict()
+    file = io.BytesIO()
+    torch.save(kept, file)
+    elems = sum(local_of(p.detach()).numel() for p in sharded.named_params().values())
+    assert file.tell() < 14 * elems + 200_000  # not the whole arena once per state
+    for index, states in copy.deepcopy(kept)["state"].items():
+        for key, value in states.items():
+            assert torch.equal(local_of(value), local_of(kept["state"][index][key]))
+    train(sharded, optim, "uneven", steps=1)
+    block.load_state_dict({name: torch.zeros_like(value) for name, value in block.state_dict().items()})
+    assert all(not local_of(value).any() for value in block.state_dict().values())
+    train(sharded, optim, "uneven", steps=1)
+    optim.synchronize()
+    assert all(local_of(value).abs().max() < 0.1 for value in block.state_dict().values() if local_of(value).numel())
+
+
+def test_host_states_are_saved_and_copied_like_any_others(pool: Pool) -> None:
+    pool.run(saved, 2)
+
+
+def across_tiers(rank: int, ranks: int) -> list[str]:
+    """fp32 states saved on one tier and loaded on the other go on with the same bits."""
+    wrong = []
+    for first, second in ((None, OffloadConfig(**HOST)), (OffloadConfig(**HOST), None)):
+        ends = []
+        for later in (first, second):
+            sharded = sharded_net("even", offload=first, param="fp32")
+            optim = AdamW(sharded, lr=1e-2)
+            train(sharded, optim, steps=2)
+            model, states = sharded.model.state_dict(), optim.state_dict()
+            resumed = sharded_net("even", offload=later, param="fp32", seed=5)
+            other = AdamW(resumed, lr=1e-2)
+            resumed.model.load_state_dict(model)
+            other.load_state_dict(states)
+            train(resumed, other, steps=2, seed=3)
+            other.synchronize()
+            ends.append(snapshot(resumed, other))
+        wrong += unequal(*ends)
+    return wrong
+
+
+def test_fp32_states_move_between_tiers(pool: Pool) -> None:
+    assert pool.run(across_tiers, 2) == [[], []]

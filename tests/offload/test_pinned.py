@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dzero.offload import pinned
-from dzero.offload.pinned import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Phase, aligned
+from dzero.offload.pinned import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Phase, aligned, require
 
 
 def test_leases_are_aligned_apart_and_within_the_budget() -> None:
@@ -51,11 +50,10 @@ def test_a_slot_has_one_user_at_a_time() -> None:
         lease.release()
 
 
-def test_too_little_host_memory_is_told_with_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "host_available_bytes", lambda: 5 * HUGE_PAGE_BYTES)
-    Arena(2 * HUGE_PAGE_BYTES, ranks=2)
+def test_too_little_host_memory_is_told_with_the_sum() -> None:
+    require(2 * HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES, ranks=2)
     with pytest.raises(MemoryError, match=r"6\.00 MiB of host memory for each of 2 ranks, 12\.0 MiB in all; 10\.0 MiB"):
-        Arena(3 * HUGE_PAGE_BYTES, ranks=2)
+        require(3 * HUGE_PAGE_BYTES, 5 * HUGE_PAGE_BYTES, ranks=2)
 
 
 def test_nothing_is_taken_for_nothing() -> None:
