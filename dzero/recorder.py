@@ -18,7 +18,7 @@ from dzero.monitor.meter import Meter
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
-from dzero.zero.account import expected_control, expected_traffic, peak_bytes
+from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
 from dzero.zero.shard import Sharded
 
 
@@ -129,9 +129,9 @@ class Recorder:
 
         On a CPU machine the offload's arena lies in the same memory.
         """
-        states = self._optim.state_bytes()
-        peak_param = peak_bytes(self._sharded.layout, self._sharded.shapes).param
-        kinds = {**states, "param": peak_param, "grad": self._grad_bytes}
+        states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
+        unsharded = peak_bytes(*table).param - resting_bytes(*table).param
+        kinds = {**states, "param": states["param"] + unsharded, "grad": self._grad_bytes}
         if self._device.type == "cpu" and (arena := self._optim.offload.arena.capacity_bytes):
             kinds["arena"] = arena
         return self._memory.split(kinds)

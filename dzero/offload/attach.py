@@ -13,6 +13,7 @@ from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
 from dzero.hardware import format_bytes, host_available_bytes
 from dzero.mesh import AXES, local_ranks
+from dzero.offload.incoming import Incoming
 from dzero.offload.pinned import Arena, aligned, require
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
@@ -46,8 +47,13 @@ class Offload:
         self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda")
         self.swap = Swap(self.schedule, self.arena, device)
         self._layout, self._steps = layout, 0
-        self._held_back: list[tuple[str, Sequence[Move]]] = []
+        self._held_back: list[tuple[str, list[Move], list[Move]]] = []
         self._units = {unit.shape.name: unit for unit in sharded.units}
+        self._incoming: Incoming | None = None
+
+    def take_params(self) -> None:
+        """Move parameters that live in host memory into the arena; from now on they are brought ahead of use."""
+        self._incoming = Incoming([*self._units.values()], self.places, self.swap)
 
     def introduce(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""
@@ -79,20 +85,43 @@ class Offload:
         self.swap.move(Key(Kind.FETCH, what, unit), moves)
 
     def compute(self, what: str, unit: str, work: Callable[[], Any]) -> Future[Any]:
-        """Start "update" or "accumulate" of a unit on the host."""
+        """Start "accumulate", "ahead" or "undo" of a unit on the host."""
         return self.swap.compute(Key(Kind.COMPUTE, what, unit), work)
 
-    def send_work(self, unit: str, moves: Sequence[Move]) -> None:
-        """Send new working copies to the device; with overlap=delayed only at the end of the next step."""
-        if self._layout.overlap == "delayed" and self._steps >= self._layout.delay_warmup_steps:
-            self._held_back.append((unit, moves))
-        else:
-            self._fetch_work(unit, moves)
+    def update(self, unit: str, work: Callable[[], Any]) -> None:
+        """Start a unit's update on the host; nobody reads its parameters there before it has ended."""
+        if not self.places.waiting:
+            self._units[unit].settle()
+            self._units[unit].pending = partial(self.swap.wait, Key(Kind.COMPUTE, "update", unit))
+        self.compute("update", unit, work)
 
-    def _fetch_work(self, unit: str, moves: Sequence[Move]) -> None:
+    def send_work(self, unit: str, states: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
+        """Send new working copies to where forward finds them: (name, shard on the device, working copy or None).
+
+        With overlap=delayed only at the end of the next step.
+        """
+        new = [(name, local, work) for name, local, work in states if work is not None]
+        moves = [(local, work) for name, local, work in new if not self.places.on_host("param", name)]
+        copies = [
+            (self.view(name, "param", work.numel()), work) for name, _, work in new if self.places.published(name)
+        ]
+        if self._layout.overlap == "delayed" and self._steps >= self._layout.delay_warmup_steps:
+            self._held_back.append((unit, moves, copies))
+        else:
+            self._send(unit, moves, copies)
+
+    def _send(self, unit: str, moves: list[Move], copies: list[Move]) -> None:
         """FSDP2 must not read the unit's shards before; the unit itself knows, whatever becomes of the optimizer."""
-        self.fetch("work", unit, moves)
-        self._units[unit].pending = partial(self.swap.wait, Key(Kind.FETCH, "work", unit))
+        keys = []
+        if copies:
+            self._units[unit].settle()
+            self.compute("publish", unit, partial(_copy, copies))
+            keys.append(Key(Kind.COMPUTE, "publish", unit))
+        if moves:
+            self.fetch("work", unit, moves)
+            keys.append(Key(Kind.FETCH, "work", unit))
+        if keys:
+            self._units[unit].pending = partial(self.swap.wait, *keys)
 
     def can_undo(self, unit: str) -> bool:
         """Whether there is room to update this unit before the step is decided."""
@@ -127,14 +156,16 @@ class Offload:
     def begin_updates(self) -> None:
         """A step is decided: with overlap=delayed, the last one's working copies are due now."""
         held_back, self._held_back = self._held_back, []
-        for unit, moves in held_back:
-            self._fetch_work(unit, moves)
+        for unit, moves, copies in held_back:
+            self._send(unit, moves, copies)
 
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""
         self._steps += 1
         if self._layout.overlap == "step":
             self.synchronize()
+        if self._incoming is not None:
+            self._incoming.prepare()
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
@@ -147,3 +178,10 @@ class Offload:
         """
         self.begin_updates()
         self.swap.drain()
+        if self._incoming is not None:
+            self._incoming.forget_all()
+
+
+def _copy(moves: Sequence[Move]) -> None:
+    for destination, source in moves:
+        destination.copy_(source)

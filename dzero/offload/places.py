@@ -1,15 +1,18 @@
 """From the table to places: which states of which parameters lie in host memory, in which slot, at which offset.
 
     slot              holds                                                there
+    param <unit>      working copies, frozen ones too                      if their tier is host; but see below
     grad <unit>       gradients, laid out as FSDP2's reduced buffer        if that tier is host, or updated here
     master <unit>     fp32 masters or 16-bit remainders                    if their tier is host
     moments <unit>    both moments                                         if their tier is host
     work <unit>       new working copies on their way to the device        if updated here, but for fp32
+                      (or to the param slot)
     landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
     stage 0, 1        device moments while they are updated here           if only the master's tier is host
     undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
 
-A parameter is updated where its master lives; its moments and its gradient travel there if they live elsewhere.
+A parameter is updated where its master lives; its moments and its gradient travel there if they live elsewhere. One
+that lives here is updated in place, and in fp32 is its own master, unless its new values must wait (`waiting`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dzero.offload.pinned import aligned
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.tiers import names_on_host
 
 Unit = TypeVar("Unit")
 GRAIN_BYTES = 64
@@ -42,29 +46,23 @@ class Place:
 
 
 class Places:
-    """Of every trained parameter's states: which are on the host, and where. Pure: no memory is taken.
+    """Of every parameter's states: which are on the host, and where. Pure: no memory is taken.
 
     moments: whether they need a place; else whoever updates keeps them.
     """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
         self.layout, self.units, self._moments = layout, units, moments
-        trained = [param for unit in units for param in unit.params if param.trainable]
-        rows = {"grad": layout.grad, "master": layout.master, "moments": layout.moments}
-        self._host = {
-            kind: _trailing(trained, row.fraction) if row.tier == "host" else frozenset[str]()
-            for kind, row in rows.items()
-        }
+        self._host = names_on_host(layout.tiers, units)
         self.at: dict[tuple[str, str], Place] = {}
         self._used: dict[tuple[str, str], int] = {}
         for turn, unit in enumerate(units):
             for param in unit.params:
-                if param.trainable:
-                    self._place(unit.name, turn % TURNS, param)
+                self._place(unit.name, turn % TURNS, param)
         self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
-        """Whether a parameter's "grad", "master" or "moments" lie in host memory between their uses."""
+        """Whether a parameter's "param", "grad", "master" or "moments" lie in host memory between their uses."""
         return name in self._host[kind]
 
     def updated_on_host(self, name: str) -> bool:
@@ -74,6 +72,15 @@ class Places:
     def travels(self, kind: str, name: str) -> bool:
         """Whether a parameter's "grad" or "moments" live elsewhere than where it is updated."""
         return self.on_host(kind, name) != self.updated_on_host(name)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an update may run while backward still needs the weights it replaces."""
+        return self.layout.overlap in ("backward", "delayed")
+
+    def published(self, name: str) -> bool:
+        """Whether a parameter's new values are copied to its place on the host, once nobody needs the old ones."""
+        return self.waiting and self.on_host("param", name) and self.updated_on_host(name)
 
     @property
     def accumulates_on_host(self) -> bool:
@@ -103,7 +110,8 @@ class Places:
         left = self.layout.undo_bytes
         for unit in reversed(self.units):
             trained = [param.name for param in unit.params if param.trainable]
-            here = all(self._moments and self.on_host(k, name) for name in trained for k in self._host)
+            kinds = ("grad", "master", "moments")
+            here = all(self._moments and self.on_host(kind, name) for name in trained for kind in kinds)
             size = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
             if here and 0 < size <= left:
                 self._used[unit.name, f"undo {unit.name}"] = size
@@ -111,20 +119,35 @@ class Places:
 
     def _place(self, unit: str, turn: int, param: ParamShape) -> None:
         name, elems = param.name, param.shard_elems(self.layout.shard)
+        if not param.trainable:
+            if self.on_host("param", name):
+                self._add(unit, name, "param", f"param {unit}", self.layout.param.dtype, elems)
+            return
         here, grad = self.updated_on_host(name), self.layout.grad.dtype
         if here or self.on_host("grad", name):
             self._add(unit, name, "grad", f"grad {unit}", grad, elems, packed=True)
         if self.accumulates_on_host and self.on_host("grad", name):
             self._add(unit, name, "landing", f"landing {turn}", grad, elems, packed=True)
         if here:
-            master = self.layout.master.dtype
-            self._add(unit, name, "master" if master == torch.float32 else "remainder", f"master {unit}", master, elems)
-            if self.layout.param.dtype != torch.float32:
-                self._add(unit, name, "work", f"work {unit}", self.layout.param.dtype, elems)
+            self._place_values(unit, name, elems)
         if self._moments and (here or self.on_host("moments", name)):
             slot = f"moments {unit}" if self.on_host("moments", name) else f"stage {turn}"
             for key, dtype, count in moment_fields(self.layout, elems):
                 self._add(unit, name, key, slot, dtype, count)
+
+    def _place_values(self, unit: str, name: str, elems: int) -> None:
+        """Master and working copy of a parameter that is updated here."""
+        param, master, at = self.layout.param.dtype, self.layout.master.dtype, self.at
+        self._add(unit, name, "master" if master == torch.float32 else "remainder", f"master {unit}", master, elems)
+        stays = self.on_host("param", name)
+        if stays and (param != torch.float32 or self.waiting):
+            self._add(unit, name, "param", f"param {unit}", param, elems)
+        elif stays:
+            at[name, "param"] = at[name, "master"]
+        if param != torch.float32 and stays and not self.waiting:
+            at[name, "work"] = at[name, "param"]
+        elif param != torch.float32:
+            self._add(unit, name, "work", f"work {unit}", param, elems)
 
     def _add(
         self, unit: str, name: str, key: str, slot: str, dtype: torch.dtype, elems: int, *, packed: bool = False
@@ -147,7 +170,8 @@ def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype
 
 
 def schedule_of(places: Places) -> Schedule:
-    """A step: gradients leave in backward, last unit first; updates run in the order in which forward needs them."""
+    """A step: parameters come for forward (and again, in the other order, for backward), gradients leave in backward,
+    last unit first, and updates run in the order in which forward needs them."""
     slots = places.slots()
     sizes = {slot.name for slot in slots}
     actions: list[Action] = []
@@ -157,6 +181,10 @@ def schedule_of(places: Places) -> Schedule:
         if used:
             actions.append(Action(Key(kind, what, unit), used))
 
+    own = places.layout.param.dtype == torch.float32
+    for unit in update_order(places.units):
+        if any(places.on_host("param", param.name) for param in unit.params):
+            add(Kind.FETCH, "param", unit.name, "param", *(["master"] if own and not places.waiting else []))
     for unit in reversed(places.units):
         add(Kind.EVICT, "grad", unit.name, "grad")
         add(Kind.EVICT, "landing", unit.name, "landing")
@@ -174,8 +202,11 @@ def schedule_of(places: Places) -> Schedule:
         if any(places.travels("grad", name) and not places.updated_on_host(name) for name in names):
             add(Kind.FETCH, "grad", unit.name, "grad")
         if any(places.updated_on_host(name) for name in names):
-            add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage")
-            own = places.layout.param.dtype == torch.float32
+            in_place = [] if places.waiting else ["param"]
+            add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage", *in_place)
+        if any(places.published(name) for name in names):
+            add(Kind.COMPUTE, "publish", unit.name, "master" if own else "work", "param")
+        if any(places.updated_on_host(name) and not places.on_host("param", name) for name in names):
             add(Kind.FETCH, "work", unit.name, "master" if own else "work")
     return Schedule(slots, tuple(actions))
 
@@ -183,14 +214,3 @@ def schedule_of(places: Places) -> Schedule:
 def update_order(units: Sequence[Unit]) -> list[Unit]:
     """As the next forward gathers them: the root, which comes last among the units, first."""
     return [*units[-1:], *units[:-1]]
-
-
-def _trailing(params: Sequence[ParamShape], fraction: float) -> frozenset[str]:
-    """The last parameters that hold at least `fraction` of all elements."""
-    wanted, taken, names = fraction * sum(param.elems for param in params), 0, set()
-    for param in reversed(params):
-        if taken >= wanted:
-            break
-        names.add(param.name)
-        taken += param.elems
-    return frozenset(names)

@@ -15,7 +15,7 @@ from dzero.optim.ahead import Ahead
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, Stored, local_of
+from dzero.optim.storage import Homes, Stored, device_bytes, local_of
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
@@ -153,7 +153,7 @@ class AdamW(MasterOptimizer):
                 totals[kind] += count
         for param in self._sharded.named_params().values():
             if param not in self._stored:
-                totals["param"] += local_of(param.detach()).untyped_storage().nbytes()
+                totals["param"] += device_bytes(param)
         return totals
 
 

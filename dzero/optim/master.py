@@ -58,6 +58,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         self.offload = Offload(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
+        self.offload.take_params()
         self._hook_state_dicts()
 
     def _hook_state_dicts(self) -> None:
@@ -69,6 +70,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 wait()
 
         def after(unit: Unit, *_: object) -> None:
+            unit.hold()
             if (follow := follows()) is not None:
                 follow(unit)
 

@@ -25,6 +25,7 @@ from dzero.mesh import SHARD, host_mesh
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import EightBit
 from dzero.optim.update import ParamStates
+from dzero.zero.hosted import memory_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
@@ -36,6 +37,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor's local shard; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def device_bytes(param: nn.Parameter) -> int:
+    """Of this rank's shard, whole storage; 0 for one that lives on the host."""
+    return 0 if memory_of(param) is not None else local_of(param.detach()).untyped_storage().nbytes()
 
 
 def sharded_like(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
@@ -125,7 +131,8 @@ class Stored:
         if mesh is None:
             self.tensors[key] = sharded_like(value, self.param)
             return
-        master = homes.blank("master", self.name, key, local, value.dtype).copy_(value.view(-1))
+        master = homes.offload.view(self.name, key, local.numel())
+        master.copy_(value.view(-1))
         if local.dtype == torch.float32:
             self.work = master  # a copy of the parameter between steps, so no state of its own
             return
@@ -204,7 +211,7 @@ class Stored:
         """Bytes of this rank's states on "device" (whole storages) or "host", by the table's kinds."""
         kinds = {"param": 0, "master": 0, "moments": 0}
         if tier == "device":
-            kinds["param"] = local_of(self.param.detach()).untyped_storage().nbytes()
+            kinds["param"] = device_bytes(self.param)
         elif self.work is not None:
             kinds["master" if self.work.dtype == torch.float32 else "param"] = self.work.nbytes
         for key, tensor in self.tensors.items():

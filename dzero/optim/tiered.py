@@ -100,14 +100,13 @@ class TieredUpdates(Generic[States]):
             offload.evict("grad", unit, grads)
         if moments:
             offload.evict("moments", unit, moments)
-        offload.compute("update", unit, partial(run, pending))
+        offload.update(unit, partial(run, pending))
         self._send_work(unit, pending)
         if moments:
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
 
     def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
-        works = [(each.stored.local, each.stored.work) for each in pending]
-        self._offload.send_work(unit, [(local, work) for local, work in works if work is not None])
+        self._offload.send_work(unit, [(each.stored.name, each.stored.local, each.stored.work) for each in pending])
 
     def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
         at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, local_of, sharded_like
+from dzero.optim.storage import Homes, device_bytes, local_of, sharded_like
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
@@ -159,7 +159,7 @@ class TorchOptimizer(MasterOptimizer):
         """As `MasterOptimizer.state_bytes`; the class's states count as moments."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for param in self._sharded.named_params().values():
-            totals["param"] += local_of(param.detach()).untyped_storage().nbytes()
+            totals["param"] += device_bytes(param)
         for mastered in self._mastered.values():
             if mastered.work is None:
                 master = mastered.master
@@ -192,7 +192,7 @@ class Mastered:
         value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
         if mesh is None:
             return cls(name, param, nn.Parameter(value), None, None)
-        master = homes.blank("master", name, "master", local, torch.float32).copy_(value.view(-1))
+        master = homes.offload.view(name, "master", local.numel()).copy_(value.view(-1))
         own = local.dtype == torch.float32
         work = master if own else homes.offload.view(name, "work", local.numel())
         return cls(name, param, nn.Parameter(master.view(local.shape)), work, mesh)

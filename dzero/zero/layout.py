@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.comm.collectives import is_exact
 from dzero.hardware import dtype_of
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.tiers import KINDS, OffloadConfig
 
 FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
@@ -185,6 +185,16 @@ class Layout:
                 f"offload.moments={offload.moments} with offload.master={offload.master}: 8-bit moments are decoded "
                 "where the update runs, so both need one tier and one fraction"
             )
+        if offload.param != "device" and zero.stage != 3:
+            raise ValueError(
+                f"offload.param={offload.param} with zero.stage={zero.stage}: only stage 3 frees gathered parameters "
+                "after use; take zero.stage=3, or offload.param=device"
+            )
+        if offload.param != "device" and not isinstance(post_forward, bool):
+            raise ValueError(
+                f"offload.param={offload.param} with zero.reshard_after_forward={post_forward}: FSDP2 keeps a second "
+                "copy on the device and does not let it come from elsewhere; take reshard_after_forward=true"
+            )
 
         def row(kind: str, first_stage: int, dtype: torch.dtype) -> Row:
             return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind))
@@ -194,7 +204,7 @@ class Layout:
             replicate=replicate,
             shard=shard,
             microbatches=microbatches,
-            param=Row(zero.stage >= 3, param),
+            param=row("param", 3, param),
             grad=row("grad", 2, grad),
             master=row("master", 1, torch.int16 if precision.master == "remainder" else torch.float32),
             moments=row(
@@ -224,6 +234,11 @@ class Layout:
     def replicate_wire(self) -> torch.dtype:
         """Payload of the hop over the replicate axis."""
         return torch.float32 if self.hybrid else self.wire
+
+    @property
+    def tiers(self) -> dict[str, tuple[str, float]]:
+        """(tier, fraction) of each kind of state."""
+        return {kind: (row.tier, row.fraction) for kind in KINDS for row in [getattr(self, kind)]}
 
     def cadence(self, is_last: bool) -> Cadence:
         """Whole gradients wait for the last microbatch; whole parameters stay gathered until then."""

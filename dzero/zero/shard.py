@@ -29,9 +29,11 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
+from dzero.zero.hosted import HostShard
+from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import ParamShape, UnitShape
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.tiers import OffloadConfig, names_on_host
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.values import Materialise, Values
@@ -152,6 +154,8 @@ class _Sharder:
         }
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
+        self.shapes = {name: _shape_of(name, slots) for name, slots in self.slots.items()}
+        self.hosted = names_on_host(layout.tiers, [self.shapes[name] for name, _ in self.units])["param"]
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
@@ -161,12 +165,9 @@ class _Sharder:
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self.values.fill(modules, slots)
-        shape = UnitShape(
-            name,
-            tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in slots),
-        )
         rounded = {slot.name: self.values.round(slot.param, self.rank) for slot in slots}
         origin = {name: chunk for name, chunk in rounded.items() if chunk is not None}
+        self._send_to_host(modules, slots)
         is_root = modules[0] is self.model
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -180,14 +181,30 @@ class _Sharder:
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
         )
         unit = Unit(
-            shape=shape,
+            shape=self.shapes[name],
             modules=[_as_fsdp(m) for m in modules],
             params={slot.name: slot.param for slot in slots},
             average=self._average_copies(name),
             origin=origin,
         )
         self._switch(unit)
+        if unit.hosted:
+            hook_state_dicts(unit, self.mesh)
         return unit
+
+    def _send_to_host(self, modules: list[nn.Module], slots: list[Slot]) -> None:
+        """Wrap what is to live there, under every name it has; FSDP2 then puts this rank's shard there."""
+        leaving = {
+            slot.param: nn.Parameter(
+                HostShard.of(slot.name, slot.param.detach(), slot.param.device), slot.param.requires_grad
+            )
+            for slot in slots
+            if slot.name in self.hosted
+        }
+        for module in {each for of in modules for each in of.modules()} if leaving else ():
+            for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+                if param in leaving:
+                    setattr(module, attribute, leaving[param])
 
     def _average_copies(self, name: str) -> AverageCopies | None:
         if self.layout.replicate == 1:
@@ -211,6 +228,10 @@ class _Sharder:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
+
+
+def _shape_of(name: str, slots: list[Slot]) -> UnitShape:
+    return UnitShape(name, tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in slots))
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

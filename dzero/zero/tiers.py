@@ -9,11 +9,14 @@ A parameter is updated where its master lives; its gradient and moments travel t
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from dzero.zero.shapes import ParamShape, UnitShape
 
 TIERS = ("device", "host")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
-KINDS = ("grad", "master", "moments")
+KINDS = ("param", "grad", "master", "moments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,8 @@ class OffloadConfig:
     """The tier of each kind of state, and how the host's updates overlap with the device's work.
 
     `<kind>_fraction`: part of its elements that leaves the device, by whole parameters, those that forward needs last
-    first. `overlap`, all but `delayed` with the same bits:
+    first. `param`, the working copy, leaves at stage 3, and each unit is fetched ahead of its use. `overlap`, all but
+    `delayed` with the same bits:
         step      the optimizer's step waits for all updates
         forward   it returns once the step is decided; each unit waits for its own update when it is next gathered
         backward  as forward, and units are updated before the step is decided, undone where it is decided otherwise;
@@ -31,9 +35,11 @@ class OffloadConfig:
         auto      forward: the fastest with the same bits that takes no more memory
     """
 
+    param: str = "device"
     grad: str = "device"
     master: str = "device"
     moments: str = "device"
+    param_fraction: float = 1.0
     grad_fraction: float = 1.0
     master_fraction: float = 1.0
     moments_fraction: float = 1.0
@@ -54,6 +60,12 @@ class OffloadConfig:
                 raise ValueError(
                     f"offload.{kind}_fraction={fraction} has no effect with offload.{kind}=device; remove it"
                 )
+        if self.param == "host" and (self.master == "device" or self.param_fraction > self.master_fraction):
+            raise ValueError(
+                f"offload.param=host (fraction {self.param_fraction}) with offload.master={self.master} (fraction "
+                f"{self.master_fraction}): a parameter leaves the device together with its larger master; take "
+                "offload.master=host and offload.master_fraction ≥ offload.param_fraction"
+            )
         if self.overlap not in OVERLAPS:
             raise ValueError(f"offload.overlap={self.overlap!r}: choose one of {list(OVERLAPS)}")
         if self.overlap != type(self).overlap and self.master == "device":
@@ -84,9 +96,37 @@ class OffloadConfig:
         return "forward" if self.overlap == "auto" else self.overlap
 
     def tier(self, kind: str) -> str:
-        """Of "grad", "master" or "moments"."""
+        """Of "param", "grad", "master" or "moments"."""
         return str(getattr(self, kind))
 
     def fraction(self, kind: str) -> float:
         """Of the kind's elements that are on `tier(kind)`."""
         return float(getattr(self, f"{kind}_fraction"))
+
+
+def names_on_host(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
+    """The parameters whose state of each kind lives in host memory, from the (tier, fraction) of each kind.
+
+    Frozen ones have a "param" only; a trained one's leaves the device where its master does.
+    """
+    every = [param for unit in units for param in unit.params]
+    trained = [param for param in every if param.trainable]
+
+    def leaving(kind: str, params: Sequence[ParamShape], of: Sequence[ParamShape]) -> frozenset[str]:
+        tier, fraction = tiers[kind]
+        return _trailing(params, fraction * sum(param.elems for param in of)) if tier == "host" else frozenset()
+
+    names = {kind: leaving(kind, trained, trained) for kind in KINDS if kind != "param"}
+    free = [param for param in every if not param.trainable or param.name in names["master"]]
+    return {"param": leaving("param", free, every), **names}
+
+
+def _trailing(params: Sequence[ParamShape], wanted_elems: float) -> frozenset[str]:
+    """The last parameters that hold at least `wanted_elems`, or all."""
+    taken, names = 0, set()
+    for param in reversed(params):
+        if taken >= wanted_elems:
+            break
+        names.add(param.name)
+        taken += param.elems
+    return frozenset(names)

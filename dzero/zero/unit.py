@@ -1,4 +1,4 @@
-"""One unit of a sharded model, and its two doors: gradients leave, parameters are about to be read."""
+"""One unit of a sharded model, and its doors: gradients leave, parameters are about to be read, or to be brought."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.collectives import AverageCopies
+from dzero.zero.hosted import HostMemory, memory_of
 from dzero.zero.shapes import UnitShape
 
 Consumer = Callable[[torch.Tensor], None]
+Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 
 
 @dataclass
@@ -24,7 +26,8 @@ class Unit:
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
     is held weakly: the gradients belong to the optimizer. `pending`: waits for the update that is on its way to the
-    shards. `drain`: waits for all work of the optimizer that was attached last.
+    shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`: parameters that live in host
+    memory; `fetch` brings all of them to the device, ahead of use where it can, and `forget` drops what it brought.
     """
 
     shape: UnitShape
@@ -35,6 +38,15 @@ class Unit:
     consumer: weakref.WeakMethod[Consumer] | None = None
     pending: Callable[[], None] | None = None
     drain: weakref.WeakMethod[Callable[[], None]] | None = None
+    hosted: dict[str, HostMemory] = field(default_factory=dict)
+    fetch: weakref.WeakMethod[Fetch] | None = None
+    forget: weakref.WeakMethod[Callable[[str], None]] | None = None
+    _brought: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, param in self.params.items():
+            if (memory := memory_of(param)) is not None:
+                self.hosted[name], memory.door = memory, self
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
@@ -57,6 +69,38 @@ class Unit:
         wait, self.pending = self.pending, None
         if wait is not None:
             wait()
+
+    def bring(self, memory: HostMemory) -> torch.Tensor:
+        """A parameter's shard on the device; all of the unit come with the first that FSDP2 asks for."""
+        self._hold(memory)
+        if memory.name not in self._brought:
+            fetch = self.fetch() if self.fetch is not None else None
+            if fetch is None:
+                self.arrive()
+                self._brought = {name: held.flat.to(held.device, copy=True) for name, held in self.hosted.items()}
+            else:
+                self._brought = fetch(self)
+        return self._brought.pop(memory.name)
+
+    def settle(self) -> None:
+        """Before host memory is read or written past FSDP2: wait for updates, forget what was brought."""
+        self.arrive()
+        self._brought = {}
+        if self.forget is not None and (forget := self.forget()) is not None:
+            forget(self.shape.name)
+
+    def hold(self) -> None:
+        """Take over memory that FSDP2 made to pad shards anew, as it does when a state dict was loaded."""
+        for name in self.hosted:
+            if (memory := memory_of(self.params[name])) is not None:
+                self._hold(memory)
+
+    def _hold(self, memory: HostMemory) -> None:
+        held = self.hosted[memory.name]
+        if memory is not held:
+            self.settle()
+            memory.move_to(held.flat)
+            self.hosted[memory.name] = memory
 
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
