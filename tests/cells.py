@@ -111,7 +111,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # gloo moves no 16-bit integers
-    return tensor.int().full_tensor().short() if tensor.dtype == torch.int16 else tensor.full_tensor()
+    full = tensor.int().full_tensor().short() if tensor.dtype == torch.int16 else tensor.full_tensor()
+    return full.clone()
 
 
 def master_of(param: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -88,7 +88,7 @@ MISTAKES = {
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
     # tiers
-    "offload=nvme": "offload=nvme: choose one of ['host', 'none']",
+    "offload=nvme": "offload=nvme: choose one of ['host', 'host_all', 'none']",
     "offload.master=disk": "offload.master='disk': choose one of ['device', 'host']",
     "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
     "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",

@@ -46,14 +46,14 @@ class Offload:
             require(self.schedule.host_bytes, available, local_ranks())
         self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda")
         self.swap = Swap(self.schedule, self.arena, device)
-        self._layout, self._steps = layout, 0
+        self._sharded, self._layout, self._steps = sharded, layout, 0
         self._held_back: list[tuple[str, list[Move], list[Move]]] = []
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._incoming: Incoming | None = None
 
     def take_params(self) -> None:
         """Move parameters that live in host memory into the arena; from now on they are brought ahead of use."""
-        self._incoming = Incoming([*self._units.values()], self.places, self.swap)
+        self._incoming = Incoming(self._sharded, self.places, self.swap)
 
     def introduce(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""

@@ -2,22 +2,24 @@
 
 FSDP2 asks a unit for its shards when it gathers it: in forward, and in the other order in backward. Which unit comes
 after which two is learned as it happens, so the next one's copy starts when a unit is handed over. A wrong guess
-costs one copy; a copy of values that are about to change is dropped.
+costs one copy. A copy of values that then changed is dropped, and at that point of the step nothing is copied ahead
+again: the next step's first unit is copied once its update has been started.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
 from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import Swap
+from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
-Recent = tuple[str | None, str | None]
+Point = tuple[str | None, str | None, bool]
+"""The last two units, and whether the last microbatch runs."""
 
 
 class Incoming:
@@ -26,11 +28,12 @@ class Incoming:
     Device memory: the shards of the unit that is handed over, and of the one that comes next.
     """
 
-    def __init__(self, units: Sequence[Unit], places: Places, swap: Swap) -> None:
-        self._swap = swap
-        self._units = {unit.shape.name: unit for unit in units if unit.hosted}
-        self._next: dict[Recent, str] = {}
-        self._recent: Recent = (None, None)
+    def __init__(self, sharded: Sharded, places: Places, swap: Swap) -> None:
+        self._sharded, self._swap = sharded, swap
+        self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
+        self._next: dict[Point, str] = {}
+        self._in_vain: set[Point] = set()
+        self._point: Point = (None, None, True)
         self._ahead: dict[str, dict[str, torch.Tensor]] = {}
         for unit in self._units.values():
             unit.settle()
@@ -49,14 +52,15 @@ class Incoming:
         for tensor in brought.values():
             if tensor.is_cuda:  # allocated while another stream may have been current
                 tensor.record_stream(torch.cuda.current_stream())
-        self._next[self._recent] = name
-        self._recent = self._recent[1], name
-        self.prepare()
+        self._next[self._point] = name
+        self._point = self._point[1], name, self._sharded.is_last
+        if self._point not in self._in_vain:
+            self.prepare()
         return brought
 
     def prepare(self) -> None:
         """Start the copy of the unit that came next, the last time."""
-        if (coming := self._next.get(self._recent)) is not None:
+        if (coming := self._next.get(self._point)) is not None:
             self._start(coming)
 
     def _start(self, name: str) -> None:
@@ -69,7 +73,8 @@ class Incoming:
 
     def forget(self, unit: str) -> None:
         """Drop what was copied of a unit: its values are about to change."""
-        self._ahead.pop(unit, None)
+        if self._ahead.pop(unit, None) is not None:
+            self._in_vain.add(self._point)
 
     def forget_all(self) -> None:
         """Drop what was copied ahead."""
