@@ -11,8 +11,8 @@ import torch
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
-from dzero.hardware import format_bytes, host_available_bytes
-from dzero.mesh import AXES, local_ranks
+from dzero.hardware import cores_of_rank, format_bytes, host_available_bytes
+from dzero.mesh import AXES, local_rank, local_ranks
 from dzero.offload.incoming import Incoming
 from dzero.offload.pinned import Arena, aligned, require
 from dzero.offload.places import Places, schedule_of
@@ -31,7 +31,8 @@ WAITING = {
 class Offload:
     """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
 
-    Empty, without threads or memory, where the table has every state on the device.
+    Empty, without threads or memory, where the table has every state on the device. `cores`: this rank's share of the
+    machine's, beside a GPU; its host memory lies next to them.
     """
 
     def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
@@ -44,9 +45,11 @@ class Offload:
             for axis in AXES:  # everybody has looked before anybody takes
                 GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
             require(self.schedule.host_bytes, available, local_ranks())
-        self.arena = Arena(self.schedule.host_bytes, pin=device.type == "cuda")
+        beside_gpu = device.type == "cuda" and bool(self.schedule.slots)
+        self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
+        self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
         self.swap = Swap(self.schedule, self.arena, device)
-        self._sharded, self._layout, self._steps = sharded, layout, 0
+        self._sharded, self._layout, self._delays = sharded, layout, False
         self._held_back: list[tuple[str, list[Move], list[Move]]] = []
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._incoming: Incoming | None = None
@@ -105,7 +108,7 @@ class Offload:
         copies = [
             (self.view(name, "param", work.numel()), work) for name, _, work in new if self.places.published(name)
         ]
-        if self._layout.overlap == "delayed" and self._steps >= self._layout.delay_warmup_steps:
+        if self._delays:
             self._held_back.append((unit, moves, copies))
         else:
             self._send(unit, moves, copies)
@@ -153,15 +156,19 @@ class Offload:
         """Return when the unit's gradients and moments that were fetched are on the device."""
         self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
-    def begin_updates(self) -> None:
-        """A step is decided: with overlap=delayed, the last one's working copies are due now."""
+    def begin_updates(self, updates: int) -> None:
+        """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""
+        self.release()
+        self._delays = self._layout.overlap == "delayed" and updates >= self._layout.delay_warmup_steps
+
+    def release(self) -> None:
+        """With overlap=delayed: send the working copies that were held back."""
         held_back, self._held_back = self._held_back, []
         for unit, moves, copies in held_back:
             self._send(unit, moves, copies)
 
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""
-        self._steps += 1
         if self._layout.overlap == "step":
             self.synchronize()
         if self._incoming is not None:
@@ -176,7 +183,7 @@ class Offload:
 
         Raises OffloadError for what failed.
         """
-        self.begin_updates()
+        self.release()
         self.swap.drain()
         if self._incoming is not None:
             self._incoming.forget_all()

@@ -4,16 +4,21 @@
     lease      the right to a piece of it, aligned for direct I/O, with a phase that says who may touch it
     high water the most that was leased at once
 
-Fresh pages cost 13 times a second touch, so all are touched here, before the first step.
+Fresh pages cost 13 times a second touch, so all are touched here, before the first step, by threads on the cores that
+will update them: a page lies in the memory of the core that touched it first.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import warnings
 import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -21,6 +26,8 @@ from dzero.hardware import format_bytes
 
 ALIGNMENT_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+TOUCHED_BYTES = 64 << 20
+TOUCHING_THREADS = 16
 
 
 def aligned(count: int) -> int:
@@ -70,14 +77,17 @@ class Lease:
 
 
 class Arena:
-    """`capacity_bytes` of host memory, leased first-fit. `pin`: page-lock it, for copies that a GPU makes by itself."""
+    """`capacity_bytes` of host memory, leased first-fit. `pin`: page-lock it, for copies that a GPU makes by itself.
 
-    def __init__(self, capacity_bytes: int, *, pin: bool = False) -> None:
+    cores: the pages come from the memory (NUMA node) next to them; none for wherever this thread runs.
+    """
+
+    def __init__(self, capacity_bytes: int, *, pin: bool = False, cores: Sequence[int] = ()) -> None:
         self.capacity_bytes = -(-capacity_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.leased_bytes = self.high_water_bytes = 0
         self.pinned = False
         self._gaps = [(0, self.capacity_bytes)]
-        self._memory = _huge_pages(self.capacity_bytes)
+        self._memory = _huge_pages(self.capacity_bytes, cores)
         if pin and self.capacity_bytes:
             self.pinned = _page_lock(self._memory)
             if self.pinned:
@@ -121,15 +131,21 @@ def require(capacity_bytes: int, available_bytes: int, ranks: int) -> None:
         )
 
 
-def _huge_pages(count: int) -> torch.Tensor:
-    """uint8 [count] of zeros in anonymous memory, 2 MiB-aligned and touched."""
+def _huge_pages(count: int, cores: Sequence[int]) -> torch.Tensor:
+    """uint8 [count] of zeros in anonymous memory, 2 MiB-aligned and touched, which is when a page gets its place."""
     if not count:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, count + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     skip = -whole.data_ptr() % HUGE_PAGE_BYTES
-    return whole[skip : skip + count].zero_()
+    pages = whole[skip : skip + count]
+    bind = partial(os.sched_setaffinity, 0, cores) if cores else None
+    count_of_threads = min(TOUCHING_THREADS, len(cores) or torch.get_num_threads())
+    with ThreadPoolExecutor(count_of_threads, "touch", bind) as threads:
+        for done in [threads.submit(piece.numpy().fill, 0) for piece in torch.split(pages, TOUCHED_BYTES)]:
+            done.result()
+    return pages
 
 
 def _page_lock(memory: torch.Tensor) -> bool:

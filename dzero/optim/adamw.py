@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.hardware import cores_of_rank
-from dzero.mesh import local_rank, local_ranks
 from dzero.optim.ahead import Ahead
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.rules import Coefficients
@@ -48,10 +46,8 @@ class AdamW(MasterOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
-        self._threads, self._cores = threads or torch.get_num_threads(), list[int]()
-        if threads is None and sharded.mesh.device_type == "cuda" and self.offload.schedule.slots:
-            self._cores = cores_of_rank(local_rank(), local_ranks())
-            self._threads = len(self._cores)
+        self._cores = self.offload.cores if threads is None else []
+        self._threads = threads or len(self._cores) or torch.get_num_threads()
         self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
         self._ahead = Ahead(self.offload)
@@ -75,9 +71,10 @@ class AdamW(MasterOptimizer):
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         pending, how = self._plan(grads, factor)
         done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
+        updates = max((int(stored.tensors["step"]) for stored in self._stored.values()), default=0)
         for each in pending.values():
             each.stored.tensors["step"] += 1
-        self._tiers.start(pending, partial(self._run, how), done)
+        self._tiers.start(pending, partial(self._run, how), updates, done)
 
     def _skip(self) -> None:
         self._ahead.abandon()

@@ -146,7 +146,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _skip(self) -> None:
         """Nothing is updated in this step."""
-        self.offload.begin_updates()
+        self.offload.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop reduced gradients, e.g. of microbatches that are not to count. Raises as `Sharded.abandon_step` does."""

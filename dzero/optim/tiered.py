@@ -60,13 +60,14 @@ class TieredUpdates(Generic[States]):
         self._offload, self._places = offload, offload.places
         self._units = update_order([unit.shape for unit in sharded.units])
 
-    def start(self, pending: dict[str, Pending[States]], run: Run, done: Collection[str] = ()) -> None:
+    def start(self, pending: dict[str, Pending[States]], run: Run, updates: int, done: Collection[str] = ()) -> None:
         """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
 
-        run: updates some of them, all of whose states are where it runs: in the host's lane, or in this thread. done:
-        whole units that were updated before, whose working copies are left to send.
+        updates: how many steps have updated before, also in the run that a loaded state comes from. run: updates some
+        parameters, all of whose states are where it runs: in the host's lane, or in this thread. done: whole units that
+        were updated before, whose working copies are left to send.
         """
-        self._offload.begin_updates()
+        self._offload.begin_updates(updates)
         by_unit = {
             unit.name: [pending[each.name] for each in unit.params if each.name in pending] for unit in self._units
         }

@@ -55,7 +55,7 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
         origins = {name: origin for unit in sharded.units for name, origin in unit.origin.items()}
-        homes, self._in_use = Homes(sharded, self.offload), Lock()
+        homes, self._in_use, self._updates = Homes(sharded, self.offload), Lock(), 0
         self._mastered: dict[nn.Parameter, Mastered] = {}
         self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
         groups = []
@@ -75,7 +75,9 @@ class TorchOptimizer(MasterOptimizer):
         self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
         self._settle_groups()
         pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
-        self._tiers.start(pending, partial(self._run, factor))
+        steps = [int(state["step"]) for state in self.inner.state.values() if "step" in state]
+        self._tiers.start(pending, partial(self._run, factor), max(steps, default=self._updates))
+        self._updates += 1
         if not self.state:
             self.synchronize()
             self._show_states()

@@ -16,9 +16,11 @@ from cells import Cell
 from loops import backward, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
 
-from dzero import AdamW, OffloadConfig
+from dzero import AdamW, OffloadConfig, Sharded
 from dzero.offload.swap import OffloadError
+from dzero.optim.master import MasterOptimizer
 from dzero.optim.storage import local_of
+from dzero.optim.torch_rule import TorchOptimizer
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
 DELAYED = [
@@ -37,6 +39,39 @@ def test_delayed_is_the_one_step_stale_reference_to_the_bit(pool: Pool, cell: Ce
     result = pool.run(cells.train, cell.ranks, cell, offload)[0]
     assert cells.differences(result, cells.oracle(cell, delay_after=warmup)) == []
     assert cells.differences(result, cells.oracle(cell)) != []
+
+
+def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], bool]:
+    """What differs between a run that goes on after a state dict and one that was loaded from it; whether it delays."""
+
+    def start(seed: int) -> tuple[Sharded, MasterOptimizer]:
+        offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
+        sharded = sharded_net("even", offload=offload, seed=seed)
+        optim = AdamW(sharded, lr=1e-2) if rule == "ours" else TorchOptimizer(sharded, torch.optim.AdamW, lr=1e-2)
+        return sharded, optim
+
+    (first, optim), (second, other) = start(0), start(1)
+    train(first, optim, steps=3)
+    second.model.load_state_dict(first.model.state_dict())
+    other.load_state_dict(optim.state_dict())
+    for sharded, its in ((first, optim), (second, other)):
+        train(sharded, its, steps=3, seed=3)
+    delays = [local_of(p.detach()).clone() for p in first.named_params().values()]
+    optim.synchronize(), other.synchronize()
+    late = any(
+        not torch.equal(old, local_of(p.detach())) for old, p in zip(delays, first.named_params().values(), strict=True)
+    )
+    wrong = unequal(snapshot(first, optim), snapshot(second, other))
+    for its in (optim, other):
+        its.offload.swap.close()
+    return wrong, late
+
+
+@pytest.mark.parametrize("rule", ["ours", "torch"])
+@pytest.mark.parametrize("warmup", [2, 4])
+def test_a_delayed_run_is_resumed_with_its_bits(pool: Pool, rule: str, warmup: int) -> None:
+    """The warm-up counts steps since the training began; loading ends a delay in both runs."""
+    assert pool.run(resumed, 2, rule, warmup) == [([], True)] * 2
 
 
 def actions(rank: int, ranks: int, max_norm: float | None, undo_bytes: int) -> Counter[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import pytest
 import torch
 
@@ -19,6 +22,22 @@ def test_leases_are_aligned_apart_and_within_the_budget() -> None:
     assert int(first.data.max()) == 0
     with pytest.raises(MemoryError, match=r"c: 4\.00 MiB do not fit the arena of 6\.00 MiB, of which 2\.00 MiB"):
         arena.lease(2 * HUGE_PAGE_BYTES, "c")
+
+
+def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, bind, mine = max(os.sched_getaffinity(0)), os.sched_setaffinity, os.sched_getaffinity(0)
+    bound: dict[int, set[int]] = {}
+
+    def watched(pid: int, cores: list[int]) -> None:
+        bind(pid, cores)
+        bound[threading.get_ident()] = os.sched_getaffinity(0)
+
+    monkeypatch.setattr(os, "sched_setaffinity", watched)
+    arena = Arena(130 << 20, cores=[core])
+    assert list(bound.values()) == [{core}]
+    assert threading.get_ident() not in bound
+    assert os.sched_getaffinity(0) == mine
+    assert not arena.lease(130 << 20, "all").data.any()
 
 
 def test_what_is_given_back_can_be_leased_again_as_one_piece() -> None:
