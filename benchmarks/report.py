@@ -56,14 +56,8 @@ def write_table(name: str, text: str) -> None:
 
 def plot_bars(name: str, title: str, panels: dict[str, dict[str, float]]) -> None:
     """One panel of horizontal bars per quantity, as results/<name>.png. Without matplotlib: a line that says so."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is missing; pip install 'dzero[bench]'")
+    if (pyplot := _pyplot()) is None:
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     sides = list(next(iter(panels.values())))
     figure, axes = pyplot.subplots(
         1, len(panels), figsize=(6 * len(panels), 1 + 0.3 * len(sides)), sharey=True, squeeze=False
@@ -78,6 +72,32 @@ def plot_bars(name: str, title: str, panels: dict[str, dict[str, float]]) -> Non
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def plot_lines(name: str, title: str, series: dict[str, list[float]]) -> None:
+    """One line per series over steps from 1, as results/<name>.png. Without matplotlib: a line that says so."""
+    if (pyplot := _pyplot()) is None:
+        return
+    figure, axis = pyplot.subplots(figsize=(8, 5))
+    for label, values in series.items():
+        axis.plot(range(1, len(values) + 1), values, label=label, linewidth=1)
+    axis.set_xlabel("step")
+    axis.set_title(title)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is missing; pip install 'dzero[bench]'")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _commit() -> str:

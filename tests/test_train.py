@@ -155,12 +155,13 @@ def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, tex
             assert any(span.split()[0] == word for span in spans if span), word
 
 
+@pytest.mark.parametrize("offload", ["host", "host_all"])
 def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
-    pool: Pool, text: Path, tmp_path: Path
+    pool: Pool, text: Path, tmp_path: Path, offload: str
 ) -> None:
     resident = run(pool, tmp_path / "resident", text, "zero.stage=3", "train.accumulate=2")
     traced = ["profile=on", "profile.start_step=2", "profile.steps=2"]
-    hosted = run(pool, tmp_path, text, "zero.stage=3", "train.accumulate=2", "offload=host", *traced)
+    hosted = run(pool, tmp_path, text, "zero.stage=3", "train.accumulate=2", f"offload={offload}", *traced)
     assert hosted.losses == resident.losses
     assert hosted.held_out == resident.held_out
     events = EventAccumulator(str(tmp_path / "tensorboard"))

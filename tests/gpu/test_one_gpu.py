@@ -97,8 +97,11 @@ def test_overlap_modes_agree_to_the_bit_and_follow_the_resident_run(param: str, 
         return train("cuda", stage, precision=precision, microbatches=microbatches, offload=offload)
 
     first, norms = run("step", grad="host")
-    for overlap, grad in (("forward", "host"), ("backward", "host"), ("forward", "device")):
-        other, other_norms = run(overlap, grad=grad)
+    modes = [("forward", "host", "device"), ("backward", "host", "device"), ("forward", "device", "device")]
+    if stage == 3:
+        modes += [("step", "host", "host"), ("forward", "host", "host"), ("backward", "host", "host")]
+    for overlap, grad, kept in modes:
+        other, other_norms = run(overlap, grad=grad, param=kept)
         assert other_norms == pytest.approx(norms, rel=1e-12)  # sums of squares on the host or on the device
         if grad == "host":
             assert all(torch.equal(first[name], other[name]) for name in first)
@@ -106,6 +109,38 @@ def test_overlap_modes_agree_to_the_bit_and_follow_the_resident_run(param: str, 
     assert norms == pytest.approx(resident_norms, rel=1e-2)
     for name, master in resident.items():
         torch.testing.assert_close(first[name], master, rtol=0, atol=2e-3)
+
+
+def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts() -> None:
+    layers, width = 8, 1024
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+    everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    sharded = shard(model, ZeroConfig(stage=3), offload=everything, mesh=make_mesh("cuda"))
+    optim = AdamW(sharded, lr=1e-2)
+    assert torch.cuda.memory_allocated() - before < 2 * width * width  # less than one layer of bf16
+    batch = torch.randn(16, width, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> float:
+        loss = sharded.model(batch).float().square().mean()
+        loss.backward()
+        optim.step()
+        return float(loss)
+
+    first = step()
+    start = {name: value.clone() for name, value in sharded.model.state_dict().items()}
+    assert all(value.device.type == "cpu" for value in start.values())
+    second = [step() for _ in range(3)]
+    assert second[-1] < first
+    sharded.model.load_state_dict(start)
+    assert all(torch.equal(whole(start[n]), whole(p).cpu()) for n, p in sharded.named_params().items())
+    with torch.no_grad():
+        again = float(sharded.model(batch).float().square().mean())
+    assert again == second[0]
+    # A layer gathered and its gradient, one layer that comes ahead, activations: not eight layers.
+    assert torch.cuda.max_memory_allocated() - before < layers * 2 * width * width
+    optim.synchronize()
 
 
 def test_gpu_follows_the_cpu_in_fp32() -> None:
