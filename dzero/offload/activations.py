@@ -41,26 +41,23 @@ from dzero.parallel.blocks import wrap_method
 LEAST_BYTES = ALIGNMENT_BYTES
 """Smaller tensors stay on the device: a slot takes as much at least."""
 FEWER = "Take smaller microbatches (train.microbatch_sequences), or offload.activations=device"
-CHANGED = (
-    "a tensor that a block needs for backward was changed in place after the block saved it: it is at version {}, "
-    "expected version {}; change a clone of it"
-)
 
 
 class Activation:
     """A saved tensor, flat, whose slot in host memory is taken as long as this lives.
 
-    source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used.
+    source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used. before:
+    what was saved just before, if it still lives. version_there: of the source, when it was last seen.
     """
 
-    def __init__(self, slot: str, free: list[str], tensor: Tensor, before: Callable[[], Activation | None]) -> None:
+    def __init__(self, slot: str, free: list[str], source: Tensor, before: Callable[[], Activation | None]) -> None:
         self.slot, self._free, self.before = slot, free, before
-        self.source: Tensor | None = tensor.detach().view(-1)
+        self.source: Tensor | None = source
         self.arrived: Tensor | None = None
         self.left: Future[Any] | None = None
-        self.dtype, self.elems, self.device = tensor.dtype, tensor.numel(), tensor.device
-        self.version = self.version_there = tensor._version
-        self._storage = weakref.ref(tensor.untyped_storage())
+        self.dtype, self.elems, self.device = source.dtype, source.numel(), source.device
+        self.version = self.version_there = source._version
+        self._storage = weakref.ref(source.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether `tensor`, at the same address, is what was saved here."""
@@ -105,7 +102,7 @@ class Activations:
         self._free: list[str] = []
         self._slots: dict[str, int] = {}
         self._saved: weakref.WeakValueDictionary[int, Activation] = weakref.WeakValueDictionary()
-        self._newest: Callable[[], Activation | None] = _nothing
+        self._newest: Callable[[], Activation | None] = lambda: None
         self._leaving: list[weakref.ref[Activation]] = []
 
     @property
@@ -120,11 +117,8 @@ class Activations:
     def watch(self, inputs: Iterable[object]) -> AbstractContextManager[object]:
         """While a block runs on `inputs`: move what it saves of them."""
         kind = self._swap.device.type
-        addresses = {
-            each.untyped_storage().data_ptr()
-            for each in inputs
-            if type(each) is Tensor and each.requires_grad and each.is_floating_point() and each.device.type == kind
-        }
+        plain = [each for each in inputs if type(each) is Tensor and each.requires_grad and each.device.type == kind]
+        addresses = {each.untyped_storage().data_ptr() for each in plain}
         return saved_tensors_hooks(partial(self._save, addresses), self._use) if addresses else nullcontext()
 
     def _save(self, addresses: set[int], tensor: Tensor) -> Moved | Stayed:
@@ -138,10 +132,9 @@ class Activations:
 
     def _evict(self, tensor: Tensor) -> Activation:
         self._leaving = [each for each in self._leaving if (it := each()) is not None and not it.leave()]
-        activation = Activation(self._take_slot(tensor.nbytes), self._free, tensor, self._newest)
-        assert activation.source is not None
-        moves = [(self._on_host(activation), activation.source)]
-        activation.left = self._swap.move(_key(Kind.EVICT, activation.slot), moves)
+        source = tensor.detach().view(-1)
+        activation = Activation(self._take_slot(tensor.nbytes), self._free, source, self._newest)
+        activation.left = self._swap.move(_key(Kind.EVICT, activation.slot), [(self._on_host(activation), source)])
         self._saved[tensor.data_ptr()] = activation
         self._newest = weakref.ref(activation)
         self._leaving.append(self._newest)
@@ -204,11 +197,10 @@ def _watched(owner: weakref.ref[Activations], call: Callable[..., Any]) -> Calla
 
 def _check(version: int, expected: int) -> None:
     if version != expected:
-        raise RuntimeError(CHANGED.format(version, expected))
-
-
-def _nothing() -> None:
-    return None
+        raise RuntimeError(
+            "a tensor that a block needs for backward was changed in place after the block saved it: it is at version "
+            f"{version}, expected version {expected}; change a clone of it"
+        )
 
 
 def _key(kind: Kind, slot: str) -> Key:

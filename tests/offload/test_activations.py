@@ -332,8 +332,11 @@ def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
 def test_a_second_backward_over_the_same_graph_brings_them_again(beside: bool) -> None:
     root = Root(beside)
     want = grads(root, retain=True)
-    moving, _ = watched(root)
+    moving, swap = watched(root)
+    root.after = lambda _: swap.drain()  # all but the newest have left before backward
     assert unequal(grads(root, retain=True), want) == []
+    use = swap.take_use()
+    assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
     assert len(moving._free) == len(moving._slots)
 
 
@@ -377,7 +380,7 @@ def test_what_stays_is_checked_as_autograd_does() -> None:
         loss = root(X[:rows], table).sum()
         with torch.no_grad():
             (table if index is None else root.saved[index]).add_(1.0)
-        with pytest.raises(RuntimeError, match="at version 1[,;] expected version 0"):
+        with pytest.raises(RuntimeError, match=r"at version 1[,;] expected version 0"):
             loss.backward()
 
 
