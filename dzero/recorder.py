@@ -121,7 +121,7 @@ class Recorder:
             traffic_steps=self._meter.steps,
             theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
             lanes=self._lanes,
-            host_bytes=self._optim.offload.arena.high_water_bytes,
+            host_bytes=self._optim.offload.host_bytes,
         )
 
     def _memory_by_kind(self) -> Mapping[str, int]:
@@ -132,7 +132,7 @@ class Recorder:
         states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
         unsharded = peak_bytes(*table).param - resting_bytes(*table).param
         kinds = {**states, "param": states["param"] + unsharded, "grad": self._grad_bytes}
-        if self._device.type == "cpu" and (arena := self._optim.offload.arena.capacity_bytes):
+        if self._device.type == "cpu" and (arena := self._optim.offload.host_bytes):
             kinds["arena"] = arena
         return self._memory.split(kinds)
 

@@ -98,6 +98,8 @@ MISTAKES = {
     "offload.master=host precision.moments=int8": "both need one tier and one fraction",
     "offload=host offload.overlap=backward optim.rule=SGD": "only adamw can take updates back, not SGD",
     "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be ≥ 1",
+    "offload.activations=disk": "offload.activations='disk': choose one of ['device', 'host']",
+    "offload.activations=host": "take block.activation_checkpoint=full, or offload.activations=device",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
@@ -126,6 +128,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         "",
         "zero.stage=3 zero.reshard_after_forward=false optim.lr=1e-3 train.accumulate=4",
         "precision=fp16 scaler.init=1024 block.activation_checkpoint=full",
+        "offload.activations=host block.activation_checkpoint=full",
         "optim.rule=SGD optim.options={momentum:0.9} optim.betas=null",
         "optim.rule=SGD optim.options.momentum=0.9",
         "zero.units=[Block] optim.betas=[0.9,0.99]",

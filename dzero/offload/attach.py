@@ -8,17 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
 from dzero.hardware import cores_of_rank, format_bytes, host_available_bytes
 from dzero.mesh import AXES, local_rank, local_ranks
+from dzero.offload.activations import Activations
 from dzero.offload.incoming import Incoming
 from dzero.offload.pinned import Arena, aligned, require
 from dzero.offload.places import Places, schedule_of
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import LaneUse, Move, Swap
+from dzero.parallel.blocks import find_blocks
 from dzero.zero.shard import Sharded
+from dzero.zero.unit import as_module
 
 WAITING = {
     "step": "the step waits for all updates",
@@ -53,6 +57,10 @@ class Offload:
         self._held_back: list[tuple[str, list[Move], list[Move]]] = []
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._incoming: Incoming | None = None
+        self.activations: Activations | None = None
+        if layout.activations == "host":
+            self.activations = Activations(self.swap, pin=device.type == "cuda")
+            self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
         """Move parameters that live in host memory into the arena; from now on they are brought ahead of use."""
@@ -60,13 +68,24 @@ class Offload:
 
     def introduce(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""
-        if not self.schedule.slots:
-            return []
-        memory = "page-locked" if self.arena.pinned else "pageable"
-        return [
-            f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
-            f"overlap={self._layout.overlap}: {WAITING[self._layout.overlap]}"
-        ]
+        lines = []
+        if self.schedule.slots:
+            memory = "page-locked" if self.arena.pinned else "pageable"
+            lines.append(
+                f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
+                f"overlap={self._layout.overlap}: {WAITING[self._layout.overlap]}"
+            )
+        if self.activations is not None:
+            lines.append(
+                "offload: what blocks keep of their inputs for backward leaves the device; its host memory is taken in "
+                "the first forward"
+            )
+        return lines
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use: the states', and the activations' so far."""
+        return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.host_bytes)
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
         """The flat host tensor of a parameter's state: its first `elems`, or all with the padding."""
@@ -192,3 +211,15 @@ class Offload:
 def _copy(moves: Sequence[Move]) -> None:
     for destination, source in moves:
         destination.copy_(source)
+
+
+def _blocks_of(sharded: Sharded) -> list[nn.Module]:
+    """Where checkpoints are put: the model's blocks; in a model that has none, the units below the root."""
+    blocks = [block for _, block in find_blocks(sharded.model)]
+    blocks = blocks or [as_module(module) for unit in sharded.units[:-1] for module in unit.modules]
+    if not blocks:
+        raise ValueError(
+            f"offload.activations=host has no effect: {type(sharded.model).__name__} has no blocks (elements of an "
+            "nn.ModuleList or nn.Sequential) and no units; take offload.activations=device"
+        )
+    return blocks

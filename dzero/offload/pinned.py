@@ -120,14 +120,21 @@ class Arena:
         lease.data = torch.empty(0, dtype=torch.uint8)
 
 
-def require(capacity_bytes: int, available_bytes: int, ranks: int) -> None:
-    """Raises MemoryError where a host with `available_bytes` cannot give each of its `ranks` such an arena."""
+LESS_STATE = (
+    "Keep more on the device (offload.*_fraction), shard over more ranks or hosts, or store less "
+    "(precision.master=remainder, precision.moments=bf16)"
+)
+
+
+def require(capacity_bytes: int, available_bytes: int, ranks: int, repair: str = LESS_STATE) -> None:
+    """Raises MemoryError where a host with `available_bytes` cannot give each of its `ranks` such an arena.
+
+    repair: what the user may do about it.
+    """
     if capacity_bytes * ranks > available_bytes:
         raise MemoryError(
             f"offload needs {format_bytes(capacity_bytes)} of host memory for each of {ranks} ranks, "
-            f"{format_bytes(capacity_bytes * ranks)} in all; {format_bytes(available_bytes)} are available. Keep more "
-            "on the device (offload.*_fraction), shard over more ranks or hosts, or store less "
-            "(precision.master=remainder, precision.moments=bf16)"
+            f"{format_bytes(capacity_bytes * ranks)} in all; {format_bytes(available_bytes)} are available. {repair}"
         )
 
 

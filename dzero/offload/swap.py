@@ -24,7 +24,7 @@ import torch
 from torch.profiler import record_function
 
 from dzero.offload.pinned import Arena, Lease, Phase
-from dzero.offload.schedule import Action, Key, Kind, Schedule
+from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 
 PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
 LEAVING = 4
@@ -63,12 +63,33 @@ class Swap:
         self._last: dict[Key, Future[Any]] = {}
         self._users: dict[str, Future[Any]] = {}
         self._leaving: deque[Future[Any]] = deque()
-        kinds = {action.key.kind for action in schedule.actions}
-        self._lanes = {kind: _Lane(kind, device) for kind in kinds}
-        weakref.finalize(self, _end, [lane.thread for lane in self._lanes.values()])
+        self._lanes: dict[Kind, _Lane] = {}
+        self._open_lanes(schedule.actions)
+        weakref.finalize(self, _end, self._lanes)
 
-    def move(self, key: Key, moves: Sequence[Move]) -> None:
-        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`.
+    def _open_lanes(self, actions: Sequence[Action]) -> None:
+        for kind in {action.key.kind for action in actions} - self._lanes.keys():
+            self._lanes[kind] = _Lane(kind, self.device)
+
+    def add(self, slot: Slot, actions: Sequence[Action], arena: Arena) -> None:
+        """Lease one more slot, for `actions` on it alone, whose size was not known when the schedule was made.
+
+        It takes the place of a slot of the same name with the same actions, once these have ended.
+        """
+        keys = {action.key for action in actions}
+        self.wait(*keys)
+        lease = arena.lease(slot.count, slot.name)
+        self.schedule = Schedule(
+            (*(each for each in self.schedule.slots if each.name != slot.name), slot),
+            (*(each for each in self.schedule.actions if each.key not in keys), *actions),
+        )
+        if (smaller := self.leases.pop(slot.name, None)) is not None:
+            smaller.release()
+        self.leases[slot.name] = lease
+        self._open_lanes(actions)
+
+    def move(self, key: Key, moves: Sequence[Move]) -> Future[Any]:
+        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`, or the future's end.
 
         At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
         """
@@ -80,6 +101,7 @@ class Swap:
             self._leaving.append(future)
             while len(self._leaving) > LEAVING:
                 self._leaving.popleft().result()
+        return future
 
     def compute(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
         """Start `work` on the host."""
@@ -176,7 +198,7 @@ class _Lane:
         done.synchronize()
 
 
-def _end(threads: list[ThreadPoolExecutor]) -> None:
+def _end(lanes: dict[Kind, _Lane]) -> None:
     """Without waiting: the last reference to a swap may be dropped by one of its own threads."""
-    for thread in threads:
-        thread.shutdown(wait=False)
+    for lane in lanes.values():
+        lane.thread.shutdown(wait=False)

@@ -82,9 +82,9 @@ class AdamW(MasterOptimizer):
 
     def introduce(self) -> list[str]:
         """As `MasterOptimizer.introduce`."""
-        lines = super().introduce()
         where = f"bound to cores {self._cores}" if self._cores else "not bound"
-        return [*lines, f"offload: updates on {self._threads} host threads, {where}"] if lines else []
+        updates = [f"offload: updates on {self._threads} host threads, {where}"]
+        return super().introduce() + (updates if self.offload.schedule.slots else [])
 
     def synchronize(self) -> None:
         """As `MasterOptimizer.synchronize`; between backward and step it takes back what was updated early."""

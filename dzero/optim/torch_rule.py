@@ -99,9 +99,8 @@ class TorchOptimizer(MasterOptimizer):
 
     def introduce(self) -> list[str]:
         """As `MasterOptimizer.introduce`."""
-        lines = super().introduce()
-        rule = type(self.inner).__name__
-        return [*lines, f"offload: {rule} updates with torch's own operations, not in one pass"] if lines else []
+        updates = [f"offload: {type(self.inner).__name__} updates with torch's own operations, not in one pass"]
+        return super().introduce() + (updates if self.offload.schedule.slots else [])
 
     def _settle_groups(self) -> None:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):

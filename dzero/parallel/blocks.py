@@ -66,11 +66,12 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
         )
     # The compiler goes outside: it then sees what may be recomputed, and compiles that too.
     if config.activation_checkpoint == "full":
-        _wrap_forward(blocks, _checkpointed)
+        wrap_method(blocks, "forward", _checkpointed)
     if config.activation_checkpoint == "selective":
-        _wrap_forward(blocks, partial(_checkpointed, context_fn=partial(create_selective_checkpoint_contexts, KEPT)))
+        selective = partial(create_selective_checkpoint_contexts, KEPT)
+        wrap_method(blocks, "forward", partial(_checkpointed, context_fn=selective))
     if compiles:
-        _wrap_forward(blocks, torch.compile)
+        wrap_method(blocks, "forward", torch.compile)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -86,13 +87,17 @@ def _elements(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
             yield from _elements(f"{prefix}{name}.", child)
 
 
-def _wrap_forward(blocks: list[nn.Module], wrap: Callable[[Forward], Forward]) -> None:
-    """One subclass per class of block, so that equal blocks share one compilation."""
+def wrap_method(blocks: list[nn.Module], method: str, wrap: Callable[[Forward], Forward]) -> None:
+    """Give each block a subclass whose `method` is wrapped: one per class, so that equal blocks share a compilation."""
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for block in dict.fromkeys(blocks):
         cls = type(block)
         if cls not in classes:
-            wrapped = {"forward": wrap(cls.forward), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            wrapped = {
+                method: wrap(getattr(cls, method)),
+                "__module__": cls.__module__,
+                "__qualname__": cls.__qualname__,
+            }
             classes[cls] = type(cls.__name__, (cls,), wrapped)
         block.__class__ = classes[cls]
 

@@ -136,6 +136,8 @@ class Layout:
     """Who waits for updates on the host (zero/tiers.py)."""
     undo_bytes: int = 0
     delay_warmup_steps: int = 0
+    activations: str = "device"
+    """Where what blocks keep of their inputs waits for backward (zero/tiers.py)."""
 
     @classmethod
     def of(
@@ -218,6 +220,7 @@ class Layout:
             overlap=offload.mode,
             undo_bytes=offload.undo_bytes if offload.overlap == "backward" else 0,
             delay_warmup_steps=offload.delay_warmup_steps,
+            activations=offload.activations,
         )
 
     @property

@@ -5,6 +5,7 @@
     host      the offload arena (offload/pinned.py)
 
 A parameter is updated where its master lives; its gradient and moments travel there if they live elsewhere.
+Activations are no row of the table, but what blocks keep of their inputs for backward may wait on the host as well.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dzero.zero.shapes import ParamShape, UnitShape
 TIERS = ("device", "host")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
 KINDS = ("param", "grad", "master", "moments")
+ACTIVATION_TIERS = ("device", "host")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class OffloadConfig:
         delayed   updates have a whole step's time: weights are one step older than usual (ZeRO-Offload, section 5.2),
                   from the step after `delay_warmup_steps` on
         auto      forward: the fastest with the same bits that takes no more memory
+    `activations`: where what a block keeps of its inputs waits for backward (offload/activations.py).
     """
 
     param: str = "device"
@@ -46,6 +49,7 @@ class OffloadConfig:
     overlap: str = "auto"
     undo_bytes: int = 1 << 30
     delay_warmup_steps: int = 40
+    activations: str = "device"
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -83,6 +87,8 @@ class OffloadConfig:
                 raise ValueError(
                     f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"
                 )
+        if self.activations not in ACTIVATION_TIERS:
+            raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(ACTIVATION_TIERS)}")
         early = {self.grad, self.master, self.moments} == {"host"}
         if self.overlap == "backward" and not early:
             raise ValueError(

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import master_of, whole
+from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.optim import rules, update
+from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.zero.working import split, to_working
 
 pytestmark = pytest.mark.gpu
@@ -48,10 +50,14 @@ def train(
     microbatches: int = 1,
     reduction: str = "auto",
     offload: OffloadConfig | None = None,
+    keep: str = "none",
+    samples: int = 2,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Masters on the CPU and norms after STEPS steps of the uneven net; delays before an offload's actions."""
+    model = nets.build("uneven")
+    apply_blocks(model, BlockConfig(activation_checkpoint=keep, compile=False), device_type)
     sharded = shard(
-        nets.build("uneven"),
+        model,
         ZeroConfig(stage=stage, reduction=reduction),
         precision=precision,
         offload=offload,
@@ -61,7 +67,7 @@ def train(
     optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
     chance = random.Random(0)
     optim.offload.swap.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
-    for of_step in nets.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches):
+    for of_step in nets.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
         for index, batch in enumerate(of_step[0]):
             with sharded.microbatch(is_last=index == microbatches - 1):
                 loss = nets.loss_fn(sharded.model, batch.to(device_type)) / microbatches
@@ -70,7 +76,7 @@ def train(
         assert optim.last_decision is not None
         norms.append(optim.last_decision.norm)
     optim.synchronize()
-    assert optim.offload.arena.pinned == (offload is not None)
+    assert optim.offload.arena.pinned == bool(optim.offload.schedule.slots)
     masters = {name: master_of(p, optim.state[p]) for name, p in sharded.named_params().items()}
     return {name: whole(master).cpu() for name, master in masters.items()}, norms
 
@@ -141,6 +147,54 @@ def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts(
     # A layer gathered and its gradient, one layer that comes ahead, activations: not eight layers.
     assert torch.cuda.max_memory_allocated() - before < layers * 2 * width * width
     optim.synchronize()
+
+
+@pytest.mark.parametrize("tiers", [{}, {"grad": "host", "master": "host", "moments": "host"}], ids=["alone", "with"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_activations_on_the_host_change_no_bit(stage: int, microbatches: int, tiers: dict[str, str]) -> None:
+    def run(activations: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+        offload = OffloadConfig(activations=activations, **tiers)  # type: ignore[arg-type]
+        how = {"precision": PrecisionConfig(), "microbatches": microbatches, "samples": 16}
+        return train("cuda", stage, offload=offload, keep="full", **how)  # type: ignore[arg-type]
+
+    resident, norms = run("device")
+    hosted, hosted_norms = run("host")
+    assert hosted_norms == norms
+    assert all(torch.equal(resident[name], hosted[name]) for name in resident)
+
+
+@pytest.mark.parametrize("slow", ["EVICT", "FETCH"])
+def test_inputs_free_their_device_memory_and_come_back_whole(slow: str) -> None:
+    """8 blocks whose inputs have 16 MiB each; the recomputed work of a block needs no more than some of them."""
+    layers, rows, width = 8, 8192, 1024
+    block_bytes = rows * width * 2
+
+    def run(activations: str) -> tuple[int, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+        apply_blocks(model, BlockConfig(activation_checkpoint="full", compile=False), "cuda")
+        offload = OffloadConfig(activations=activations)
+        sharded = shard(model, ZeroConfig(stage=3), offload=offload, mesh=make_mesh("cuda"), microbatches=1)
+        optim = AdamW(sharded)
+        optim.offload.swap.before = lambda key: time.sleep(0.01 if key.kind == slow else 0.0)
+        for block in model:  # every copy has ended when the next block begins
+            block.register_forward_pre_hook(lambda *_: optim.synchronize())
+        x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3):
+            x.grad = None
+            loss = sharded.model(x).float().square().mean()
+            kept_bytes = torch.cuda.memory_allocated()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optim.step()
+        assert x.grad is not None
+        return kept_bytes, x.grad.clone()
+
+    resident_bytes, want = run("device")
+    torch.cuda.empty_cache()
+    hosted_bytes, got = run("host")
+    assert torch.equal(want, got)
+    assert resident_bytes - hosted_bytes >= (layers - 2) * block_bytes  # the newest stays, and x is the test's own
 
 
 def test_gpu_follows_the_cpu_in_fp32() -> None:

@@ -1,0 +1,207 @@
+"""Activations that wait for backward in host memory (offload.activations=host).
+
+What a block keeps of its own inputs leaves the device when the block has saved it, and comes back ahead of its use.
+Under full checkpointing that is all a block keeps. The hooks lie around the block's call, outside of the checkpoint,
+so they see what the checkpoint saves and not what it recomputes.
+
+    save k     EVICT k starts, beside the block's own work; those before it whose copies have ended leave the device
+    use k      waits for FETCH k, and starts FETCH k-1: backward uses last what was saved first
+    freed      the graph drops k: its slot is free for the next save
+
+The newest, and any that has not left yet, is used where it is. Inputs that need no gradient (tables, masks) are shared
+by the blocks and stay, as do parameters, small or strided tensors, and everything else that is saved.
+
+Why no copy meets freed or rewritten memory: as in swap.py, with two additions.
+    source        is referenced from here until its copy has ended, so nobody else is given its memory. Who changes it
+                  in place before that makes backward raise; later it does not matter: the host has what was saved
+    destination   is made on the stream that is current when its copy starts, perhaps for a block on another stream:
+                  `record_stream` keeps its memory until that one has used it
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dzero.hardware import host_available_bytes
+from dzero.mesh import local_ranks
+from dzero.offload.pinned import ALIGNMENT_BYTES, Arena, require
+from dzero.offload.schedule import Action, Key, Kind, Slot
+from dzero.offload.swap import Swap
+from dzero.parallel.blocks import wrap_method
+
+LEAST_BYTES = ALIGNMENT_BYTES
+"""Smaller tensors stay on the device: a slot takes as much at least."""
+FEWER = "Take smaller microbatches (train.microbatch_sequences), or offload.activations=device"
+
+
+class Activation:
+    """A saved tensor, flat, whose slot in host memory is taken as long as this lives.
+
+    source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used. before:
+    what was saved just before, if it still lives. version_there: of the source, when it was last seen.
+    """
+
+    def __init__(self, slot: str, free: list[str], source: Tensor, before: Callable[[], Activation | None]) -> None:
+        self.slot, self._free, self.before = slot, free, before
+        self.source: Tensor | None = source
+        self.arrived: Tensor | None = None
+        self.left: Future[Any] | None = None
+        self.dtype, self.elems, self.device = source.dtype, source.numel(), source.device
+        self.version = self.version_there = source._version
+        self._storage = weakref.ref(source.untyped_storage())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether `tensor`, at the same address, is what was saved here."""
+        same = self._storage() is tensor.untyped_storage() and self.version == tensor._version
+        return same and (self.dtype, self.elems) == (tensor.dtype, tensor.numel())
+
+    def leave(self) -> bool:
+        """Drop the source if its copy has ended. Raises OffloadError where that failed."""
+        if self.source is not None and self.left is not None and self.left.done():
+            self.left.result()
+            self.version_there, self.source = self.source._version, None
+        return self.source is None
+
+    def __del__(self) -> None:
+        """In any thread; what still copies from or to the slot ends before its next user begins (schedule.py)."""
+        self._free.append(self.slot)
+
+
+class Moved(NamedTuple):
+    """In autograd's graph instead of a tensor of this shape."""
+
+    activation: Activation
+    shape: torch.Size
+
+
+class Stayed(NamedTuple):
+    """A saved tensor, with the version that autograd itself no longer checks when there are hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+class Activations:
+    """Moves what the blocks save of their inputs, through `swap`, into slots that are made at the first forward.
+
+    pin: whether host memory is page-locked. Referenced by the graphs in flight, and weakly by the blocks: without their
+    optimizer they keep everything on the device.
+    """
+
+    def __init__(self, swap: Swap, *, pin: bool) -> None:
+        self._swap, self._pin = swap, pin
+        self._free: list[str] = []
+        self._slots: dict[str, int] = {}
+        self._saved: weakref.WeakValueDictionary[int, Activation] = weakref.WeakValueDictionary()
+        self._newest: Callable[[], Activation | None] = lambda: None
+        self._leaving: list[weakref.ref[Activation]] = []
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all slots so far."""
+        return sum(self._slots.values())
+
+    def attach(self, blocks: Sequence[nn.Module]) -> None:
+        """Watch the calls of `blocks` from now on."""
+        wrap_method([*blocks], "__call__", partial(_watched, weakref.ref(self)))
+
+    def watch(self, inputs: Iterable[object]) -> AbstractContextManager[object]:
+        """While a block runs on `inputs`: move what it saves of them."""
+        kind = self._swap.device.type
+        plain = [each for each in inputs if type(each) is Tensor and each.requires_grad and each.device.type == kind]
+        addresses = {each.untyped_storage().data_ptr() for each in plain}
+        return saved_tensors_hooks(partial(self._save, addresses), self._use) if addresses else nullcontext()
+
+    def _save(self, addresses: set[int], tensor: Tensor) -> Moved | Stayed:
+        plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_contiguous()
+        if not plain or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() not in addresses:
+            return Stayed(tensor.detach(), tensor._version)
+        activation = self._saved.get(tensor.data_ptr())
+        if activation is None or not activation.is_of(tensor):
+            activation = self._evict(tensor)
+        return Moved(activation, tensor.shape)
+
+    def _evict(self, tensor: Tensor) -> Activation:
+        self._leaving = [each for each in self._leaving if (it := each()) is not None and not it.leave()]
+        source = tensor.detach().view(-1)
+        activation = Activation(self._take_slot(tensor.nbytes), self._free, source, self._newest)
+        activation.left = self._swap.move(_key(Kind.EVICT, activation.slot), [(self._on_host(activation), source)])
+        self._saved[tensor.data_ptr()] = activation
+        self._newest = weakref.ref(activation)
+        self._leaving.append(self._newest)
+        return activation
+
+    def _use(self, saved: Moved | Stayed) -> Tensor:
+        if isinstance(saved, Stayed):
+            _check(saved.tensor._version, saved.version)
+            return saved.tensor
+        activation = saved.activation
+        self._fetch(activation)
+        if (coming := activation.before()) is not None:
+            self._fetch(coming)
+        tensor = activation.source
+        _check(activation.version_there if tensor is None else tensor._version, activation.version)
+        if tensor is None:
+            self._swap.wait(_key(Kind.FETCH, activation.slot))
+            tensor, activation.arrived = activation.arrived, None
+            assert tensor is not None
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor.view(saved.shape)
+
+    def _fetch(self, activation: Activation) -> None:
+        if activation.source is None and activation.arrived is None:
+            arrived = torch.empty(activation.elems, dtype=activation.dtype, device=activation.device)
+            self._swap.move(_key(Kind.FETCH, activation.slot), [(arrived, self._on_host(activation))])
+            activation.arrived = arrived
+
+    def _on_host(self, activation: Activation) -> Tensor:
+        return self._swap.leases[f"activation {activation.slot}"].view(activation.dtype, activation.elems)
+
+    def _take_slot(self, count: int) -> str:
+        """The smallest free slot of `count` bytes or more, else a free one made larger, else a new one."""
+        free = self._free[:]  # others may be added meanwhile, none removed
+        fitting = [slot for slot in free if self._slots[slot] >= count]
+        slot = min(fitting, key=self._slots.__getitem__) if fitting else free[-1] if free else str(len(self._slots))
+        if not fitting:
+            require(count, host_available_bytes(), local_ranks(), FEWER)
+            name = f"activation {slot}"
+            actions = [Action(_key(kind, slot), (name,)) for kind in (Kind.EVICT, Kind.FETCH)]
+            self._swap.add(Slot(name, count), actions, Arena(count, pin=self._pin))
+            self._slots[slot] = count
+        if slot in free:
+            self._free.remove(slot)
+        return slot
+
+
+def _watched(owner: weakref.ref[Activations], call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        activations = owner()
+        if activations is None or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        with activations.watch([*args, *kwargs.values()]):
+            return call(*args, **kwargs)
+
+    return watched
+
+
+def _check(version: int, expected: int) -> None:
+    if version != expected:
+        raise RuntimeError(
+            "a tensor that a block needs for backward was changed in place after the block saved it: it is at version "
+            f"{version}, expected version {expected}; change a clone of it"
+        )
+
+
+def _key(kind: Kind, slot: str) -> Key:
+    return Key(kind, "activation", slot)

@@ -1,0 +1,410 @@
+"""Block inputs that wait for backward on the host: the same bits, all of them moved, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+import torch.distributed as dist
+import training
+from loops import params_of, snapshot, unequal
+from pool import Pool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero.config import ConfigError
+from dzero.offload import activations
+from dzero.offload.activations import Activations
+from dzero.offload.pinned import Arena
+from dzero.offload.schedule import Key, Schedule
+from dzero.offload.swap import OffloadError, Swap
+from dzero.parallel.blocks import BlockConfig, apply_blocks, find_blocks
+
+ALONE = OffloadConfig(activations="host")
+WITH_STATES = OffloadConfig(activations="host", grad="host", master="host", moments="host", overlap="backward")
+SAMPLES, TOKENS = 8, 16
+LAYERS, WIDTH = nets.SHAPES["even"].layers, nets.SHAPES["even"].width
+BLOCK_BYTES = SAMPLES * TOKENS * WIDTH * 2  # bf16
+
+
+def net(
+    offload: OffloadConfig | None, stage: int = 2, microbatches: int = 1, keep: str = "full", **block: bool
+) -> tuple[Sharded, AdamW]:
+    model = nets.build("even")
+    apply_blocks(model, BlockConfig(activation_checkpoint=keep, **{"compile": False, **block}), "cpu")
+    mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
+    sharded = shard(model, ZeroConfig(stage=stage), offload=offload, mesh=mesh, microbatches=microbatches)
+    return sharded, AdamW(sharded, lr=1e-2)
+
+
+def batches(steps: int, microbatches: int = 1) -> list[list[Tensor]]:
+    """`[step][microbatch]` of this rank."""
+    ranks = dist.get_world_size()
+    drawn = nets.batches("even", steps=steps, ranks=ranks, microbatches=microbatches, samples=SAMPLES, tokens=TOKENS)
+    return [of_step[dist.get_rank()] for of_step in drawn]
+
+
+def train(sharded: Sharded, optim: AdamW, steps: int, *, interrupted: bool = False) -> None:
+    """interrupted: after each step comes an evaluation, and a forward whose graph is dropped."""
+    microbatches = sharded.layout.microbatches
+    for of_step in batches(steps, microbatches):
+        for index, batch in enumerate(of_step):
+            with sharded.microbatch(is_last=index == microbatches - 1):
+                (nets.loss_fn(sharded.model, batch) / microbatches).backward()  # type: ignore[no-untyped-call]
+        optim.step()
+        if interrupted:
+            with torch.no_grad():
+                nets.loss_fn(sharded.model, of_step[0])
+            nets.loss_fn(sharded.model, of_step[0])
+            sharded.reshard()
+    optim.synchronize()
+
+
+def result(offload: OffloadConfig | None, before: Callable[[Key], None] | None = None, **how: Any) -> dict[str, Tensor]:
+    interrupted = how.pop("interrupted", False)
+    sharded, optim = net(offload, **how)
+    optim.offload.swap.before = before
+    train(sharded, optim, 4, interrupted=interrupted)
+    kept = {**params_of(sharded), **{f"state {key}": value for key, value in snapshot(sharded, optim).items()}}
+    if offload is not None:
+        assert optim.offload.take_use()["EVICT"].moved_bytes > 0
+    return kept
+
+
+def compare(rank: int, ranks: int, offload: OffloadConfig, stage: int, microbatches: int, keep: str) -> list[str]:
+    how: dict[str, Any] = {"stage": stage, "microbatches": microbatches, "keep": keep, "interrupted": True}
+    return unequal(result(offload, **how), result(None, **how))
+
+
+@pytest.mark.parametrize("offload", [ALONE, WITH_STATES], ids=["alone", "with states"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_masters_and_moments_have_the_same_bits(
+    pool: Pool, stage: int, microbatches: int, offload: OffloadConfig
+) -> None:
+    assert pool.run(compare, 2, offload, stage, microbatches, "full") == [[], []]
+
+
+@pytest.mark.parametrize("keep", ["none", "selective"])
+def test_so_they_have_where_blocks_keep_more_than_their_inputs(pool: Pool, keep: str) -> None:
+    assert pool.run(compare, 2, ALONE, 3, 4, keep) == [[], []]
+
+
+def delayed(rank: int, ranks: int, seed: int) -> list[str]:
+    chance = random.Random(1000 * seed + rank)
+    how = {"stage": (0, 2, 3)[seed % 3], "microbatches": (1, 4)[seed // 3 % 2]}
+    slow = ("FETCH", "EVICT", "FETCH EVICT")[seed % 3]
+
+    def before(key: Key) -> None:
+        if str(key.kind) in slow:
+            time.sleep(chance.choice([0.0, 0.001, 0.01]))
+
+    return unequal(result((ALONE, WITH_STATES)[seed % 2], before, **how), result(None, **how))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
+    assert pool.run(delayed, 2, seed) == [[], []]
+
+
+def compiled(rank: int, ranks: int) -> list[str]:
+    how = {"stage": 3, "compile": True}
+    return unequal(result(ALONE, **how), result(None, **how))
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_the_same_bits_too(pool: Pool) -> None:
+    assert pool.run(compiled, 1) == [[]]
+
+
+def counted(rank: int, ranks: int, microbatches: int) -> None:
+    sharded, optim = net(ALONE, stage=3, microbatches=microbatches)
+    train(sharded, optim, 3)
+    use = optim.offload.take_use()
+    every = 3 * microbatches * LAYERS * BLOCK_BYTES
+    assert use["EVICT"].moved_bytes == every
+    # The last block's is used where it is, and so may be those that have not left before backward begins.
+    assert use["FETCH"].moved_bytes <= every * (LAYERS - 1) // LAYERS
+    assert optim.offload.host_bytes == LAYERS * BLOCK_BYTES  # the microbatches take turns
+    assert held(optim) == 0
+    (line,) = optim.introduce()
+    assert "what blocks keep of their inputs" in line
+
+
+def held(optim: AdamW) -> int:
+    """Slots in use."""
+    moving = optim.offload.activations
+    assert moving is not None
+    assert len(set(moving._free)) == len(moving._free)
+    return len(moving._slots) - len(moving._free)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_every_blocks_input_leaves_in_every_microbatch(pool: Pool, microbatches: int) -> None:
+    pool.run(counted, 2, microbatches)
+
+
+def ordered(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[list[bool], list[str]]:
+    """Which blocks' inputs are alive after a forward, and the order of fetches and recomputations in backward.
+
+    Lanes are drained at the beginning of each block's work, so that all has happened which may have been started.
+    """
+    sharded, optim = net(offload, stage=3)
+    inputs: list[Callable[[], object]] = []
+    events: list[str] = []
+    optim.offload.swap.before = lambda key: events.append(f"{key.kind} {key.unit}")
+
+    def at_work(index: int, x: Tensor) -> None:
+        optim.offload.swap.drain()
+        inputs.append(weakref.ref(x.untyped_storage()))
+        events.append(f"block {index}")
+
+    for index, (_, block) in enumerate(find_blocks(sharded.model)):
+        block.get_submodule("norm1").register_forward_pre_hook(lambda _, args, index=index: at_work(index, *args))
+    loss = nets.loss_fn(sharded.model, batches(1)[0][0])
+    alive = [storage() is not None for storage in inputs]
+    events.clear()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return alive, events
+
+
+def test_inputs_leave_the_device_and_come_back_one_block_ahead(pool: Pool) -> None:
+    assert pool.run(ordered, 1, None)[0] == ([True, True, True], ["block 2", "block 1", "block 0"])
+    alive, events = pool.run(ordered, 1, ALONE)[0]
+    assert alive == [False, False, True]
+    assert events == ["FETCH 1", "block 2", "FETCH 0", "block 1", "block 0"]
+
+
+def dropped(rank: int, ranks: int) -> list[str]:
+    """Slots come back however a forward ends; what is still alive when all has been dropped."""
+    sharded, optim = net(ALONE, stage=3)
+    (one,), (two,) = batches(2)
+    first, second = nets.loss_fn(sharded.model, one), nets.loss_fn(sharded.model, two)
+    assert held(optim) == 2 * LAYERS
+    del second
+    assert held(optim) == LAYERS
+    first.backward()  # type: ignore[no-untyped-call]
+    del first
+    assert held(optim) == 0
+    assert optim.offload.host_bytes == 2 * LAYERS * BLOCK_BYTES
+    optim.step()
+    watched = {"optimizer": optim, "activations": optim.offload.activations, "swap": optim.offload.swap}
+    watched |= {"model": sharded.model}
+    references = {name: weakref.ref(value) for name, value in watched.items()}
+    del sharded, optim, watched
+    gc.collect()
+    return [name for name, reference in references.items() if reference() is not None]
+
+
+def test_slots_come_back_and_nothing_is_kept_alive(pool: Pool) -> None:
+    assert pool.run(dropped, 2) == [[], []]
+
+
+def orphaned(rank: int, ranks: int) -> None:
+    """A graph brings its activations back without the optimizer; the model's next ones stay on the device."""
+    losses = []
+    (batch,) = batches(1)[0]
+    for offload in (None, ALONE):
+        sharded, optim = net(offload)
+        swap = optim.offload.swap
+        loss = nets.loss_fn(sharded.model, batch)
+        optim.synchronize()
+        swap.take_use()
+        del optim
+        gc.collect()
+        loss.backward()  # type: ignore[no-untyped-call]
+        grads = {name: param.grad for name, param in sharded.named_params().items() if param.grad is not None}
+        losses.append({name: grad.to_local().clone() for name, grad in grads.items()})  # type: ignore[attr-defined]
+        if offload is not None:
+            assert swap.take_use().keys() == {"FETCH"}
+        nets.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
+        assert swap.take_use() == {}
+    assert losses[0]
+    assert unequal(*losses) == []
+
+
+def test_a_model_without_its_optimizer_keeps_its_activations_on_the_device(pool: Pool) -> None:
+    pool.run(orphaned, 1)
+
+
+def failing(rank: int, ranks: int, action: str) -> str:
+    """What the loop gets to see of an exception in a lane."""
+    sharded, optim = net(ALONE, stage=3, microbatches=4)
+    train(sharded, optim, 1)
+
+    def before(key: Key) -> None:
+        if str(key) == action:
+            raise OSError("the cable is out")
+
+    optim.offload.swap.before = before
+    with pytest.raises(OffloadError) as told:
+        train(sharded, optim, 2)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("action", ["EVICT activation 0", "FETCH activation 0"])
+def test_what_fails_in_a_lane_is_raised_with_its_cause(pool: Pool, action: str) -> None:
+    for said in pool.run(failing, 2, action):
+        assert f"{action} failed: the cable is out" in said
+
+
+def unused(rank: int, ranks: int) -> None:
+    sharded = shard(nn.Linear(8, 8), ZeroConfig(), offload=ALONE)
+    with pytest.raises(ValueError, match=r"offload\.activations=host has no effect: FSDPLinear has no blocks"):
+        AdamW(sharded)
+
+
+def test_a_model_without_blocks_is_told(pool: Pool) -> None:
+    pool.run(unused, 1)
+
+
+class Root(nn.Module):
+    """x [rows, 64] + shift, through its blocks: `checkpointed(x, table)`; `beside`: each on the same x."""
+
+    def __init__(self, beside: bool = False) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(64))
+        self.beside = beside
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.saved: list[Tensor] = []
+        self.after: Callable[[int], object] = lambda _: None
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.shift
+        out = torch.zeros_like(x)
+        for index, block in enumerate(self.blocks):
+            self.saved.append(x)
+            y = block(x, table)
+            self.after(index)
+            out, x = (out + y, x) if self.beside else (y, y)
+        return out
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return checkpoint(lambda x, table: (x * self.gain * table).tanh(), x, table, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def watched(root: Root) -> tuple[Activations, Swap]:
+    swap = Swap(Schedule(), Arena(0), torch.device("cpu"))
+    moving = Activations(swap, pin=False)
+    moving.attach([*root.blocks])
+    return moving, swap
+
+
+X, TABLE = torch.linspace(-1, 1, 64 * 64).view(64, 64), torch.linspace(1, 2, 64 * 64).view(64, 64)
+
+
+def grads(root: Root, x: Tensor = X, *, retain: bool = False) -> dict[str, Tensor]:
+    loss = root(x, TABLE[: len(x)]).sum()
+    found: dict[str, Tensor] = {}
+    for turn in range(2 if retain else 1):
+        root.zero_grad()
+        loss.backward(retain_graph=retain and turn == 0)
+        found |= {f"{turn} {name}": p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+    return found
+
+
+def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
+    root = Root(beside=True)
+    want = grads(root)
+    _, swap = watched(root)
+    assert unequal(grads(root), want) == []
+    assert swap.take_use()["EVICT"].moved_bytes == X.nbytes
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_second_backward_over_the_same_graph_brings_them_again(beside: bool) -> None:
+    root = Root(beside)
+    want = grads(root, retain=True)
+    moving, swap = watched(root)
+    root.after = lambda _: swap.drain()  # all but the newest have left before backward
+    assert unequal(grads(root, retain=True), want) == []
+    use = swap.take_use()
+    assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
+    assert len(moving._free) == len(moving._slots)
+
+
+def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
+    root = Root()
+    moving, swap = watched(root)
+    for rows, slots_bytes in ((32, 32 * 64 * 4), (64, 64 * 64 * 4), (16, 64 * 64 * 4)):
+        grads(root, X[:rows])
+        assert moving.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
+    swap.drain()
+    swap.take_use()
+    grads(root, X[:15])  # 15 * 64 * 4 is less than LEAST_BYTES
+    assert swap.take_use() == {}
+
+
+def test_what_is_changed_in_place_while_it_leaves_makes_backward_raise_and_later_does_not_matter() -> None:
+    for late, index, at in ((False, 0, 0), (False, 0, 2), (False, 3, 3), (True, 0, 2)):
+        root = Root()
+        want = grads(root)
+        root.saved.clear()
+        _, swap = watched(root)
+        if not late:
+            swap.before = lambda key: time.sleep(0.1)
+
+        def change(block: int, root: Root, swap: Swap, late: bool, index: int, at: int) -> None:
+            if late:
+                swap.drain()  # the next save then sees that it has left
+            if block == at:
+                with torch.no_grad():
+                    root.saved[index].add_(1.0)
+
+        root.after = partial(change, root=root, swap=swap, late=late, index=index, at=at)
+        with nullcontext() if late else pytest.raises(RuntimeError, match="at version 1, expected version 0; change a"):
+            assert unequal(grads(root), want) == []
+
+
+def test_what_stays_is_checked_as_autograd_does() -> None:
+    """A table, and an input that is too small to move."""
+    for rows, index in ((64, None), (15, 1)):
+        root, table = Root(), TABLE[:rows].clone()
+        watched(root)
+        loss = root(X[:rows], table).sum()
+        with torch.no_grad():
+            (table if index is None else root.saved[index]).add_(1.0)
+        with pytest.raises(RuntimeError, match=r"at version 1[,;] expected version 0"):
+            loss.backward()
+
+
+def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Root()
+    moving, _ = watched(root)
+    monkeypatch.setattr(activations, "host_available_bytes", lambda: X.nbytes - 1)
+    with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
+        grads(root)
+    assert moving.host_bytes == 0
+
+
+def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path) -> None:
+    text = training.write_text(tmp_path / "text.txt")
+    full = ["zero.stage=3", "train.accumulate=2", "block.activation_checkpoint=full", "block.compile=false"]
+    runs = [
+        pool.run(training.train, 2, training.settled(text, *full, f"offload.activations={tier}"), tmp_path / tier)[0]
+        for tier in ("device", "host")
+    ]
+    assert runs[0].losses == runs[1].losses
+    assert runs[0].held_out == runs[1].held_out
+
+
+def test_the_trainer_refuses_it_without_checkpointing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"offload\.activations=host with block\.activation_checkpoint=none"):
+        training.settled(training.write_text(tmp_path / "text.txt"), "offload.activations=host")
