@@ -328,6 +328,32 @@ def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
     assert swap.take_use()["EVICT"].moved_bytes == X.nbytes
 
 
+class Around(nn.Module):
+    """Checkpoints its whole call, hooks included, as transformers' layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(super().__call__, *args, use_reentrant=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x * self.gain * table).tanh()
+
+
+def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
+    root, events = Root(), list[str]()
+    root.blocks = nn.ModuleList(Around() for _ in range(4))
+    want = grads(root)
+    _, swap = watched(root)
+    for block in root.blocks:
+        block.register_forward_pre_hook(lambda *_: events.append("forward"))
+    assert unequal(grads(root), want) == []
+    assert events == 2 * 4 * ["forward"]  # recomputed
+    assert swap.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_second_backward_over_the_same_graph_brings_them_again(beside: bool) -> None:
     root = Root(beside)
