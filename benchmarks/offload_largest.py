@@ -35,8 +35,6 @@ GOAL, BYTES_PER_PARAM, STEPS = 0.85, 16, 2
 TOKENS = 512
 RESERVED_BYTES = 6 << 30
 """Of each memory: activations, gathered units, the process."""
-BUILD_BYTES = 18
-"""Of host memory per parameter that lives there, while the arena is filled: its working copy exists twice."""
 Found = dict[str, Any]
 
 
@@ -111,10 +109,10 @@ def candidate(options: argparse.Namespace, setting: Setting) -> None:
     cap = int(options.cap_mib * 2**20) if options.cap_mib else host_memory_bytes()
     device_bytes = device_memory_bytes(setting.device) if on_gpu else cap if options.cap_mib else 0
     free, reserved = min(host_available_bytes(), cap), RESERVED_BYTES if on_gpu else 0
-    host_elems, device_elems = (free - reserved) / BUILD_BYTES, (device_bytes - reserved) / BYTES_PER_PARAM
+    host_elems, device_elems = (free - reserved) / BYTES_PER_PARAM, (device_bytes - reserved) / BYTES_PER_PARAM
     fraction = host_elems / (host_elems + device_elems)
-    if params * fraction * BUILD_BYTES > free:
-        raise MemoryError(f"{format_bytes(params * fraction * BUILD_BYTES)} to build, {format_bytes(free)} free")
+    if params * fraction * BYTES_PER_PARAM > free:
+        raise MemoryError(f"{format_bytes(params * fraction * BYTES_PER_PARAM)} to build, {format_bytes(free)} free")
     fractions = {f"{kind}_fraction": fraction for kind in ("param", *HOST)}
     side = dzero_side(replace(setting, config=config), **HOST, param="host", overlap="forward", **fractions)
     assert isinstance(side.optim, AdamW)

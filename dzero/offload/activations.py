@@ -93,12 +93,12 @@ class Stayed(NamedTuple):
 class Activations:
     """Moves what the blocks save of their inputs, through `swap`, into slots that are made at the first forward.
 
-    pin: whether host memory is page-locked. Referenced by the graphs in flight, and weakly by the blocks: without their
-    optimizer they keep everything on the device.
+    pin, cores: of the host memory, as for `Arena`. Referenced by the graphs in flight, and weakly by the blocks, which
+    keep everything on the device without their optimizer.
     """
 
-    def __init__(self, swap: Swap, *, pin: bool) -> None:
-        self._swap, self._pin = swap, pin
+    def __init__(self, swap: Swap, *, pin: bool, cores: Sequence[int] = ()) -> None:
+        self._swap, self._pin, self._cores = swap, pin, cores
         self._free: list[str] = []
         self._slots: dict[str, int] = {}
         self._saved: weakref.WeakValueDictionary[int, Activation] = weakref.WeakValueDictionary()
@@ -176,7 +176,9 @@ class Activations:
             require(count, host_available_bytes(), local_ranks(), FEWER)
             name = f"activation {slot}"
             actions = [Action(_key(kind, slot), (name,)) for kind in (Kind.EVICT, Kind.FETCH)]
-            self._swap.add(Slot(name, count), actions, Arena(count, pin=self._pin))
+            arena = Arena(count, pin=self._pin, cores=self._cores)
+            self._swap.add(Slot(name, count), actions, arena)
+            arena.settle()
             self._slots[slot] = count
         if slot in free:
             self._free.remove(slot)

@@ -48,8 +48,8 @@ class Offload:
             available = host_available_bytes()
             for axis in AXES:  # everybody has looked before anybody takes
                 GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
-            require(self.schedule.host_bytes, available, local_ranks())
-        beside_gpu = device.type == "cuda" and bool(self.schedule.slots)
+            require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
+        beside_gpu = device.type == "cuda"
         self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
         self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
         self.swap = Swap(self.schedule, self.arena, device)
@@ -59,12 +59,16 @@ class Offload:
         self._incoming: Incoming | None = None
         self.activations: Activations | None = None
         if layout.activations == "host":
-            self.activations = Activations(self.swap, pin=device.type == "cuda")
+            self.activations = Activations(self.swap, pin=device.type == "cuda", cores=self.cores)
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
         """Move parameters that live in host memory into the arena; from now on they are brought ahead of use."""
         self._incoming = Incoming(self._sharded, self.places, self.swap)
+
+    def settle(self) -> None:
+        """All states are in their places: the rest of the host memory is taken now."""
+        self.arena.settle()
 
     def introduce(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""
@@ -206,6 +210,13 @@ class Offload:
         self.swap.drain()
         if self._incoming is not None:
             self._incoming.forget_all()
+
+
+def _moving_in_bytes(sharded: Sharded) -> int:
+    """Host memory of what will move into the arena, and is freed there piece by piece."""
+    params = [memory.flat for unit in sharded.units for memory in unit.hosted.values()]
+    origins = [origin for unit in sharded.units for origin in unit.origin.values()]
+    return sum(tensor.nbytes for tensor in [*params, *origins] if tensor.device.type == "cpu")
 
 
 def _copy(moves: Sequence[Move]) -> None:

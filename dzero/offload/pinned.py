@@ -4,7 +4,8 @@
     lease      the right to a piece of it, aligned for direct I/O, with a phase that says who may touch it
     high water the most that was leased at once
 
-Fresh pages cost 13 times a second touch, so all are touched here, before the first step, by threads on the cores that
+Fresh pages cost 13 times a second touch, so all are touched before the first step: a lease's when it is first looked
+at, so that what moves in can be freed outside as it goes, the rest by `settle`. It is done by threads on the cores that
 will update them: a page lies in the memory of the core that touched it first.
 """
 
@@ -58,9 +59,11 @@ class Lease:
     offset: int
     arena: Arena = field(repr=False)
     phase: Phase = Phase.HELD
+    touched: bool = False
 
     def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
         """`elems` elements of `dtype` from `start_bytes` on, as a storage of its own: saving it saves no neighbours."""
+        self.arena.touch(self)
         piece = self.data[start_bytes : start_bytes + elems * dtype.itemsize]
         return torch.from_numpy(piece.numpy()).view(dtype) if elems else torch.empty(0, dtype=dtype)
 
@@ -86,9 +89,22 @@ class Arena:
         self.capacity_bytes = -(-capacity_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         self.leased_bytes = self.high_water_bytes = 0
         self.pinned = False
+        self._pin, self._cores = pin, cores
+        self._leases: list[Lease] = []
         self._gaps = [(0, self.capacity_bytes)]
-        self._memory = _huge_pages(self.capacity_bytes, cores)
-        if pin and self.capacity_bytes:
+        self._memory = _huge_pages(self.capacity_bytes)
+
+    def touch(self, lease: Lease) -> None:
+        """Give a lease its pages, if it has none yet."""
+        if not lease.touched:
+            lease.touched = True
+            _touch(lease.data, self._cores)
+
+    def settle(self) -> None:
+        """Give every lease its pages and lock them all: nothing is allocated from here on."""
+        for lease in self._leases:
+            self.touch(lease)
+        if self._pin and self.capacity_bytes and not self.pinned:
             self.pinned = _page_lock(self._memory)
             if self.pinned:
                 weakref.finalize(self, _page_unlock, self._memory)
@@ -101,7 +117,8 @@ class Arena:
                 self._gaps[index : index + 1] = [(start + size, length - size)] if length > size else []
                 self.leased_bytes += size
                 self.high_water_bytes = max(self.high_water_bytes, self.leased_bytes)
-                return Lease(what, self._memory[start : start + count], start, self)
+                self._leases.append(Lease(what, self._memory[start : start + count], start, self))
+                return self._leases[-1]
         raise MemoryError(
             f"{what}: {format_bytes(size)} do not fit the arena of {format_bytes(self.capacity_bytes)}, of which "
             f"{format_bytes(self.leased_bytes)} are leased"
@@ -110,6 +127,7 @@ class Arena:
     def _give_back(self, lease: Lease) -> None:
         size = aligned(lease.data.numel())
         self.leased_bytes -= size
+        self._leases.remove(lease)
         merged: list[tuple[int, int]] = []
         for start, length in sorted([*self._gaps, (lease.offset, size)]):
             if merged and merged[-1][0] + merged[-1][1] == start:
@@ -138,21 +156,25 @@ def require(capacity_bytes: int, available_bytes: int, ranks: int, repair: str =
         )
 
 
-def _huge_pages(count: int, cores: Sequence[int]) -> torch.Tensor:
-    """uint8 [count] of zeros in anonymous memory, 2 MiB-aligned and touched, which is when a page gets its place."""
+def _huge_pages(count: int) -> torch.Tensor:
+    """uint8 [count] in anonymous memory, 2 MiB-aligned; zeros, none of which takes a page yet."""
     if not count:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, count + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     skip = -whole.data_ptr() % HUGE_PAGE_BYTES
-    pages = whole[skip : skip + count]
+    return whole[skip : skip + count]
+
+
+def _touch(memory: torch.Tensor, cores: Sequence[int]) -> None:
+    """Write zeros, by one thread per core, each on `cores` (where any are given)."""
+    pieces = torch.split(memory, TOUCHED_BYTES)
     bind = partial(os.sched_setaffinity, 0, cores) if cores else None
-    count_of_threads = min(TOUCHING_THREADS, len(cores) or torch.get_num_threads())
-    with ThreadPoolExecutor(count_of_threads, "touch", bind) as threads:
-        for done in [threads.submit(piece.numpy().fill, 0) for piece in torch.split(pages, TOUCHED_BYTES)]:
+    threads = min(TOUCHING_THREADS, len(cores) or torch.get_num_threads(), len(pieces))
+    with ThreadPoolExecutor(threads, initializer=bind) as pool:
+        for done in [pool.submit(piece.numpy().fill, 0) for piece in pieces]:
             done.result()
-    return pages
 
 
 def _page_lock(memory: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ class AdamW(MasterOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(sharded, params, defaults, max_norm=max_norm, scaler=scaler)
-        self._cores = self.offload.cores if threads is None else []
+        self._cores = self.offload.cores if threads is None and self.offload.schedule.slots else []
         self._threads = threads or len(self._cores) or torch.get_num_threads()
         self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
@@ -62,6 +62,7 @@ class AdamW(MasterOptimizer):
                 stored = Stored.create(shape, param, origin, sharded.layout, homes)
                 self._stored[param] = stored
                 self.state[param] = stored.tensors
+        self.offload.settle()
 
     def _follow(self, unit: Unit) -> None:
         for param in unit.params.values():

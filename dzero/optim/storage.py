@@ -111,7 +111,7 @@ class Stored:
     ) -> Stored:
         """Zero moments; the master from `origin` [local shard, fp32], or from the parameter where there is none."""
         local = local_of(param.detach())
-        if origin is not None and not torch.equal(to_working(origin, local.dtype), local):
+        if origin is not None and not torch.equal(to_working(origin, local.dtype), local.to(origin.device)):
             origin = None  # the model was given other values after shard()
         rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)

@@ -54,7 +54,7 @@ class TorchOptimizer(MasterOptimizer):
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
-        origins = {name: origin for unit in sharded.units for name, origin in unit.origin.items()}
+        origins = {name: unit.origin for unit in sharded.units for name in unit.params}
         homes, self._in_use, self._updates = Homes(sharded, self.offload), Lock(), 0
         self._mastered: dict[nn.Parameter, Mastered] = {}
         self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
@@ -62,11 +62,10 @@ class TorchOptimizer(MasterOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 name = self._names[param]
-                self._mastered[param] = Mastered.create(name, param, origins.get(name), homes)
+                self._mastered[param] = Mastered.create(name, param, origins[name].pop(name, None), homes)
             masters = [self._mastered[param].master for param in group["params"]]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters})
-        for unit in sharded.units:
-            unit.origin.clear()
+        self.offload.settle()
         self.inner = rule(groups, **options)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})

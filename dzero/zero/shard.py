@@ -155,7 +155,7 @@ class _Sharder:
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {name: _shape_of(name, slots) for name, slots in self.slots.items()}
-        self.hosted = names_on_host(layout.tiers, [self.shapes[name] for name, _ in self.units])["param"]
+        self.on_host = names_on_host(layout.tiers, [self.shapes[name] for name, _ in self.units])
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
@@ -166,7 +166,11 @@ class _Sharder:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self.values.fill(modules, slots)
         rounded = {slot.name: self.values.round(slot.param, self.rank) for slot in slots}
-        origin = {name: chunk for name, chunk in rounded.items() if chunk is not None}
+        origin = {  # waits for its optimizer where its master will live
+            name: chunk.cpu() if name in self.on_host["master"] else chunk
+            for name, chunk in rounded.items()
+            if chunk is not None
+        }
         self._send_to_host(modules, slots)
         is_root = modules[0] is self.model
         fully_shard(
@@ -199,7 +203,7 @@ class _Sharder:
                 HostShard.of(slot.name, slot.param.detach(), slot.param.device), slot.param.requires_grad
             )
             for slot in slots
-            if slot.name in self.hosted
+            if slot.name in self.on_host["param"]
         }
         for module in {each for of in modules for each in of.modules()} if leaving else ():
             for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,42 @@ def moved(rank: int, ranks: int, fraction: float) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nothing_rests_on_the_device_and_every_gather_fetches_once(pool: Pool, ranks: int, fraction: float) -> None:
     pool.run(moved, ranks, fraction)
+
+
+BUILD = """
+import torch, torch.distributed as dist
+from torch import nn
+from dzero import AdamW, OffloadConfig, ZeroConfig, shard
+from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
+
+def materialise(module):
+    for each in module.modules() if isinstance(module, nn.Linear) else ():
+        each.to_empty(device="cpu").weight.data.normal_()
+
+def build(layers):
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(layers)))
+    everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
+    return AdamW(shard(model, ZeroConfig(stage=3), offload=everything, materialise=materialise))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+build(1)
+assert reset_peak_rss()
+before = rss_bytes()
+optim = build(24)
+print(peak_rss_bytes() - before, optim.offload.schedule.host_bytes)
+dist.destroy_process_group()
+"""
+
+
+def test_what_moves_to_the_host_is_never_there_twice() -> None:
+    """Masters in fp32 and working copies wait outside the arena, and are freed as it fills, unit by unit."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is given back at once
+    ended = subprocess.run([sys.executable, "-c", BUILD], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    peak, arena = map(int, ended.stdout.split())
+    assert arena == 24 * 16 * 2048 * 1024
+    assert arena <= peak < arena + 6 * 4 * 2048 * 1024  # 6 fp32 copies of one unit; those of all would be 24 · 6 / 4
 
 
 def ahead(rank: int, ranks: int) -> list[bool]:

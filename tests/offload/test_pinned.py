@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from dzero.hardware import rss_bytes
 from dzero.offload.pinned import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Phase, aligned, require
 
 
@@ -33,11 +34,33 @@ def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest
         bound[threading.get_ident()] = os.sched_getaffinity(0)
 
     monkeypatch.setattr(os, "sched_setaffinity", watched)
-    arena = Arena(130 << 20, cores=[core])
+    arena = Arena(260 << 20, cores=[core])
+    first, second = arena.lease(130 << 20, "first"), arena.lease(130 << 20, "second")
+    assert bound == {}
+    view = first.view(torch.float32, 8)
     assert list(bound.values()) == [{core}]
     assert threading.get_ident() not in bound
     assert os.sched_getaffinity(0) == mine
-    assert not arena.lease(130 << 20, "all").data.any()
+    view.fill_(3)
+    second.data[0] = 5
+    bound.clear()
+    arena.settle()
+    assert len(bound) == 1
+    assert view.tolist() == [3] * 8  # was touched before
+    bound.clear()
+    arena.settle()
+    assert bound == {}
+
+
+def test_memory_is_taken_when_it_is_first_looked_at() -> None:
+    before = rss_bytes()
+    arena = Arena(256 << 20)
+    leases = [arena.lease(64 << 20, str(index)) for index in range(4)]
+    assert rss_bytes() - before < 32 << 20
+    leases[1].view(torch.uint8, 1)
+    assert 64 << 20 <= rss_bytes() - before < 96 << 20
+    arena.settle()
+    assert 256 << 20 <= rss_bytes() - before < 288 << 20
 
 
 def test_what_is_given_back_can_be_leased_again_as_one_piece() -> None:
