@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -135,6 +136,18 @@ class HostShard(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[()]] | None:
         """FSDP2 has gathered: the output is the parameter as it is."""
         return (all_gather_outputs[0], ()) if out is None else None
+
+
+def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
+    """Wrap the parameters in `names` wherever `modules` have them: `fully_shard` then puts their shards on the host."""
+    wrapped = {
+        param: nn.Parameter(HostShard.of(name, param.detach(), param.device), param.requires_grad)
+        for param, name in names.items()
+    }
+    for module in {each for of in modules for each in of.modules()} if wrapped else ():
+        for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if param in wrapped:
+                setattr(module, attribute, wrapped[param])
 
 
 def memory_of(param: torch.Tensor) -> HostMemory | None:

@@ -29,7 +29,7 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
-from dzero.zero.hosted import HostShard
+from dzero.zero.hosted import put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import ParamShape, UnitShape
@@ -171,7 +171,7 @@ class _Sharder:
             for name, chunk in rounded.items()
             if chunk is not None
         }
-        self._send_to_host(modules, slots)
+        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.on_host["param"]})
         is_root = modules[0] is self.model
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -195,20 +195,6 @@ class _Sharder:
         if unit.hosted:
             hook_state_dicts(unit, self.mesh)
         return unit
-
-    def _send_to_host(self, modules: list[nn.Module], slots: list[Slot]) -> None:
-        """Wrap what is to live there, under every name it has; FSDP2 then puts this rank's shard there."""
-        leaving = {
-            slot.param: nn.Parameter(
-                HostShard.of(slot.name, slot.param.detach(), slot.param.device), slot.param.requires_grad
-            )
-            for slot in slots
-            if slot.name in self.on_host["param"]
-        }
-        for module in {each for of in modules for each in of.modules()} if leaving else ():
-            for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-                if param in leaving:
-                    setattr(module, attribute, leaving[param])
 
     def _average_copies(self, name: str) -> AverageCopies | None:
         if self.layout.replicate == 1:
