@@ -117,9 +117,15 @@ class Offload:
     def update(self, unit: str, work: Callable[[], Any]) -> None:
         """Start a unit's update on the host; nobody reads its parameters there before it has ended."""
         if not self.places.waiting:
-            self._units[unit].settle()
+            self._outdate(unit)
             self._units[unit].pending = partial(self.swap.wait, Key(Kind.COMPUTE, "update", unit))
         self.compute("update", unit, work)
+
+    def _outdate(self, unit: str) -> None:
+        """Its parameters on the host are about to change."""
+        if self._incoming is not None:
+            self._incoming.outdate(unit)
+        self._units[unit].settle()
 
     def send_work(self, unit: str, states: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
         """Send new working copies to where forward finds them: (name, shard on the device, working copy or None).
@@ -140,7 +146,7 @@ class Offload:
         """FSDP2 must not read the unit's shards before; the unit itself knows, whatever becomes of the optimizer."""
         keys = []
         if copies:
-            self._units[unit].settle()
+            self._outdate(unit)
             self.compute("publish", unit, partial(_copy, copies))
             keys.append(Key(Kind.COMPUTE, "publish", unit))
         if moves:

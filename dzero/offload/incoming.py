@@ -47,8 +47,9 @@ class Incoming:
         name = unit.shape.name
         unit.arrive()
         self._start(name)
-        self._swap.wait(Key(Kind.FETCH, "param", name))
         brought = self._ahead.pop(name)
+        self._ahead.clear()  # wrong guesses
+        self._swap.wait(Key(Kind.FETCH, "param", name))
         for tensor in brought.values():
             if tensor.is_cuda:  # allocated while another stream may have been current
                 tensor.record_stream(torch.cuda.current_stream())
@@ -67,14 +68,20 @@ class Incoming:
         if name in self._ahead:
             return
         held = self._units[name].hosted
-        self._ahead[name] = {each: torch.empty_like(held[each].flat, device=held[each].device) for each in held}
+        with torch.inference_mode(False):  # the lane, and later callers, may be outside of it
+            self._ahead[name] = {each: torch.empty_like(held[each].flat, device=held[each].device) for each in held}
         moves = [(there, held[each].flat) for each, there in self._ahead[name].items()]
         self._swap.move(Key(Kind.FETCH, "param", name), moves)
 
-    def forget(self, unit: str) -> None:
-        """Drop what was copied of a unit: its values are about to change."""
-        if self._ahead.pop(unit, None) is not None:
+    def outdate(self, unit: str) -> None:
+        """The step changes a unit: what was copied of it was copied too early, here and in every step."""
+        if unit in self._ahead:
             self._in_vain.add(self._point)
+        self.forget(unit)
+
+    def forget(self, unit: str) -> None:
+        """Drop what was copied of a unit: its values may change."""
+        self._ahead.pop(unit, None)
 
     def forget_all(self) -> None:
         """Drop what was copied ahead."""

@@ -110,7 +110,7 @@ class Arena:
                 weakref.finalize(self, _page_unlock, self._memory)
 
     def lease(self, count: int, what: str) -> Lease:
-        """`count` bytes, zeroed only the first time. Raises MemoryError beyond the capacity."""
+        """`count` bytes, zeros at the first `view`. Raises MemoryError beyond the capacity."""
         size = aligned(count)
         for index, (start, length) in enumerate(self._gaps):
             if length >= size:

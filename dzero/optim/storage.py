@@ -39,6 +39,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
+    """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
+    return origin is not None and torch.equal(to_working(origin, local.dtype), local.to(origin.device))
+
+
 def device_bytes(param: nn.Parameter) -> int:
     """Of this rank's shard, whole storage; 0 for one that lives on the host."""
     return 0 if memory_of(param) is not None else local_of(param.detach()).untyped_storage().nbytes()
@@ -111,8 +116,7 @@ class Stored:
     ) -> Stored:
         """Zero moments; the master from `origin` [local shard, fp32], or from the parameter where there is none."""
         local = local_of(param.detach())
-        if origin is not None and not torch.equal(to_working(origin, local.dtype), local.to(origin.device)):
-            origin = None  # the model was given other values after shard()
+        origin = origin if still_of(origin, local) else None
         rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)
         stored = cls(shape.name, param, first, local.dtype, {"step": torch.tensor(0.0)})
@@ -160,13 +164,12 @@ class Stored:
 
         moved: moments by key that were brought to where the update runs.
         """
-        local = self.local
-        if local.dtype != self.dtype:
+        if self.param.dtype != self.dtype:
             raise RuntimeError(
-                f"{self.name} is {local.dtype} now, but its states were made for {self.dtype}: do not call .to() or "
-                ".half() after shard(); choose PrecisionConfig(param=...) instead"
+                f"{self.name} is {self.param.dtype} now, but its states were made for {self.dtype}: do not call .to() "
+                "or .half() after shard(); choose PrecisionConfig(param=...) instead"
             )
-        work = local if self.work is None else self.work
+        work = self.local if self.work is None else self.work
         moved = moved or {}
         m, v = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in MOMENTS)
         master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, device_bytes, local_of, sharded_like
+from dzero.optim.storage import Homes, device_bytes, local_of, sharded_like, still_of
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
@@ -55,7 +55,8 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
         origins = {name: unit.origin for unit in sharded.units for name in unit.params}
-        homes, self._in_use, self._updates = Homes(sharded, self.offload), Lock(), 0
+        rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
+        homes, self._in_use = Homes(sharded, self.offload), Lock()
         self._mastered: dict[nn.Parameter, Mastered] = {}
         self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
         groups = []
@@ -69,14 +70,15 @@ class TorchOptimizer(MasterOptimizer):
         self.inner = rule(groups, **options)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
+            own["updates"] = 0  # saved with the group: classes like SGD keep no count
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
         self._settle_groups()
         pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
-        steps = [int(state["step"]) for state in self.inner.state.values() if "step" in state]
-        self._tiers.start(pending, partial(self._run, factor), max(steps, default=self._updates))
-        self._updates += 1
+        self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
+        for group in self.param_groups:
+            group["updates"] += 1
         if not self.state:
             self.synchronize()
             self._show_states()
@@ -189,6 +191,7 @@ class Mastered:
     def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
         """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
         local, mesh = local_of(param.detach()), homes.mesh("master", name)
+        origin = origin if still_of(origin, local) else None
         value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
         if mesh is None:
             return cls(name, param, nn.Parameter(value), None, None)

@@ -5,7 +5,7 @@ A `HostShard` says it is a tensor on the mesh's device, as `fully_shard` asks, w
 is brought to the device (`Unit.bring`), and the one place that has to wait for an update in flight.
 
     operation on a HostShard             what happens
-    a view of it                         another HostShard of the same memory
+    a view of it                         another HostShard of the same memory, also of another dtype
     one that writes into it              runs in host memory
     new_zeros                            a new HostMemory (FSDP2 pads shards with it)
     any other                            reads a copy on the device
@@ -15,6 +15,7 @@ So ordinary code sees an ordinary, if slow, tensor; and whoever reads or writes 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,17 +41,23 @@ class Door(Protocol):
 class HostMemory:
     """One parameter's padded shard `flat` [elems]; every HostShard of it is a view, so `flat` may be moved.
 
-    door: None until the parameter is part of a sharded unit.
+    door: None until the parameter is part of a sharded unit. Weak: tensors are held by hooks in C++, where the garbage
+    collector sees no cycle.
     """
 
     name: str
     flat: torch.Tensor
     device: torch.device
-    door: Door | None = None
+    door: weakref.ref[Door] | None = None
 
     def another(self, elems: int, dtype: torch.dtype) -> HostMemory:
         """Zeros, behind the same door."""
         return HostMemory(self.name, torch.zeros(elems, dtype=dtype), self.device, self.door)
+
+    def settle(self) -> None:
+        """See `Door.settle`."""
+        if self.door is not None and (door := self.door()) is not None:
+            door.settle()
 
     def move_to(self, flat: torch.Tensor) -> None:
         """Live in `flat` [elems] from now on."""
@@ -67,11 +74,12 @@ class HostShard(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: HostMemory, like: torch.Tensor) -> HostShard:
         """`like`: a view of `memory.flat`."""
+        behind_bytes = memory.flat.storage_offset() * memory.flat.itemsize
         made: HostShard = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
             strides=like.stride(),
-            storage_offset=like.storage_offset() - memory.flat.storage_offset(),
+            storage_offset=like.storage_offset() - behind_bytes // like.itemsize,
             dtype=like.dtype,
             device=memory.device,
         )
@@ -87,11 +95,40 @@ class HostShard(torch.Tensor):
     def data_on_host(self) -> torch.Tensor:
         """The elements, in place."""
         flat = self.memory.flat
-        offset = flat.storage_offset() + self.storage_offset()
-        return flat.as_strided(self.size(), self.stride(), offset)
+        flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
+        return flat.as_strided(self.size(), self.stride(), flat.storage_offset() + self.storage_offset())
+
+    def read(self) -> torch.Tensor:
+        """The elements, as they are once updates in flight have ended."""
+        self.memory.settle()
+        return self.data_on_host
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"HostShard({self.memory.name}, {self.data_on_host})"
+        return f"HostShard({self.memory.name}, {self.read()})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved as an ordinary tensor."""
+        return self.read().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor on the device."""
+        return _on_device(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a copy on the device."""
+        return _on_device(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of any tensor."""
+        return self.read().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Of a copy on the device."""
+        return _on_device(self).__dlpack__(**options)
+
+    def share_memory_(self) -> HostShard:
+        """Refused: the memory belongs to the offload."""
+        raise NotImplementedError("share_memory_ on a parameter in host memory: share a clone")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -102,6 +139,8 @@ class HostShard(torch.Tensor):
         first = args[0] if args else None
         if func.namespace == "c10d":  # writes into what it is given without saying so
             raise NotImplementedError(f"{func} on a parameter in host memory: take full_tensor(), or a state dict")
+        if isinstance(first, HostShard) and torch.Tag.inplace_view in func.tags:
+            raise NotImplementedError(f"{func} on a parameter in host memory: change the shape of a view or a clone")
         if isinstance(first, HostShard) and func.is_view:
             views = func(first.data_on_host, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda view: cls(first.memory, view), views)
@@ -121,7 +160,7 @@ class HostShard(torch.Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], None]:
         """FSDP2 is about to gather: this parameter's padded shard, on the device."""
-        door = self.memory.door
+        door = None if self.memory.door is None else self.memory.door()
         assert door is not None, f"{self.memory.name} is gathered, but belongs to no unit"
         rows = -(-outer_size[0] // mesh.size())
         return (door.bring(self.memory).view(rows, *outer_size[1:]),), None
@@ -164,24 +203,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return [leaf for leaf in tree_leaves(into) if isinstance(leaf, torch.Tensor)]
 
 
-def _settle(memory: HostMemory) -> None:
-    if memory.door is not None:
-        memory.door.settle()
-
-
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree_map_only(torch.Tensor, change, tree)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, HostShard):
-        return tensor
-    _settle(tensor.memory)
-    return tensor.data_on_host.to(tensor.device, copy=True)
+    return tensor.read().to(tensor.device, copy=True) if isinstance(tensor, HostShard) else tensor
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, HostShard):
-        _settle(tensor.memory)
-        return tensor.data_on_host
-    return tensor.cpu()
+    return tensor.read() if isinstance(tensor, HostShard) else tensor.cpu()

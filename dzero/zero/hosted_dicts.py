@@ -33,8 +33,10 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
         for name, param in module.named_parameters(remove_duplicate=False):
             value, memory = state_dict.get(prefix + name), memory_of(param)
             if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
-                local = HostShard.of(name, value.to_local().contiguous(), memory.device)
-                state_dict[prefix + name] = _placed(local, param.device_mesh, value)
+                local = value.to_local()
+                if not isinstance(local, HostShard):  # else the root's hook has wrapped it
+                    local = HostShard.of(name, local.contiguous(), memory.device)
+                    state_dict[prefix + name] = _placed(local, param.device_mesh, value)
 
     for module in (as_module(each) for each in unit.modules):
         module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]

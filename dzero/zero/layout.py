@@ -176,10 +176,8 @@ class Layout:
         if post_forward is not True and post_forward is not False:
             allowed = [d for d in range(2, shard) if shard % d == 0]
             if post_forward not in allowed:
-                raise ValueError(
-                    f"zero.reshard_after_forward={post_forward}: choose true, false or a non-trivial divisor of the "
-                    f"shard axis of {shard} ranks: {allowed}"
-                )
+                divisors = f" or a non-trivial divisor of the shard axis of {shard} ranks: {allowed}" if allowed else ""
+                raise ValueError(f"zero.reshard_after_forward={post_forward}: choose true, false{divisors}")
         offload = offload or OffloadConfig()
         alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
         if precision.moments == "int8" and not alike:

@@ -25,9 +25,9 @@ ACTIVATION_TIERS = ("device", "host")
 class OffloadConfig:
     """The tier of each kind of state, and how the host's updates overlap with the device's work.
 
-    `<kind>_fraction`: part of its elements that leaves the device, by whole parameters, those that forward needs last
-    first. `param`, the working copy, leaves at stage 3, and each unit is fetched ahead of its use. `overlap`, all but
-    `delayed` with the same bits:
+    `<kind>_fraction`: part of its elements that leaves the device, by whole parameters, the last units' first; the
+    root (embedding, head) is the last. `param`, the working copy, leaves at stage 3, and each unit is fetched ahead of
+    its use. `overlap`, all but `delayed` with the same bits:
         step      the optimizer's step waits for all updates
         forward   it returns once the step is decided; each unit waits for its own update when it is next gathered
         backward  as forward, and units are updated before the step is decided, undone where it is decided otherwise;
@@ -66,9 +66,9 @@ class OffloadConfig:
                 )
         if self.param == "host" and (self.master == "device" or self.param_fraction > self.master_fraction):
             raise ValueError(
-                f"offload.param=host (fraction {self.param_fraction}) with offload.master={self.master} (fraction "
-                f"{self.master_fraction}): a parameter leaves the device together with its larger master; take "
-                "offload.master=host and offload.master_fraction ≥ offload.param_fraction"
+                f"offload.param=host with offload.param_fraction={self.param_fraction}, offload.master={self.master}, "
+                f"offload.master_fraction={self.master_fraction}: a parameter leaves the device with its master, which "
+                "is larger; take offload.master=host and offload.master_fraction ≥ offload.param_fraction"
             )
         if self.overlap not in OVERLAPS:
             raise ValueError(f"offload.overlap={self.overlap!r}: choose one of {list(OVERLAPS)}")
@@ -77,7 +77,6 @@ class OffloadConfig:
                 f"offload.overlap={self.overlap} has no effect while updates run on the device; remove it, or take "
                 "offload.master=host"
             )
-
         for key, mode in (("undo_bytes", "backward"), ("delay_warmup_steps", "delayed")):
             value = getattr(self, key)
             least = 1 if key == "undo_bytes" else 0

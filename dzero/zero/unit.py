@@ -46,7 +46,7 @@ class Unit:
     def __post_init__(self) -> None:
         for name, param in self.params.items():
             if (memory := memory_of(param)) is not None:
-                self.hosted[name], memory.door = memory, self
+                self.hosted[name], memory.door = memory, weakref.ref(self)
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import io
 import os
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ class Door:
 
 def test_a_shard_is_a_tensor_like_any_other() -> None:
     door = Door()
-    memory = HostMemory("w", torch.arange(12.0), torch.device("cpu"), door)
+    memory = HostMemory("w", torch.arange(12.0), torch.device("cpu"), weakref.ref(door))
     shard = HostShard(memory, memory.flat.view(3, 4))
     row = shard[1]
     assert isinstance(row, HostShard)
@@ -62,7 +66,22 @@ def test_a_shard_is_a_tensor_like_any_other() -> None:
     assert row.clone().tolist() == [9, 10, 12, 14]
     padded = shard.new_zeros(4, 4)
     assert isinstance(padded, HostShard)
-    assert padded.memory.door is door
+    assert padded.memory.door is memory.door
+    bits = shard.view(torch.int32)
+    assert torch.equal(bits + 0, moved.view(3, 4).view(torch.int32))
+    assert torch.equal(bits[1:].view(torch.uint8) + 0, moved[4:].view(2, 4).view(torch.uint8))
+    assert torch.equal(torch.view_as_complex(shard.view(6, 2)) * 1, torch.view_as_complex(moved.view(6, 2)))
+    assert row.tolist() == row.numpy().tolist() == torch.from_dlpack(row).tolist() == moved[4:8].tolist()
+    file = io.BytesIO()
+    torch.save({"row": row}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)["row"]
+    assert type(saved) is torch.Tensor
+    assert torch.equal(saved, moved[4:8])
+    assert torch.equal(copy.deepcopy(row), moved[4:8])
+    for refused in (lambda: shard.t_(), lambda: shard.resize_(2), lambda: shard.unsqueeze_(0), shard.share_memory_):
+        with pytest.raises(NotImplementedError, match="on a parameter in host memory"):
+            refused()
     with pytest.raises(NotImplementedError, match="call it on each"):
         torch._foreach_add_([shard[0], torch.ones(4)], [torch.ones(4), torch.ones(4)])  # type: ignore[attr-defined]
 
@@ -77,7 +96,7 @@ def settings(**changes: Any) -> Layout:
     [
         ({"stage": 2}, r"offload.param=host with zero.stage=2: only stage 3"),
         ({"reshard": 2}, r"zero.reshard_after_forward=2: .* take reshard_after_forward=true"),
-        ({"master": "device"}, r"together with its larger master; take offload.master=host"),
+        ({"master": "device"}, r"with its master, which is larger; take offload.master=host"),
         ({"master_fraction": 0.5}, r"offload.master_fraction ≥ offload.param_fraction"),
     ],
 )
@@ -330,3 +349,74 @@ def outlived(rank: int, ranks: int) -> list[bool]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hosted_model_lives_without_its_optimizer_and_with_another(pool: Pool, ranks: int) -> None:
     assert pool.run(outlived, ranks) == [[True, True]] * ranks
+
+
+def forgotten(rank: int, ranks: int) -> None:
+    """Model, optimizer, memory and threads after everything was dropped."""
+    threads = threading.active_count()
+    for steps in (0, 2):
+        sharded = sharded_net("uneven", stage=3, offload=OffloadConfig(**ALL))
+        optim = AdamW(sharded, lr=1e-2)
+        train(sharded, optim, "uneven", steps=steps)
+        kept = [weakref.ref(sharded.model), weakref.ref(optim), weakref.ref(optim.offload.arena)]
+        kept += [weakref.ref(memory) for unit in sharded.units for memory in unit.hosted.values()]
+        del sharded, optim
+        until = time.monotonic() + 5
+        while time.monotonic() < until:  # a lane may be at its last action
+            gc.collect()
+            left = [type(each()).__name__ for each in kept if each() is not None]
+            if not left and threading.active_count() == threads:
+                break
+            time.sleep(0.01)
+        assert left == []
+        assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_of_a_dropped_model_stays(pool: Pool, ranks: int) -> None:
+    pool.run(forgotten, ranks)
+
+
+def inferring(rank: int, ranks: int, offload: OffloadConfig | None) -> list[float]:
+    """Evaluation under inference_mode between and after steps; FSDP2 cannot start with one."""
+    sharded = sharded_net("uneven", stage=3, offload=offload)
+    batch = nets.batches("uneven", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
+    losses = []
+
+    def evaluate() -> None:
+        with torch.inference_mode():
+            losses.append(nets.loss_fn(sharded.model, batch).item())
+
+    optim = AdamW(sharded, lr=1e-2)
+    for _ in range(3):
+        losses.extend(train(sharded, optim, "uneven", steps=2))
+        evaluate()
+        evaluate()
+    optim.offload.swap.close()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_inference_mode_is_no_other_world(pool: Pool, ranks: int) -> None:
+    assert pool.run(inferring, ranks, OffloadConfig(**ALL)) == pool.run(inferring, ranks, None)
+
+
+def guessing(rank: int, ranks: int) -> int:
+    """The most units on the device at once, when blocks are skipped at random."""
+    sharded = sharded_net("even", stage=3, offload=OffloadConfig(**ALL))
+    optim = AdamW(sharded)
+    incoming, most = optim.offload._incoming, 0
+    assert incoming is not None
+    blocks = [unit.modules[0] for unit in sharded.units[:-1]]
+    for order in ([0, 1, 2], [0, 2], [1, 2], [2, 0], [0, 1], [1], [2, 1, 0]) * 3:
+        for index in order:
+            with torch.no_grad():
+                blocks[index].unshard()  # type: ignore[attr-defined]
+                blocks[index].reshard()  # type: ignore[attr-defined]
+            most = max(most, len(incoming._ahead))
+    optim.offload.swap.close()
+    return most
+
+
+def test_wrong_guesses_do_not_pile_up(pool: Pool) -> None:
+    assert pool.run(guessing, 2) == [1, 1]

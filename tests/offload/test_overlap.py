@@ -47,8 +47,11 @@ def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], b
     def start(seed: int) -> tuple[Sharded, MasterOptimizer]:
         offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
         sharded = sharded_net("even", offload=offload, seed=seed)
-        optim = AdamW(sharded, lr=1e-2) if rule == "ours" else TorchOptimizer(sharded, torch.optim.AdamW, lr=1e-2)
-        return sharded, optim
+        if rule == "ours":
+            return sharded, AdamW(sharded, lr=1e-2)
+        if rule == "adam":
+            return sharded, TorchOptimizer(sharded, torch.optim.Adam, lr=1e-2)
+        return sharded, TorchOptimizer(sharded, torch.optim.SGD, lr=1e-2, momentum=0.9)
 
     (first, optim), (second, other) = start(0), start(1)
     train(first, optim, steps=3)
@@ -67,7 +70,7 @@ def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], b
     return wrong, late
 
 
-@pytest.mark.parametrize("rule", ["ours", "torch"])
+@pytest.mark.parametrize("rule", ["ours", "adam", "sgd"])
 @pytest.mark.parametrize("warmup", [2, 4])
 def test_a_delayed_run_is_resumed_with_its_bits(pool: Pool, rule: str, warmup: int) -> None:
     """The warm-up counts steps since the training began; loading ends a delay in both runs."""

@@ -96,6 +96,39 @@ def test_bytes_of_a_rules_states_are_counted(runs: dict[tuple[str, str, int], di
     assert runs["SGD", "fp32", 1]["bytes"]["master"] == 0
 
 
+def loaded_before(rank: int, ranks: int) -> float:
+    """Values that a model was given between shard() and the optimizer: what a tiny step leaves of them."""
+    sharded = sharded_net("even")
+    half = {name: value * 0.5 for name, value in sharded.model.state_dict().items()}
+    sharded.model.load_state_dict(half)
+    optim = TorchOptimizer(sharded, torch.optim.SGD, lr=1e-9)
+    train(sharded, optim, "even", steps=1)
+    after = sharded.model.state_dict()
+    return max(float((after[name] - half[name]).full_tensor().abs().max()) for name in half)
+
+
+def test_values_loaded_before_the_optimizer_are_its_masters(pool: Pool) -> None:
+    assert max(pool.run(loaded_before, 2)) < 1e-6
+
+
+def retried(rank: int, ranks: int) -> list[str]:
+    """A wrong option, then the right one: the fp32 masters are still those of the model."""
+    ends = []
+    for wrong in (True, False):
+        sharded = sharded_net("even")
+        if wrong:
+            with pytest.raises(TypeError, match="momentumm"):
+                TorchOptimizer(sharded, torch.optim.SGD, momentumm=0.9)
+        optim = TorchOptimizer(sharded, torch.optim.SGD, lr=1e-2)
+        train(sharded, optim, "even", steps=2)
+        ends.append(snapshot(sharded, optim))
+    return unequal(*ends)
+
+
+def test_a_refused_option_costs_no_masters(pool: Pool) -> None:
+    assert pool.run(retried, 2) == [[], []]
+
+
 def refusals(rank: int, ranks: int) -> dict[str, str]:
     messages = {}
     for stage, name in ((1, "Adafactor"), (3, "LBFGS"), (2, "Muon")):
