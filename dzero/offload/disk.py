@@ -46,7 +46,7 @@ class DiskConfig:
 
     paths: list[str]
     block_bytes: int = 16 << 20
-    threads: int = 4
+    threads: int = 8
     direct: bool = True
     checksum: bool = True
 
@@ -59,7 +59,7 @@ class DiskConfig:
                 f"{MOST_BLOCK_BYTES}; 16777216 suits most disks"
             )
         if not 1 <= self.threads <= MOST_THREADS:
-            raise ValueError(f"threads={self.threads}: must be 1 to {MOST_THREADS}; 4 suits most disks")
+            raise ValueError(f"threads={self.threads}: must be 1 to {MOST_THREADS}; 8 suits most disks")
 
 
 class DiskStore:

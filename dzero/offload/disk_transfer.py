@@ -31,9 +31,9 @@ class Move:
     checksum: bool
 
     def write(self) -> None:
-        found = self._digest()
         self.file.write(self.offset, self.data, self.piece)
-        self.sums[self.index] = found
+        # Afterwards: if the first blocks of a piece were all summed before they are written, the disk would stand idle.
+        self.sums[self.index] = self._digest()
 
     def read(self) -> None:
         self.file.read(self.offset, self.data, self.piece)

@@ -91,7 +91,6 @@ class RunFolder:
                     continue
                 os.write(lock, str(self.needed_bytes).encode())
                 undo.push(lost.pop_all())
-                undo.callback(fcntl.flock, lock, fcntl.LOCK_UN)  # closing is not enough: a forked child has it open
                 undo.callback(_remove, os.rmdir, name, self._parent)
                 undo.callback(_remove, os.unlink, "lock", folder)
                 return name, folder
@@ -104,7 +103,7 @@ class RunFolder:
         with telling(self.path, "making the scratch file"):
             fd = os.open("data", NEW, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
-            undo.callback(os.ftruncate, fd, 0)  # closing is not enough here either
+            undo.callback(os.ftruncate, fd, 0)  # closing is not enough: a forked child may have it open
             os.unlink("data", dir_fd=folder)
         try:
             if self.needed_bytes:

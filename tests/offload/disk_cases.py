@@ -58,17 +58,22 @@ def full(small: str, large: str) -> dict[str, Any]:
         left = free(small)
         try:
             DiskStore(DiskConfig(paths=[large, small], block_bytes=MIB), {"a": 10 * MIB}, rank=3)
-        except DiskError as error:
+        except DiskError as error:  # now, and not only when the error and what it refers to are forgotten
             seen["second"] = told(error) | {"count": error.count}
-        seen["given_back"] = (os.listdir(large), len(os.listdir(small)), left - free(small), before[0] - free(large))
+            seen["given_back"] = (
+                os.listdir(large),
+                len(os.listdir(small)),
+                left - free(small),
+                before[0] - free(large),
+            )
         # A file system that does not tell its free space: blocks are taken one by one until there are none.
         run_folder._available, tell = (lambda parent: -1), run_folder._available
         try:
             RunFolder(small, 5 * MIB)
         except DiskError as error:
             seen["unforeseen"] = told(error)
+            seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
         run_folder._available = tell
-        seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
         with DiskStore(DiskConfig(paths=[small]), {"a": 2 * MIB}) as third:
             for store, value, count in ((first, 1, 5 * MIB), (third, 2, 2 * MIB)):
                 store.write("a", buffer(count, value)).result()

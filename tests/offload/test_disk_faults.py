@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_a_full_disk_is_told_before_the_first_step_and_the_part_that_was_reserve
     assert f"1 other runs hold 5.00 MiB ({seen['first'][0]} 5.00 MiB): free space" in text
     assert seen["given_back"] == [[], 1, 0, 0]
     assert seen["unforeseen"]["errno"] == "ENOSPC"
-    assert "needs 5.00 MiB of scratch space" in seen["unforeseen"]["text"]
+    assert "needs 5.00 MiB of scratch space; 2.99 MiB are available" in seen["unforeseen"]["text"]
     assert seen["unforeseen_given_back"] == [1, 0]
     assert seen["both_run"] == [1]
     assert seen["left"] == [[], 0]
@@ -122,6 +123,30 @@ def test_a_write_that_is_cut_short_goes_on_and_its_fault_says_what_and_where(tmp
     )
     assert seen["then"] == "piece 'a' is not on disk: it was never written, or not to the end"
     assert os.listdir(tmp_path) == []
+
+
+def test_short_transfers_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real transfers, of which the system moves three pages and a bit at a time."""
+    really = {"pwritev": os.pwritev, "preadv": os.preadv}
+    moves: list[int] = []
+
+    def cut(name: str, fd: int, views: list[memoryview], offset: int) -> int:
+        left, some = 3 * PAGE + 100, []
+        for view in views:
+            some.append(view[:left])
+            left -= len(some[-1])
+        moves.append(really[name](fd, some, offset))
+        return moves[-1]
+
+    size = 10 * PAGE + 9
+    with DiskStore(DiskConfig(paths=[str(tmp_path)], direct=False), {"a": size}) as store:
+        for name in really:
+            monkeypatch.setattr(os, name, partial(cut, name))
+        data, into = buffer(size, seed=0), buffer(size)
+        store.write("a", data).result()
+        store.read("a", into).result()
+        assert torch.equal(into, data)
+        assert moves == [3 * PAGE + 100, 3 * PAGE + 100, 3 * PAGE + 100, 2 * PAGE] * 2
 
 
 @contextmanager
@@ -227,6 +252,10 @@ def test_a_fault_on_one_path_does_not_reach_other_pieces(tmp_path: Path) -> None
         assert torch.equal(into, data)
         store.write("on a", data).result()  # the fault has passed
         store.read("on a", into).result()
+        with exchanged(store, "/dev/full"), pytest.raises(DiskError, match="No space left"):
+            store.write("on a", data).result()
+        with pytest.raises(RuntimeError, match="piece 'on a' is not on disk"):
+            store.read("on a", into)  # what it held before is gone, too
 
 
 def test_a_killed_process_gives_its_space_back_at_once_and_its_directory_at_the_next_start(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_symbolic_links_are_never_followed(tmp_path: Path) -> None:
     (planted / "lock").symlink_to(victim / "lock")
     with RunFolder(str(path), 4096):
         pass
+    assert os.listdir(planted) == ["lock"]
     assert sorted(os.listdir(victim)) == ["data", "lock"]
     with pytest.raises(DiskError, match="is there already"):
         RunFolder(str(path), 0, name=DEAD)
@@ -133,6 +134,14 @@ def test_a_run_whose_directory_was_deleted_goes_on_and_ends(tmp_path: Path) -> N
         os.pwrite(run.fd, b"still here", 0)
         assert os.pread(run.fd, 10, 0) == b"still here"
     assert os.listdir(tmp_path) == []
+
+
+def test_blocks_are_given_back_at_the_end_even_if_a_forked_child_has_the_file_open(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path), 1 << 20)
+    childs = os.dup(run.fd)
+    run.close()
+    assert (os.fstat(childs).st_size, os.fstat(childs).st_blocks) == (0, 0)
+    os.close(childs)
 
 
 def test_a_fault_at_the_end_is_told_and_the_rest_is_given_back(tmp_path: Path) -> None:
