@@ -80,19 +80,19 @@ class RunFolder:
                 what = f"the run directory {name} is there already: two runs cannot share one; let the name be chosen"
                 raise DiskError(errno.EEXIST, self.path, what) from error
             with ExitStack() as lost, suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
+                lost.callback(_remove, os.rmdir, name, self._parent)
                 folder = os.open(name, FOLDER, dir_fd=self._parent)
                 lost.callback(os.close, folder)
                 if os.fstat(folder).st_uid != os.geteuid():
                     raise DiskError(errno.EPERM, self.path, f"{name} was exchanged for a directory of another user")
                 lock = os.open("lock", NEW, 0o600, dir_fd=folder)
+                lost.callback(_remove, os.unlink, "lock", folder)
                 lost.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not os.fstat(lock).st_nlink:
                     continue
                 os.write(lock, str(self.needed_bytes).encode())
                 undo.push(lost.pop_all())
-                undo.callback(_remove, os.rmdir, name, self._parent)
-                undo.callback(_remove, os.unlink, "lock", folder)
                 return name, folder
         raise DiskError(errno.EAGAIN, self.path, f"others removed {ATTEMPTS} directories before they were locked")
 
@@ -119,11 +119,13 @@ class RunFolder:
     def _full(self, code: int) -> DiskError:
         others = [holder for holder in _sweep(self._parent) if holder.name != self.name]
         held = format_bytes(sum(holder.held_bytes for holder in others))
+        available = _available(self._parent)
+        left = f"{format_bytes(available)} are" if available >= 0 else "an unknown amount is"
         listed = ", ".join(f"{holder.name} {format_bytes(holder.held_bytes)}" for holder in others)
         what = (
             f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of scratch space; "
-            f"{format_bytes(_available(self._parent))} are available, and {len(others)} other runs hold {held}"
-            f"{listed and f' ({listed})'}: free space, or name more or larger paths"
+            f"{left} available, and {len(others)} other runs hold {held}{listed and f' ({listed})'}: free "
+            "space, or name more or larger paths"
         )
         return DiskError(code, self.path, what, count=self.needed_bytes)
 

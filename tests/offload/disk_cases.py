@@ -66,8 +66,9 @@ def full(small: str, large: str) -> dict[str, Any]:
                 left - free(small),
                 before[0] - free(large),
             )
-        # A file system that does not tell its free space: blocks are taken one by one until there are none.
-        run_folder._available, tell = (lambda parent: -1), run_folder._available
+        # Somebody else takes the space just after it was looked up: blocks are taken until there are none.
+        tell, looked_up = run_folder._available, iter([1 << 40])
+        run_folder._available = lambda parent: next(looked_up, None) or tell(parent)
         try:
             RunFolder(small, 5 * MIB)
         except DiskError as error:
@@ -80,6 +81,14 @@ def full(small: str, large: str) -> dict[str, Any]:
             into = buffer(5 * MIB)
             first.read("a", into).result()
             seen["both_run"] = into.unique().tolist()
+    with open(f"{small}/others", "wb") as others:
+        others.write(bytes(free(small)))
+        others.flush()
+        try:
+            RunFolder(small, 0)
+        except DiskError as error:
+            seen["no_room_for_a_lock"] = told(error) | {"left": os.listdir(small)}
+    os.unlink(f"{small}/others")
     seen["left"] = (os.listdir(small), before[1] - free(small))
     return seen
 

@@ -91,6 +91,8 @@ def test_a_full_disk_is_told_before_the_first_step_and_the_part_that_was_reserve
     assert "needs 5.00 MiB of scratch space; 2.99 MiB are available" in seen["unforeseen"]["text"]
     assert seen["unforeseen_given_back"] == [1, 0]
     assert seen["both_run"] == [1]
+    assert seen["no_room_for_a_lock"]["errno"] == "ENOSPC"
+    assert seen["no_room_for_a_lock"]["left"] == ["others"]
     assert seen["left"] == [[], 0]
 
 
