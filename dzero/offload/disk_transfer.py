@@ -1,7 +1,7 @@
 """What is under way on the disk tier: a block (`Move`), and all blocks of a piece (`Transfer`).
 
-The checksum is xxh3: 32 GB/s on one core where a disk moves 1 to 7, without the interpreter's lock, so that other
-threads keep the disk busy meanwhile.
+The checksum is xxh3, which reads memory almost as fast as one core can (34 of 38 GB/s where it was measured) and
+without the interpreter's lock, so that other threads keep the disk busy meanwhile.
 """
 
 from __future__ import annotations
