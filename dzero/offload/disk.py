@@ -11,8 +11,8 @@ swap executor orders them by slots.) A piece whose write is under way, or failed
 different pieces run side by side: each path has threads of its own, and reads do not queue behind writes.
 
 Scratch only: everything is gone when the store is closed, collected, or its process ends. After a signal that Python
-does not turn into an exception (SIGTERM by default, SIGKILL) the space is free at once, and an empty directory stays
-until the next run on that path.
+does not turn into an exception (SIGTERM by default, SIGKILL) the space is free at once; a directory with a lock of a
+few bytes stays until the next run on that path.
 """
 
 from __future__ import annotations
