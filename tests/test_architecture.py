@@ -25,6 +25,7 @@ checkpoint
 monitor
 config command_line
 recorder trainer
+__main__
 """
 ORDER = LEVELS.split()
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,63 @@
+"""Where each byte of a piece lies: blocks dealt to the paths in proportion to their weights. Pure arithmetic.
+
+    piece   A (5 blocks)   B (2)          weights 2 : 1
+    path 0  A0    A2 A3       B0          each file in the order in which its blocks were dealt
+    path 1     A1       A4       B1
+
+A block goes to the path that is furthest behind its share of all bytes dealt so far, itself included. So no path is
+ever more than one block ahead of its share, over all pieces and within each: a piece of a few blocks already reads
+from all paths at once, and many small pieces fill all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dzero.offload.pinned import aligned
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`count` bytes of a piece from `start` on, at `offset` of the file of path number `path`.
+
+    `offset` and `start` are multiples of 4096; only a piece's last `count` may not be, and takes a whole page on disk.
+    """
+
+    path: int
+    offset: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Striping:
+    """The blocks of every piece, and the bytes of every path's file."""
+
+    pieces: dict[str, tuple[Block, ...]]
+    file_bytes: tuple[int, ...]
+
+
+def stripe(sizes: Mapping[str, int], block_bytes: int, weights: Sequence[float]) -> Striping:
+    """Deal pieces of `sizes` bytes in blocks of `block_bytes` to `len(weights)` paths.
+
+    Raises ValueError for a size below 0 or a weight that is not a positive number.
+    """
+    if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
+        raise ValueError(f"weight {wrong[0]} of a path: must be a positive number (its bandwidth, in any unit)")
+    if bad := [name for name, size in sizes.items() if size < 0]:
+        raise ValueError(f"piece {bad[0]!r} has {sizes[bad[0]]} bytes: must be 0 or more")
+    whole, dealt, ends = sum(weights), 0, [0] * len(weights)
+    pieces: dict[str, tuple[Block, ...]] = {}
+    for name, size in sizes.items():
+        blocks = []
+        for start in range(0, size, block_bytes):
+            count = min(block_bytes, size - start)
+            dealt += aligned(count)
+            behind = [dealt * weight - end * whole for weight, end in zip(weights, ends, strict=True)]
+            path = behind.index(max(behind))
+            blocks.append(Block(path, ends[path], start, count))
+            ends[path] += aligned(count)
+        pieces[name] = tuple(blocks)
+    return Striping(pieces, tuple(ends))

@@ -1,0 +1,179 @@
+"""The scratch store of the disk tier: named pieces of bytes on one or several paths. It knows nothing of models.
+
+    DiskStore     pieces by name, each in blocks over all paths; a checksum per block, in memory
+    blocks        which block lies where
+    disk_transfer a block, and a piece, under way
+    disk_file     the file of one path: direct I/O
+    run_folder    its private, locked directory, and the space reserved before the first step
+
+Order is the caller's: between a write and a read of one piece, or two writes, the first future must have ended. (The
+swap executor orders them by slots.) A piece whose write is under way, or failed, counts as never written. Transfers of
+different pieces run side by side: each path has threads of its own, and reads do not queue behind writes.
+
+Scratch only: everything is gone when the store is closed, collected, or its process ends. After a signal that Python
+does not turn into an exception (SIGTERM by default, SIGKILL) the space is free at once; a directory with a lock of a
+few bytes stays until the next run on that path.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dzero.offload.blocks import stripe
+from dzero.offload.disk_file import Bytes, Direction, DiskFile, DiskUse
+from dzero.offload.disk_transfer import Move, Transfer
+from dzero.offload.pinned import ALIGNMENT_BYTES
+
+MOST_BLOCK_BYTES = 1 << 30
+MOST_THREADS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """Where scratch data goes, and how.
+
+    paths: directories that exist, one per disk. block_bytes: of one transfer. threads: transfers at a time, per path
+    and direction. direct: past the page cache, where the file system can. checksum: verify what is read.
+    """
+
+    paths: list[str]
+    block_bytes: int = 16 << 20
+    threads: int = 8
+    direct: bool = True
+    checksum: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.paths or not all(self.paths):
+            raise ValueError(f"paths={self.paths}: name at least one directory, and no empty one")
+        if self.block_bytes % ALIGNMENT_BYTES or not ALIGNMENT_BYTES <= self.block_bytes <= MOST_BLOCK_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes}: must be a multiple of {ALIGNMENT_BYTES} from {ALIGNMENT_BYTES} to "
+                f"{MOST_BLOCK_BYTES}; 16777216 suits most disks"
+            )
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads={self.threads}: must be 1 to {MOST_THREADS}; 8 suits most disks")
+
+
+class DiskStore:
+    """Room for pieces of `sizes` bytes by name, reserved now.
+
+    weights: the paths' bandwidths, in any unit; equal by default. Raises DiskError for a path that cannot be used or
+    has too little space, and ValueError for a directory that is named twice.
+    """
+
+    def __init__(
+        self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0, weights: Sequence[float] | None = None
+    ) -> None:
+        weights = [1.0] * len(config.paths) if weights is None else weights
+        if len(weights) != len(config.paths):
+            raise ValueError(f"weights={list(weights)}: give one for each of the {len(config.paths)} paths")
+        _require_different(config.paths)
+        self.config, self.sizes = config, dict(sizes)
+        self.striping = stripe(self.sizes, config.block_bytes, weights)
+        self._sums: dict[str, list[int | None]] = {p: [None] * len(b) for p, b in self.striping.pieces.items()}
+        with ExitStack() as undo:
+            self.files = [
+                undo.enter_context(DiskFile(path, count, rank=rank, direct=config.direct))
+                for path, count in zip(config.paths, self.striping.file_bytes, strict=True)
+            ]
+            undo.pop_all()
+        _warn_of_buffering([file.path for file in self.files if config.direct and not file.is_direct])
+        # They hold no reference to the store: dropped without `close`, it ends after what was started.
+        self._threads = [
+            {way: ThreadPoolExecutor(config.threads, f"disk {index} {way}") for way in Direction}
+            for index in range(len(self.files))
+        ]
+
+    def __enter__(self) -> DiskStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, name: str, buffer: torch.Tensor | Bytes) -> Future[None]:
+        """Start writing a piece. `buffer` (uint8 [size of the piece], 4096-aligned) must not change until the end.
+
+        Raises ValueError for another buffer or an unknown name; the future raises DiskError.
+        """
+        data = self._bytes_of(name, buffer)
+        self._sums[name][:] = [None] * len(self._sums[name])
+        return self._start(Direction.WRITE, name, data)
+
+    def read(self, name: str, buffer: torch.Tensor | Bytes) -> Future[None]:
+        """Start reading a piece into `buffer` (uint8 [size of the piece], 4096-aligned), undefined until the end.
+
+        Raises ValueError for another buffer or an unknown name, RuntimeError for a piece that is not on disk; the
+        future raises DiskError, with errno EBADMSG where a block is not what was written.
+        """
+        data = self._bytes_of(name, buffer)
+        if not data.flags.writeable:
+            raise ValueError(f"piece {name!r}: the buffer is read-only")
+        if None in self._sums[name]:
+            raise RuntimeError(f"piece {name!r} is not on disk: it was never written, or not to the end")
+        return self._start(Direction.READ, name, data)
+
+    def use(self) -> dict[str, dict[Direction, DiskUse]]:
+        """By path and direction: bytes moved (what was written wears the disk) and seconds busy, since the start."""
+        return {file.path: {way: file.use(way) for way in Direction} for file in self.files}
+
+    def close(self) -> None:
+        """Wait for what was started, then give all space back. The second time nothing happens."""
+        for threads in self._threads:
+            for pool in threads.values():
+                pool.shutdown()
+        for file in self.files:
+            file.close()
+
+    def _bytes_of(self, name: str, buffer: torch.Tensor | Bytes) -> Bytes:
+        if name not in self.sizes:
+            raise ValueError(f"no piece is called {name!r}; the store has {len(self.sizes)}: {sorted(self.sizes)[:9]}")
+        data: Bytes = buffer.numpy() if isinstance(buffer, torch.Tensor) else buffer
+        if data.dtype != np.uint8 or data.shape != (self.sizes[name],) or not data.flags.c_contiguous:
+            raise ValueError(
+                f"piece {name!r}: the buffer is {data.dtype} {list(data.shape)}; give uint8 [{self.sizes[name]}], "
+                "contiguous"
+            )
+        if data.size and data.ctypes.data % ALIGNMENT_BYTES:
+            raise ValueError(
+                f"piece {name!r}: the buffer starts {data.ctypes.data % ALIGNMENT_BYTES} bytes past a multiple of "
+                f"{ALIGNMENT_BYTES}: lease it from an Arena"
+            )
+        return data
+
+    def _start(self, way: Direction, name: str, data: Bytes) -> Future[None]:
+        blocks, sums = self.striping.pieces[name], self._sums[name]
+        transfer = Transfer(len(blocks))
+        for index, block in enumerate(blocks):
+            part = data[block.start : block.start + block.count]
+            move = Move(self.files[block.path], block.offset, part, name, sums, index, self.config.checksum)
+            work = move.write if way is Direction.WRITE else move.read
+            self._threads[block.path][way].submit(transfer.run, work)
+        return transfer.future
+
+
+def _require_different(paths: Sequence[str]) -> None:
+    """Raises ValueError for a directory that has two names; one that is missing is told when it is opened."""
+    seen: dict[tuple[int, int], str] = {}
+    for path in paths:
+        with suppress(OSError):
+            found = os.stat(path)
+            first = seen.setdefault((found.st_dev, found.st_ino), path)
+            if first is not path:
+                raise ValueError(f"paths {first} and {path} are one directory: name one per disk")
+
+
+def _warn_of_buffering(paths: Sequence[str]) -> None:
+    if paths:
+        warnings.warn(
+            f"no direct I/O on {', '.join(paths)}: transfers go through the page cache, slower, and take host memory "
+            "that offload means to free; choose a local disk, or say direct=false to accept it",
+            stacklevel=4,
+        )

@@ -1,0 +1,87 @@
+"""How fast scratch paths are, as the store itself uses them: for weights, and to choose block size and threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from dzero.hardware import format_bytes
+from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.pinned import Arena
+
+SAMPLE_BYTES = 512 << 20
+ROUNDS = 3
+BLOCKS_BYTES = (4 << 20, 16 << 20, 64 << 20)
+THREADS = (1, 4, 8)
+ENOUGH = 0.97
+"""Of the best speed: below that, smaller blocks and fewer threads are not worth it."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bytes per second of one path, written and read by itself."""
+
+    path: str
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+    @property
+    def both_bytes_per_s(self) -> float:
+        """For data that is written as often as read: the harmonic mean. The path's weight."""
+        return 2 / (1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s)
+
+
+def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> list[Speed]:
+    """Each path of `config` alone, medians of `rounds`; writes `sample_bytes` once more than that.
+
+    Raises DiskError as DiskStore does, ValueError for no rounds or no bytes.
+    """
+    if rounds < 1 or sample_bytes < 1:
+        raise ValueError(f"rounds={rounds}, sample_bytes={sample_bytes}: both must be at least 1")
+    data = Arena(sample_bytes).lease(sample_bytes, "sample").data
+    data[: sample_bytes // 8 * 8].view(torch.int64).random_()  # against devices that compress
+    return [_speed(replace(config, paths=[path]), data, rounds) for path in config.paths]
+
+
+def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> Speed:
+    seconds: dict[str, list[float]] = {"write": [], "read": []}
+    with DiskStore(config, {"sample": data.numel()}) as store:
+        store.write("sample", data).result()  # the first time a file system also notes that the blocks have data now
+        for _ in range(rounds):
+            for way, move in (("write", store.write), ("read", store.read)):
+                start = time.perf_counter()
+                move("sample", data).result()
+                seconds[way].append(time.perf_counter() - start)
+    write_s, read_s = median(seconds["write"]), median(seconds["read"])
+    return Speed(config.paths[0], data.numel() / write_s, data.numel() / read_s)
+
+
+def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> Iterator[str]:
+    """Lines of a table of speeds by block size and threads, and last the settings to choose. Raises DiskError."""
+    wear = len(BLOCKS_BYTES) * len(THREADS) * (rounds + 1) * sample_bytes
+    yield f"{format_bytes(sample_bytes)} at a time, {format_bytes(wear)} written to each path in all"
+    width = max(map(len, paths))
+    yield f"{'path':<{width}}  {'block':>9}  threads  write GB/s  read GB/s"
+    found: list[tuple[DiskConfig, list[Speed]]] = []
+    for block_bytes in BLOCKS_BYTES:
+        for threads in THREADS:
+            config = DiskConfig(paths=list(paths), block_bytes=block_bytes, threads=threads)
+            found.append((config, measure(config, sample_bytes=sample_bytes, rounds=rounds)))
+            for speed in found[-1][1]:
+                gb_per_s = f"{speed.write_bytes_per_s / 1e9:>10.2f}  {speed.read_bytes_per_s / 1e9:>9.2f}"
+                yield f"{speed.path:<{width}}  {format_bytes(block_bytes):>9}  {threads:>7}  {gb_per_s}"
+    yield ""
+    yield chosen(found)
+
+
+def chosen(found: Sequence[tuple[DiskConfig, Sequence[Speed]]]) -> str:
+    """The first of `found`, smaller settings before larger, whose paths together reach nearly the best speed."""
+    together = [sum(speed.both_bytes_per_s for speed in speeds) for _, speeds in found]
+    config, speeds = next(row for row, total in zip(found, together, strict=True) if total >= ENOUGH * max(together))
+    whole = sum(speed.both_bytes_per_s for speed in speeds)
+    shares = ", ".join(f"{speed.path} {speed.both_bytes_per_s / whole:.2f}" for speed in speeds)
+    return f"settings: block_bytes={config.block_bytes} threads={config.threads}; shares by path: {shares}"

@@ -1,0 +1,79 @@
+"""What is under way on the disk tier: a block (`Move`), and all blocks of a piece (`Transfer`).
+
+The checksum is xxh3, which reads memory almost as fast as one core can (34 of 38 GB/s where it was measured) and
+without the interpreter's lock, so that other threads keep the disk busy meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+
+import xxhash
+
+from dzero.offload.disk_error import DiskError
+from dzero.offload.disk_file import Bytes, DiskFile
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One block under way. It keeps the buffer and the file alive, and nothing else of the store."""
+
+    file: DiskFile
+    offset: int
+    data: Bytes
+    piece: str
+    sums: list[int | None]
+    index: int
+    checksum: bool
+
+    def write(self) -> None:
+        self.file.write(self.offset, self.data, self.piece)
+        # Afterwards: if the first blocks of a piece were all summed before they are written, the disk would stand idle.
+        self.sums[self.index] = self._digest()
+
+    def read(self) -> None:
+        self.file.read(self.offset, self.data, self.piece)
+        if (found := self._digest()) != self.sums[self.index]:
+            what = (
+                f"block {self.index} of piece {self.piece!r}, {self.data.size} bytes at offset {self.offset} of the "
+                f"scratch file, is not what was written (xxh3 {found:016x} for {self.sums[self.index] or 0:016x}): the "
+                "disk, its cable or this memory is failing"
+            )
+            place, count = self.offset, self.data.size
+            raise DiskError(errno.EBADMSG, self.file.path, what, piece=self.piece, offset=place, count=count)
+
+    def _digest(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.data.data) if self.checksum else 0
+
+
+class Transfer:
+    """A piece under way: how many blocks are still to come, and the first error. Ends when none is left to touch its
+    buffer, errors or not."""
+
+    def __init__(self, blocks: int) -> None:
+        self.future: Future[None] = Future()
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
+        self._left, self._lock = blocks, Lock()
+        self._error: BaseException | None = None
+        if not blocks:
+            self.future.set_result(None)
+
+    def run(self, work: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            if self._error is None:
+                work()
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            ended = not self._left
+        if ended and self._error:
+            self.future.set_exception(self._error)
+        elif ended:
+            self.future.set_result(None)

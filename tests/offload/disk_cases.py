@@ -1,0 +1,183 @@
+"""What tests of the scratch store run in processes of their own: python disk_cases.py CASE ARGUMENT...
+
+Each prints what it saw as its last line, in JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dzero.offload import run_folder
+from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.disk_error import DiskError
+from dzero.offload.pinned import Arena
+from dzero.offload.run_folder import RunFolder
+
+MIB = 1 << 20
+
+
+def buffer(count: int, value: int = 7) -> torch.Tensor:
+    return Arena(count).lease(count, "buffer").data.fill_(value)
+
+
+def told(error: OSError) -> dict[str, Any]:
+    return {"errno": errno.errorcode.get(error.errno or 0), "path": error.filename, "text": str(error)}
+
+
+def free(path: str) -> int:
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def mounted(folder: str) -> dict[str, Any]:
+    """What file systems of every kind do, each in its place under `folder`."""
+    place = f"{folder}/{{}}".format
+    return {
+        "full": full(place("small"), place("large")),
+        "read_only": read_only(place("fixed")),
+        "buffered": buffered(place("ram0"), place("ram1")),
+    }
+
+
+def full(small: str, large: str) -> dict[str, Any]:
+    """`small` has 8 MiB in all. One store takes 5 of them, others want more than is left."""
+    seen: dict[str, Any] = {}
+    before = free(large), free(small)
+    with DiskStore(DiskConfig(paths=[small]), {"a": 5 * MIB}) as first:
+        seen["first"] = os.listdir(small)
+        left = free(small)
+        try:
+            DiskStore(DiskConfig(paths=[large, small], block_bytes=MIB), {"a": 10 * MIB}, rank=3)
+        except DiskError as error:  # now, and not only when the error and what it refers to are forgotten
+            seen["second"] = told(error) | {"count": error.count}
+            seen["given_back"] = (
+                os.listdir(large),
+                len(os.listdir(small)),
+                left - free(small),
+                before[0] - free(large),
+            )
+        # Somebody else takes the space just after it was looked up: blocks are taken until there are none.
+        tell, looked_up = run_folder._available, iter([1 << 40])
+        run_folder._available = lambda parent: next(looked_up, None) or tell(parent)
+        try:
+            RunFolder(small, 5 * MIB)
+        except DiskError as error:
+            seen["unforeseen"] = told(error)
+            seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
+        run_folder._available = tell
+        with DiskStore(DiskConfig(paths=[small]), {"a": 2 * MIB}) as third:
+            for store, value, count in ((first, 1, 5 * MIB), (third, 2, 2 * MIB)):
+                store.write("a", buffer(count, value)).result()
+            into = buffer(5 * MIB)
+            first.read("a", into).result()
+            seen["both_run"] = into.unique().tolist()
+    with open(f"{small}/others", "wb") as others:
+        others.write(bytes(free(small)))
+        others.flush()
+        try:
+            RunFolder(small, 0)
+        except DiskError as error:
+            seen["no_room_for_a_lock"] = told(error) | {"left": os.listdir(small)}
+    os.unlink(f"{small}/others")
+    seen["left"] = (os.listdir(small), before[1] - free(small))
+    return seen
+
+
+def read_only(path: str) -> dict[str, Any]:
+    try:
+        DiskStore(DiskConfig(paths=[path]), {"a": 1})
+    except DiskError as error:
+        return told(error)
+    return {}
+
+
+def buffered(first: str, second: str) -> dict[str, Any]:
+    """Neither path has direct I/O."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with DiskStore(DiskConfig(paths=[first, second], block_bytes=4096), {"a": 20_000}) as store:
+            data, into = buffer(20_000), buffer(20_000, 0)
+            data.random_()
+            store.write("a", data).result()
+            store.read("a", into).result()
+            direct = [file.is_direct for file in store.files]
+    own = [str(w.message) for w in caught if "direct I/O" in str(w.message)]
+    return {"warnings": own, "equal": torch.equal(data, into), "direct": direct}
+
+
+def too_large(path: str) -> dict[str, Any]:
+    """The process's limit on file sizes ends in the second of two blocks; a signal of it is ignored by Python."""
+    with DiskStore(DiskConfig(paths=[path], block_bytes=4 * MIB, threads=1), {"a": 8 * MIB}) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6 * MIB, resource.RLIM_INFINITY))
+        try:
+            store.write("a", buffer(8 * MIB)).result()
+        except DiskError as error:
+            seen = told(error) | {"piece": error.piece, "offset": error.offset, "count": error.count}
+        try:
+            store.read("a", buffer(8 * MIB))
+        except RuntimeError as error:
+            seen["then"] = str(error)
+    return seen
+
+
+def write_forever(path: str) -> dict[str, Any]:
+    """Until it is killed."""
+    store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 32 * MIB})
+    data = buffer(32 * MIB)
+    store.write("a", data).result()
+    print("holding", flush=True)
+    while True:
+        store.write("a", data).result()
+
+
+def hold(path: str, count: str) -> dict[str, Any]:
+    """Hold `count` bytes until something is said on standard input."""
+    with DiskStore(DiskConfig(paths=[path]), {"a": int(count)}) as store:
+        data = buffer(int(count))
+        store.write("a", data).result()
+        print("holding", flush=True)
+        sys.stdin.readline()
+        data.zero_()
+        store.read("a", data).result()
+        return {"read": data.unique().tolist()}
+
+
+def end(path: str, how: str) -> dict[str, Any]:
+    """A store that nobody closes, in a process that ends in some way."""
+    store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 8 * MIB})
+    store.write("a", buffer(8 * MIB))
+    print("holding", flush=True)
+    if how == "error":
+        raise SystemExit(f"{store.sizes}")
+    if how == "wait":
+        time.sleep(60)
+    return {"inside": len(os.listdir(path))}
+
+
+def forked(path: str) -> dict[str, Any]:
+    """A forked child ends as Python ends, with a copy of the store; then its parent reads."""
+    store = DiskStore(DiskConfig(paths=[path]), {"a": 4096})
+    data = buffer(4096)
+    store.write("a", data).result()
+    if (child := os.fork()) == 0:
+        del store
+        sys.exit(0)
+    os.waitpid(child, 0)
+    inside = [sorted(os.listdir(Path(path) / name)) for name in os.listdir(path)]
+    store.read("a", data).result()
+    return {"inside": inside}
+
+
+if __name__ == "__main__":
+    cases = {case.__name__: case for case in (mounted, too_large, write_forever, hold, end, forked)}
+    print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)
