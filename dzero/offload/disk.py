@@ -1,7 +1,7 @@
 """The scratch store of the disk tier: named pieces of bytes on one or several paths. It knows nothing of models.
 
     DiskStore     pieces by name, each in blocks over all paths; a checksum per block, in memory
-    blocks        which block lies where
+    striping      which block lies where
     disk_transfer a block, and a piece, under way
     disk_file     the file of one path: direct I/O
     run_folder    its private, locked directory, and the space reserved before the first step
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dzero.offload.blocks import stripe
+from dzero.offload.striping import stripe
 from dzero.offload.disk_file import Bytes, Direction, DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
 from dzero.offload.pinned import ALIGNMENT_BYTES

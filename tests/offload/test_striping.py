@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dzero.offload.blocks import Striping, stripe
+from dzero.offload.striping import Striping, stripe
 from dzero.offload.pinned import aligned
 
 PAGE = 4096
