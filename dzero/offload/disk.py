@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dzero.offload.striping import stripe
 from dzero.offload.disk_file import Bytes, Direction, DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
 from dzero.offload.pinned import ALIGNMENT_BYTES
+from dzero.offload.striping import stripe
 
 MOST_BLOCK_BYTES = 1 << 30
 MOST_THREADS = 64

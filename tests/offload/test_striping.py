@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from dzero.offload.striping import Striping, stripe
 from dzero.offload.pinned import aligned
+from dzero.offload.striping import Striping, stripe
 
 PAGE = 4096
 
