@@ -64,7 +64,7 @@ MISTAKES = {
     "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
     "precision=fp32 precision.master=remainder": "precision.master=remainder needs precision.param=bf16, not fp32",
     "precision.reduce=fp32": "precision.reduce=fp32 is wider than the torch.bfloat16 gradients",
-    "zero.stage=3 zero.reshard_after_forward=2": "a non-trivial divisor of the shard axis of 2 ranks",
+    "zero.stage=3 zero.reshard_after_forward=2": "true or false; the shard axis of 2 ranks has no non-trivial divisor",
     "train.steps=5 schedule.warmup_steps=10": "schedule.warmup_steps=10 + schedule.decay_steps=0 exceed train.steps=5",
     "model=gpt2_124m train.sequence_tokens=2048": "the model takes sequences up to model.max_tokens=1024",
     "model=hf": "model.name_or_path is unset",

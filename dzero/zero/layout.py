@@ -176,8 +176,10 @@ class Layout:
         if post_forward is not True and post_forward is not False:
             allowed = [d for d in range(2, shard) if shard % d == 0]
             if post_forward not in allowed:
-                divisors = f" or a non-trivial divisor of the shard axis of {shard} ranks: {allowed}" if allowed else ""
-                raise ValueError(f"zero.reshard_after_forward={post_forward}: choose true, false{divisors}")
+                axis = f"the shard axis of {shard} ranks"
+                choose = f"true, false or a non-trivial divisor of {axis}: {allowed}"
+                choose = choose if allowed else f"true or false; {axis} has no non-trivial divisor"
+                raise ValueError(f"zero.reshard_after_forward={post_forward}: choose {choose}")
         offload = offload or OffloadConfig()
         alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
         if precision.moments == "int8" and not alike:
