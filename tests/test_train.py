@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,15 @@ def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subpro
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
     line = [sys.executable, *launcher, str(ROOT / "train.py"), *words]
     return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
+
+
+def free_port() -> int:
+    """Below the range from which the system gives ports to anybody's outgoing connection meanwhile."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def losses_in(log: str) -> list[float]:
@@ -212,9 +223,7 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
 
 
 def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     small = ["train.steps=2", "train.sequence_tokens=32", "model.layers=1", "data.held_out=0.1", f"data.path={text}"]
     with ThreadPoolExecutor() as nodes:
