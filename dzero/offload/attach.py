@@ -58,7 +58,7 @@ class Offload:
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._incoming: Incoming | None = None
         self.activations: Activations | None = None
-        if layout.activations == "host":
+        if layout.offload.activations != "device":
             self.activations = Activations(self.swap, pin=device.type == "cuda", cores=self.cores)
             self.activations.attach(_blocks_of(sharded))
 
@@ -77,7 +77,7 @@ class Offload:
             memory = "page-locked" if self.arena.pinned else "pageable"
             lines.append(
                 f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
-                f"overlap={self._layout.overlap}: {WAITING[self._layout.overlap]}"
+                f"overlap={self._layout.offload.mode}: {WAITING[self._layout.offload.mode]}"
             )
         if self.activations is not None:
             lines.append(
@@ -188,7 +188,7 @@ class Offload:
     def begin_updates(self, updates: int) -> None:
         """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""
         self.release()
-        self._delays = self._layout.overlap == "delayed" and updates >= self._layout.delay_warmup_steps
+        self._delays = self._layout.offload.mode == "delayed" and updates >= self._layout.offload.delay_warmup_steps
 
     def release(self) -> None:
         """With overlap=delayed: send the working copies that were held back."""
@@ -198,7 +198,7 @@ class Offload:
 
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""
-        if self._layout.overlap == "step":
+        if self._layout.offload.mode == "step":
             self.synchronize()
         if self._incoming is not None:
             self._incoming.prepare()

@@ -76,7 +76,7 @@ class Places:
     @property
     def waiting(self) -> bool:
         """Whether an update may run while backward still needs the weights it replaces."""
-        return self.layout.overlap in ("backward", "delayed")
+        return self.layout.offload.mode in ("backward", "delayed")
 
     def published(self, name: str) -> bool:
         """Whether a parameter's new values are copied to its place on the host, once nobody needs the old ones."""
@@ -107,7 +107,7 @@ class Places:
 
     def _place_undo(self) -> None:
         """Undo slots in the order of backward, as long as the budget lasts."""
-        left = self.layout.undo_bytes
+        left = self.layout.offload.undo_bytes if self.layout.offload.mode == "backward" else 0
         for unit in reversed(self.units):
             trained = [param.name for param in unit.params if param.trainable]
             kinds = ("grad", "master", "moments")

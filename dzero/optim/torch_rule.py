@@ -243,7 +243,7 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
             f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
             "to offload.master's"
         )
-    if layout.overlap == "backward":
+    if layout.offload.mode == "backward":
         raise ValueError(
             f"offload.overlap=backward: only adamw can take updates back, not {rule.__name__}; take forward"
         )

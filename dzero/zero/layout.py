@@ -132,12 +132,8 @@ class Layout:
     remainder: bool
     reshard_after_forward: bool | int
     exact: bool
-    overlap: str = "forward"
-    """Who waits for updates on the host (zero/tiers.py)."""
-    undo_bytes: int = 0
-    delay_warmup_steps: int = 0
-    activations: str = "device"
-    """Where what blocks keep of their inputs waits for backward (zero/tiers.py)."""
+    offload: OffloadConfig
+    """How the rows' tiers are served (zero/tiers.py)."""
 
     @classmethod
     def of(
@@ -152,18 +148,12 @@ class Layout:
         exact: bool = True,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
-        if zero.stage == 0 and shard != 1:
-            raise ValueError(
-                f"zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not {shard}: "
-                "make_mesh(device_type, replicate=<world size>)"
-            )
-        param = dtype_of(precision.param)
+        offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
-        if hybrid and precision.grad not in ("auto", "fp32"):
-            raise ValueError(
-                f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
-                "take precision.grad=auto or fp32"
-            )
+        _check_stage(zero, shard)
+        _check_gradients(precision, hybrid)
+        _check_tiers(zero, precision, offload)
+        param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
         wire = param if precision.reduce == "auto" else dtype_of(precision.reduce)
@@ -172,31 +162,8 @@ class Layout:
                 f"precision.reduce={precision.reduce} is wider than the {grad} gradients it would carry; "
                 "take precision.grad=fp32 as well, or precision.reduce=auto"
             )
-        post_forward = zero.reshard_after_forward
-        if post_forward is not True and post_forward is not False:
-            allowed = [d for d in range(2, shard) if shard % d == 0]
-            if post_forward not in allowed:
-                axis = f"the shard axis of {shard} ranks"
-                choose = f"true, false or a non-trivial divisor of {axis}: {allowed}"
-                choose = choose if allowed else f"true or false; {axis} has no non-trivial divisor"
-                raise ValueError(f"zero.reshard_after_forward={post_forward}: choose {choose}")
-        offload = offload or OffloadConfig()
-        alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
-        if precision.moments == "int8" and not alike:
-            raise ValueError(
-                f"offload.moments={offload.moments} with offload.master={offload.master}: 8-bit moments are decoded "
-                "where the update runs, so both need one tier and one fraction"
-            )
-        if offload.param != "device" and zero.stage != 3:
-            raise ValueError(
-                f"offload.param={offload.param} with zero.stage={zero.stage}: only stage 3 frees gathered parameters "
-                "after use; take zero.stage=3, or offload.param=device"
-            )
-        if offload.param != "device" and not isinstance(post_forward, bool):
-            raise ValueError(
-                f"offload.param={offload.param} with zero.reshard_after_forward={post_forward}: FSDP2 keeps a second "
-                "copy on the device and does not let it come from elsewhere; take reshard_after_forward=true"
-            )
+        remainder = precision.master == "remainder"
+        moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
 
         def row(kind: str, first_stage: int, dtype: torch.dtype) -> Row:
             return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind))
@@ -208,19 +175,14 @@ class Layout:
             microbatches=microbatches,
             param=row("param", 3, param),
             grad=row("grad", 2, grad),
-            master=row("master", 1, torch.int16 if precision.master == "remainder" else torch.float32),
-            moments=row(
-                "moments", 1, {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
-            ),
+            master=row("master", 1, torch.int16 if remainder else torch.float32),
+            moments=row("moments", 1, moments),
             wire=wire,
-            remainder=precision.master == "remainder",
-            exact=exact,
+            remainder=remainder,
             # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
-            reshard_after_forward=post_forward if zero.stage >= 3 else shard == 1,
-            overlap=offload.mode,
-            undo_bytes=offload.undo_bytes if offload.overlap == "backward" else 0,
-            delay_warmup_steps=offload.delay_warmup_steps,
-            activations=offload.activations,
+            reshard_after_forward=zero.reshard_after_forward if zero.stage >= 3 else shard == 1,
+            exact=exact,
+            offload=offload,
         )
 
     @property
@@ -248,4 +210,52 @@ class Layout:
         return Cadence(
             reduce=is_last or self.grad.sharded,
             reshard=is_last or self.param.sharded or self.shard == 1,
+        )
+
+
+def _check_stage(zero: ZeroConfig, shard: int) -> None:
+    if zero.stage == 0 and shard != 1:
+        raise ValueError(
+            f"zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not {shard}: "
+            "make_mesh(device_type, replicate=<world size>)"
+        )
+    post_forward = zero.reshard_after_forward
+    allowed = [d for d in range(2, shard) if shard % d == 0]
+    if not isinstance(post_forward, bool) and post_forward not in allowed:
+        axis = f"the shard axis of {shard} ranks"
+        choose = f"true, false or a non-trivial divisor of {axis}: {allowed}"
+        choose = choose if allowed else f"true or false; {axis} has no non-trivial divisor"
+        raise ValueError(f"zero.reshard_after_forward={post_forward}: choose {choose}")
+
+
+def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
+    if hybrid and precision.grad not in ("auto", "fp32"):
+        raise ValueError(
+            f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
+            "take precision.grad=auto or fp32"
+        )
+
+
+def _check_tiers(zero: ZeroConfig, precision: PrecisionConfig, offload: OffloadConfig) -> None:
+    alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
+    if precision.moments == "int8" and not alike:
+        raise ValueError(
+            f"offload.moments={offload.moments} with offload.master={offload.master}: 8-bit moments are decoded "
+            "where the update runs, so both need one tier and one fraction"
+        )
+    if offload.master == "disk" and precision.param == "fp32" and offload.mode in ("backward", "delayed"):
+        raise ValueError(
+            f"offload.overlap={offload.overlap} with offload.master=disk and precision.param=fp32: new weights wait on "
+            "the host, but fp32 parameters are their own masters, which go back to disk at once; take "
+            "offload.overlap=forward, or precision.param=bf16"
+        )
+    if offload.param != "device" and zero.stage != 3:
+        raise ValueError(
+            f"offload.param={offload.param} with zero.stage={zero.stage}: only stage 3 frees gathered parameters "
+            "after use; take zero.stage=3, or offload.param=device"
+        )
+    if offload.param != "device" and not isinstance(zero.reshard_after_forward, bool):
+        raise ValueError(
+            f"offload.param={offload.param} with zero.reshard_after_forward={zero.reshard_after_forward}: FSDP2 keeps "
+            "a second copy on the device and does not let it come from elsewhere; take reshard_after_forward=true"
         )
