@@ -34,9 +34,10 @@ import torch
 from report import append_row, table, write_table
 from stats import Goal, judge, ratio_of_medians
 
-from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.disk import DiskStore
 from dzero.offload.disk_file import Direction
 from dzero.offload.pinned import Arena
+from dzero.zero.tiers import DiskConfig
 
 GOALS = (
     Goal("speed", "dzero", "fio", 0.95),

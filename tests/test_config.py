@@ -89,7 +89,7 @@ MISTAKES = {
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
     # tiers
     "offload=nvme": "offload=nvme: choose one of ['host', 'host_all', 'none']",
-    "offload.master=disk": "offload.master='disk': choose one of ['device', 'host']",
+    "offload.master=tape": "offload.master='tape': choose one of ['device', 'host', 'disk']",
     "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
     "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",
     "offload.overlap=step": "offload.overlap=step has no effect while updates run on the device",

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,50 +30,18 @@ from dzero.offload.disk_file import Bytes, Direction, DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
 from dzero.offload.pinned import ALIGNMENT_BYTES
 from dzero.offload.striping import stripe
-
-MOST_BLOCK_BYTES = 1 << 30
-MOST_THREADS = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiskConfig:
-    """Where scratch data goes, and how.
-
-    paths: directories that exist, one per disk. block_bytes: of one transfer. threads: transfers at a time, per path
-    and direction. direct: past the page cache, where the file system can. checksum: verify what is read.
-    """
-
-    paths: list[str]
-    block_bytes: int = 16 << 20
-    threads: int = 8
-    direct: bool = True
-    checksum: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.paths or not all(self.paths):
-            raise ValueError(f"paths={self.paths}: name at least one directory, and no empty one")
-        if self.block_bytes % ALIGNMENT_BYTES or not ALIGNMENT_BYTES <= self.block_bytes <= MOST_BLOCK_BYTES:
-            raise ValueError(
-                f"block_bytes={self.block_bytes}: must be a multiple of {ALIGNMENT_BYTES} from {ALIGNMENT_BYTES} to "
-                f"{MOST_BLOCK_BYTES}; 16777216 suits most disks"
-            )
-        if not 1 <= self.threads <= MOST_THREADS:
-            raise ValueError(f"threads={self.threads}: must be 1 to {MOST_THREADS}; 8 suits most disks")
+from dzero.zero.tiers import DiskConfig
 
 
 class DiskStore:
     """Room for pieces of `sizes` bytes by name, reserved now.
 
-    weights: the paths' bandwidths, in any unit; equal by default. Raises DiskError for a path that cannot be used or
-    has too little space, and ValueError for a directory that is named twice.
+    Paths without weights get equal ones. Raises DiskError for a path that cannot be used or has too little space, and
+    ValueError for a directory that is named twice.
     """
 
-    def __init__(
-        self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0, weights: Sequence[float] | None = None
-    ) -> None:
-        weights = [1.0] * len(config.paths) if weights is None else weights
-        if len(weights) != len(config.paths):
-            raise ValueError(f"weights={list(weights)}: give one for each of the {len(config.paths)} paths")
+    def __init__(self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0) -> None:
+        weights = config.weights or [1.0] * len(config.paths)
         _require_different(config.paths)
         self.config, self.sizes = config, dict(sizes)
         self.striping = stripe(self.sizes, config.block_bytes, weights)

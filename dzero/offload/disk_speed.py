@@ -10,8 +10,9 @@ from statistics import median
 import torch
 
 from dzero.hardware import format_bytes
-from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
+from dzero.zero.tiers import DiskConfig
 
 SAMPLE_BYTES = 512 << 20
 ROUNDS = 3

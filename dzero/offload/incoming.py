@@ -15,6 +15,7 @@ import torch
 from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import Swap
+from dzero.zero.hosted import InMemory
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -39,7 +40,7 @@ class Incoming:
             unit.settle()
             for name, memory in unit.hosted.items():
                 place = places.at[name, "param"]
-                memory.move_to(swap.leases[place.slot].view(place.dtype, place.elems, place.start_bytes))
+                memory.move_to(InMemory(swap.leases[place.slot].view(place.dtype, place.elems, place.start_bytes)))
             unit.fetch, unit.forget = weakref.WeakMethod(self.bring), weakref.WeakMethod(self.forget)
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:

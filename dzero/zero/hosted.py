@@ -1,12 +1,13 @@
-"""Parameters that live in host memory (offload.param=host), as FSDP2's extension point wants them.
+"""Parameters that live in host memory or on disk (offload.param), as FSDP2's extension point wants them.
 
 A `HostShard` says it is a tensor on the mesh's device, as `fully_shard` asks, while its elements lie in a
-`HostMemory`. FSDP2 asks each shard for its all-gather input right before it gathers the unit: that is where the unit
-is brought to the device (`Unit.bring`), and the one place that has to wait for an update in flight.
+`HostMemory`, or behind it on disk. FSDP2 asks each shard for its all-gather input right before it gathers the unit:
+that is where the unit is brought to the device (`Unit.bring`), and the one place that has to wait for an update in
+flight.
 
     operation on a HostShard             what happens
     a view of it                         another HostShard of the same memory, also of another dtype
-    one that writes into it              runs in host memory
+    one that writes into it              runs in host memory, from where the result goes back to where it lives
     new_zeros                            a new HostMemory (FSDP2 pads shards with it)
     any other                            reads a copy on the device
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,49 +39,84 @@ class Door(Protocol):
         """Somebody is about to read or write host memory past FSDP2: wait for updates, forget what was fetched."""
 
 
+class Home(Protocol):
+    """Where the elements of a `HostMemory` lie."""
+
+    def get(self) -> torch.Tensor:
+        """The elements [elems] in host memory: in place, or a copy of what lies elsewhere."""
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Take the elements of `flat` [elems]; it may be what `get` gave."""
+
+
+@dataclass
+class InMemory:
+    """The home of elements that are simply there, in `flat` [elems]."""
+
+    flat: torch.Tensor
+
+    def get(self) -> torch.Tensor:
+        """In place."""
+        return self.flat
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Copied, unless it is there already."""
+        if flat is not self.flat:
+            self.flat.copy_(flat)
+
+
 @dataclass(eq=False)
 class HostMemory:
-    """One parameter's padded shard `flat` [elems]; every HostShard of it is a view, so `flat` may be moved.
+    """One tensor of `elems` elements of `dtype` that is not on `device` and yet said to be there.
 
-    door: None until the parameter is part of a sharded unit. Weak: tensors are held by hooks in C++, where the garbage
-    collector sees no cycle.
+    Every HostShard of it is a view, so its `home` may change. door: None until it is part of a sharded unit. Weak:
+    tensors are held by hooks in C++, where the garbage collector sees no cycle.
     """
 
     name: str
-    flat: torch.Tensor
+    home: Home
+    dtype: torch.dtype
+    elems: int
     device: torch.device
     door: weakref.ref[Door] | None = None
 
-    def another(self, elems: int, dtype: torch.dtype) -> HostMemory:
-        """Zeros, behind the same door."""
-        return HostMemory(self.name, torch.zeros(elems, dtype=dtype), self.device, self.door)
+    @classmethod
+    def of(
+        cls, name: str, flat: torch.Tensor, device: torch.device, door: weakref.ref[Door] | None = None
+    ) -> HostMemory:
+        """That of `flat` [elems], where it is."""
+        return cls(name, InMemory(flat), flat.dtype, flat.numel(), device, door)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The elements [elems]; see `Home.get`."""
+        return self.home.get()
 
     def settle(self) -> None:
         """See `Door.settle`."""
         if self.door is not None and (door := self.door()) is not None:
             door.settle()
 
-    def move_to(self, flat: torch.Tensor) -> None:
-        """Live in `flat` [elems] from now on."""
-        flat.copy_(self.flat)
-        self.flat = flat
+    def move_to(self, home: Home) -> None:
+        """Live there from now on."""
+        home.put(self.home.get())
+        self.home = home
 
 
 class HostShard(torch.Tensor):
-    """A tensor on `memory.device` by its own account, in host memory in truth."""
+    """A tensor on `memory.device` by its own account, in truth elsewhere."""
 
     memory: HostMemory
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, memory: HostMemory, like: torch.Tensor) -> HostShard:
-        """`like`: a view of `memory.flat`."""
-        behind_bytes = memory.flat.storage_offset() * memory.flat.itemsize
+        """`like`: its outline, on meta."""
         made: HostShard = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
             strides=like.stride(),
-            storage_offset=like.storage_offset() - behind_bytes // like.itemsize,
+            storage_offset=like.storage_offset(),
             dtype=like.dtype,
             device=memory.device,
         )
@@ -87,21 +124,25 @@ class HostShard(torch.Tensor):
         return made
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, device: torch.device) -> HostShard:
-        """A contiguous `tensor`, wherever it is, as one on `device`; what FSDP2 cuts from it is in host memory."""
-        return cls(HostMemory(name, tensor.view(-1), device), tensor)
+    def of(cls, memory: HostMemory, size: Sequence[int]) -> HostShard:
+        """The first elements of `memory`, as a contiguous tensor."""
+        return cls(memory, torch.empty(size, dtype=memory.dtype, device="meta"))
 
     @property
-    def data_on_host(self) -> torch.Tensor:
-        """The elements, in place."""
-        flat = self.memory.flat
+    def outline(self) -> torch.Tensor:
+        """Shape, strides and offset, without elements."""
+        flat = torch.empty(self.memory.elems, dtype=self.memory.dtype, device="meta")
+        return self.within(flat)
+
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of the memory's `flat` that this is a view of."""
         flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
         return flat.as_strided(self.size(), self.stride(), flat.storage_offset() + self.storage_offset())
 
     def read(self) -> torch.Tensor:
         """The elements, as they are once updates in flight have ended."""
         self.memory.settle()
-        return self.data_on_host
+        return self.within(self.memory.flat)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HostShard({self.memory.name}, {self.read()})"
@@ -142,18 +183,22 @@ class HostShard(torch.Tensor):
         if isinstance(first, HostShard) and torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func} on a parameter in host memory: change the shape of a view or a clone")
         if isinstance(first, HostShard) and func.is_view:
-            views = func(first.data_on_host, *args[1:], **kwargs)
+            views = func(first.outline, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda view: cls(first.memory, view), views)
         if isinstance(first, HostShard) and func is torch.ops.aten.new_zeros.default:
             size = torch.Size(args[1])
-            memory = first.memory.another(size.numel(), kwargs.get("dtype") or first.dtype)
-            return cls(memory, memory.flat.view(size))
+            zeros = torch.zeros(size.numel(), dtype=kwargs.get("dtype") or first.dtype)
+            return cls.of(HostMemory.of(first.memory.name, zeros, first.memory.device, first.memory.door), size)
         written = _written(func, args, kwargs)
         if not any(isinstance(tensor, HostShard) for tensor in written):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
         if not all(isinstance(tensor, HostShard) for tensor in written):
             raise NotImplementedError(f"{func} writes into parameters in host memory and others: call it on each")
-        func(*_mapped(args, _on_host), **_mapped(kwargs, _on_host))
+        opened: dict[HostMemory, torch.Tensor] = {}
+        on_host = partial(_on_host, opened)
+        func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
+        for memory in {tensor.memory for tensor in written if isinstance(tensor, HostShard)}:
+            memory.home.put(opened[memory])
         return written[0] if func._schema.returns else None
 
     def fsdp_pre_all_gather(
@@ -180,7 +225,9 @@ class HostShard(torch.Tensor):
 def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
     """Wrap the parameters in `names` wherever `modules` have them: `fully_shard` then puts their shards on the host."""
     wrapped = {
-        param: nn.Parameter(HostShard.of(name, param.detach(), param.device), param.requires_grad)
+        param: nn.Parameter(
+            HostShard.of(HostMemory.of(name, param.detach().view(-1), param.device), param.shape), param.requires_grad
+        )
         for param, name in names.items()
     }
     for module in {each for of in modules for each in of.modules()} if wrapped else ():
@@ -211,5 +258,11 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read().to(tensor.device, copy=True) if isinstance(tensor, HostShard) else tensor
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.read() if isinstance(tensor, HostShard) else tensor.cpu()
+def _on_host(opened: dict[HostMemory, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """In `opened`: once for all views of one memory, which then see each other's changes."""
+    if not isinstance(tensor, HostShard):
+        return tensor.cpu()
+    if tensor.memory not in opened:
+        tensor.memory.settle()
+        opened[tensor.memory] = tensor.memory.flat
+    return tensor.within(opened[tensor.memory])

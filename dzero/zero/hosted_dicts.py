@@ -1,7 +1,8 @@
-"""State dicts of a model with parameters in host memory: ordinary DTensors over the host's mesh, both ways."""
+"""State dicts of a model with parameters off the device: DTensors over the host's mesh, both ways."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD, host_mesh
-from dzero.zero.hosted import HostShard, memory_of
+from dzero.zero.hosted import HostMemory, HostShard, InMemory, memory_of
 from dzero.zero.unit import Unit, as_module
 
 
@@ -19,14 +20,15 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
     on_host = host_mesh(mesh)[SHARD]
 
     def show(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-        """After `state_dict()`: what lies in host memory appears as that memory, without a copy."""
+        """After `state_dict()`: what lies in host memory appears as that, without a copy; what is on disk is read by
+        whoever looks at it, tensor by tensor."""
         unit.settle()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, DTensor):
                 with torch.no_grad():
                     local = value.to_local()
                 if isinstance(local, HostShard):
-                    state_dict[key] = _placed(local.data_on_host, on_host, value)
+                    state_dict[key] = _placed(_as_on_host(local), on_host, value)
 
     def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         """Before `load_state_dict()` copies: FSDP2's parameters take tensors of the device's mesh only."""
@@ -35,12 +37,20 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
             if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
                 local = value.to_local()
                 if not isinstance(local, HostShard):  # else the root's hook has wrapped it
-                    local = HostShard.of(name, local.contiguous(), memory.device)
+                    flat = local.contiguous().view(-1)
+                    local = HostShard.of(HostMemory.of(name, flat, memory.device), local.shape)
                     state_dict[prefix + name] = _placed(local, param.device_mesh, value)
 
     for module in (as_module(each) for each in unit.modules):
         module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
+
+
+def _as_on_host(local: HostShard) -> torch.Tensor:
+    memory = local.memory
+    if isinstance(memory.home, InMemory):
+        return local.within(memory.home.flat)
+    return HostShard(replace(memory, device=torch.device("cpu")), local.outline)
 
 
 def _placed(local: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:

@@ -3,22 +3,57 @@
     tier      what it is
     device    the memory that computes the model: the GPU's, or on a CPU machine the process's own
     host      the offload arena (offload/pinned.py)
+    disk      scratch files (offload/disk.py); host memory then holds what is in use, and what comes next
 
-A parameter is updated where its master lives; its gradient and moments travel there if they live elsewhere.
-Activations are no row of the table, but what blocks keep of their inputs for backward may wait on the host as well.
+A parameter is updated on the device if its master lives there, else on the host; its gradient and moments travel there
+if they live elsewhere. Activations are no row of the table, but what blocks keep of their inputs for backward may wait
+on the host as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dzero.zero.shapes import ParamShape, UnitShape
 
-TIERS = ("device", "host")
+TIERS = ("device", "host", "disk")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
 KINDS = ("param", "grad", "master", "moments")
 ACTIVATION_TIERS = ("device", "host")
+PAGE_BYTES = 4096
+MOST_BLOCK_BYTES = 1 << 30
+MOST_THREADS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """Where scratch data goes, and how.
+
+    paths: directories that exist, one per disk. weights: their bandwidths, in any unit, by which data is dealt to them;
+    none: measured. block_bytes: of one transfer. threads: transfers at a time, per path and direction. direct: past the
+    page cache, where the file system can. checksum: verify what is read.
+    """
+
+    paths: list[str] = field(default_factory=lambda: ["."])
+    weights: list[float] | None = None
+    block_bytes: int = 16 << 20
+    threads: int = 8
+    direct: bool = True
+    checksum: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.paths or not all(self.paths):
+            raise ValueError(f"paths={self.paths!r}: name at least one directory, and no empty one, as a list")
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            raise ValueError(f"weights={list(self.weights)}: give one for each of the {len(self.paths)} paths")
+        if self.block_bytes % PAGE_BYTES or not PAGE_BYTES <= self.block_bytes <= MOST_BLOCK_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes}: must be a multiple of {PAGE_BYTES} from {PAGE_BYTES} to "
+                f"{MOST_BLOCK_BYTES}; 16777216 suits most disks"
+            )
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"threads={self.threads}: must be 1 to {MOST_THREADS}; 8 suits most disks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +71,8 @@ class OffloadConfig:
                   from the step after `delay_warmup_steps` on
         auto      forward: the fastest with the same bits that takes no more memory
     `activations`: where what a block keeps of its inputs waits for backward (offload/activations.py).
+    `disk`: the scratch files behind tier disk. `prefetch_units`: how many units' parameters are loaded from there ahead
+    of their use.
     """
 
     param: str = "device"
@@ -50,6 +87,8 @@ class OffloadConfig:
     undo_bytes: int = 1 << 30
     delay_warmup_steps: int = 40
     activations: str = "device"
+    prefetch_units: int = 2
+    disk: DiskConfig = field(default_factory=DiskConfig)
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -64,9 +103,10 @@ class OffloadConfig:
                 raise ValueError(
                     f"offload.{kind}_fraction={fraction} has no effect with offload.{kind}=device; remove it"
                 )
-        if self.param == "host" and (self.master == "device" or self.param_fraction > self.master_fraction):
+        if self.param != "device" and (self.master == "device" or self.param_fraction > self.master_fraction):
             raise ValueError(
-                f"offload.param=host with offload.param_fraction={self.param_fraction}, offload.master={self.master}, "
+                f"offload.param={self.param} with offload.param_fraction={self.param_fraction}, "
+                f"offload.master={self.master}, "
                 f"offload.master_fraction={self.master_fraction}: a parameter leaves the device with its master, which "
                 "is larger; take offload.master=host and offload.master_fraction ≥ offload.param_fraction"
             )
@@ -88,12 +128,17 @@ class OffloadConfig:
                 )
         if self.activations not in ACTIVATION_TIERS:
             raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(ACTIVATION_TIERS)}")
-        early = {self.grad, self.master, self.moments} == {"host"}
-        if self.overlap == "backward" and not early:
+        if self.overlap == "backward" and "device" in {self.grad, self.master, self.moments}:
             raise ValueError(
                 "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
-                "offload.grad=host, offload.master=host and offload.moments=host"
+                "offload.grad, offload.master and offload.moments on host or disk"
             )
+        if self.prefetch_units < 1:
+            raise ValueError(f"offload.prefetch_units={self.prefetch_units}: must be ≥ 1")
+        if "disk" not in map(self.tier, KINDS):
+            for key, default in (("prefetch_units", 2), ("disk", DiskConfig())):
+                if getattr(self, key) != default:
+                    raise ValueError(f"offload.{key} has no effect while nothing is on disk; remove it")
 
     @property
     def mode(self) -> str:
@@ -110,7 +155,7 @@ class OffloadConfig:
 
 
 def names_on_host(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
-    """The parameters whose state of each kind lives in host memory, from the (tier, fraction) of each kind.
+    """The parameters whose state of each kind does not live on the device, from the (tier, fraction) of each kind.
 
     Frozen ones have a "param" only; a trained one's leaves the device where its master does.
     """
@@ -119,7 +164,7 @@ def names_on_host(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitSh
 
     def leaving(kind: str, params: Sequence[ParamShape], of: Sequence[ParamShape]) -> frozenset[str]:
         tier, fraction = tiers[kind]
-        return _trailing(params, fraction * sum(param.elems for param in of)) if tier == "host" else frozenset()
+        return _trailing(params, fraction * sum(param.elems for param in of)) if tier != "device" else frozenset()
 
     names = {kind: leaving(kind, trained, trained) for kind in KINDS if kind != "param"}
     free = [param for param in every if not param.trainable or param.name in names["master"]]

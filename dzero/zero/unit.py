@@ -99,7 +99,7 @@ class Unit:
         held = self.hosted[memory.name]
         if memory is not held:
             self.settle()
-            memory.move_to(held.flat)
+            memory.move_to(held.home)
             self.hosted[memory.name] = memory
 
     def deliver(self, reduced: torch.Tensor) -> None:

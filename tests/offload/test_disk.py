@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.disk import DiskStore
 from dzero.offload.disk_file import Direction
 from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
 from dzero.offload.pinned import Arena, aligned
+from dzero.zero.tiers import DiskConfig
 
 PAGE = 4096
 BLOCK = 4 * PAGE
@@ -84,6 +85,7 @@ def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> Non
     weights = [draw.uniform(0.3, 3) for _ in places]
     config = DiskConfig(
         paths=places,
+        weights=weights,
         block_bytes=PAGE * draw.choice([1, 2, 5, 64]),
         threads=draw.randint(1, 6),
         direct=draw.random() < 0.7,
@@ -92,7 +94,7 @@ def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> Non
     buffers = Buffers(16 << 20)
     into = {name: buffers.take(size) for name, size in sizes.items()}
     data = {name: buffers.take(size) for name, size in sizes.items()}
-    with DiskStore(config, sizes, weights=weights) as store:
+    with DiskStore(config, sizes) as store:
         for turn in range(3):
             names = sorted(sizes) if turn == 0 else draw.sample(sorted(sizes), 5)
             for name in names:
@@ -123,7 +125,7 @@ def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> 
 
 def test_space_is_reserved_in_real_blocks_before_anything_is_written(tmp_path: Path) -> None:
     places = paths(tmp_path, 2)
-    with DiskStore(DiskConfig(paths=places, block_bytes=BLOCK), {"a": 64 * BLOCK}, weights=[3, 1]) as store:
+    with DiskStore(DiskConfig(paths=places, weights=[3, 1], block_bytes=BLOCK), {"a": 64 * BLOCK}) as store:
         found = [os.fstat(file.fd) for file in store.files]
     assert [stat.st_size for stat in found] == [48 * BLOCK, 16 * BLOCK]
     assert all(stat.st_blocks * 512 >= stat.st_size for stat in found)
@@ -131,7 +133,7 @@ def test_space_is_reserved_in_real_blocks_before_anything_is_written(tmp_path: P
 
 def test_pages_moved_are_counted_exactly_and_seconds_do_not_overlap(tmp_path: Path) -> None:
     places = paths(tmp_path, 2)
-    with DiskStore(DiskConfig(paths=places, block_bytes=BLOCK), {"a": 7 * BLOCK + 5}, weights=[3, 1]) as store:
+    with DiskStore(DiskConfig(paths=places, weights=[3, 1], block_bytes=BLOCK), {"a": 7 * BLOCK + 5}) as store:
         data, start = Buffers().take(7 * BLOCK + 5, seed=1), time.perf_counter()
         for _ in range(5):
             store.write("a", data).result()
@@ -186,7 +188,7 @@ def test_settings_without_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="are one directory: name one per disk"):
         DiskStore(DiskConfig(paths=twice), {"a": 1})
     with pytest.raises(ValueError, match=r"weights=\[1\]: give one for each of the 2 paths"):
-        DiskStore(DiskConfig(paths=twice), {"a": 1}, weights=[1])
+        DiskConfig(paths=twice, weights=[1])
     assert os.listdir(tmp_path) == ["sub"]
 
 

@@ -21,10 +21,11 @@ import pytest
 import torch
 
 from dzero.__main__ import main
-from dzero.offload.disk import DiskConfig, DiskStore
+from dzero.offload.disk import DiskStore
 from dzero.offload.disk_error import DiskError
 from dzero.offload.pinned import Arena
 from dzero.offload.run_folder import holders
+from dzero.zero.tiers import DiskConfig
 
 CASES = Path(__file__).parent / "disk_cases.py"
 HOUSE = Path(__file__).parent.parent.parent

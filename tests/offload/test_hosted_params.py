@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.optim.storage import local_of
-from dzero.zero.hosted import HostMemory, HostShard
+from dzero.zero.hosted import HostMemory, HostShard, InMemory
 from dzero.zero.layout import Layout
 
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
@@ -45,10 +45,18 @@ class Door:
         return memory.flat
 
 
-def test_a_shard_is_a_tensor_like_any_other() -> None:
+class Far(InMemory):
+    """A home whose elements cannot be seen in place, as on disk."""
+
+    def get(self) -> torch.Tensor:
+        return self.flat.clone()
+
+
+@pytest.mark.parametrize("home", [InMemory, Far])
+def test_a_shard_is_a_tensor_like_any_other(home: type[InMemory]) -> None:
     door = Door()
-    memory = HostMemory("w", torch.arange(12.0), torch.device("cpu"), weakref.ref(door))
-    shard = HostShard(memory, memory.flat.view(3, 4))
+    memory = HostMemory("w", home(torch.arange(12.0)), torch.float32, 12, torch.device("cpu"), weakref.ref(door))
+    shard = HostShard.of(memory, (3, 4))
     row = shard[1]
     assert isinstance(row, HostShard)
     assert door.settled == 0  # nobody has looked yet
@@ -61,7 +69,7 @@ def test_a_shard_is_a_tensor_like_any_other() -> None:
     assert memory.flat.tolist() == [1, 2, 3, 4, 8, 10, 12, 14, 1, 1, 1, 1]
     assert door.settled >= 4
     moved = torch.full((12,), 7.0)
-    memory.move_to(moved)
+    memory.move_to(home(moved))
     moved[4] = 9
     assert row.clone().tolist() == [9, 10, 12, 14]
     padded = shard.new_zeros(4, 4)
@@ -79,6 +87,10 @@ def test_a_shard_is_a_tensor_like_any_other() -> None:
     assert type(saved) is torch.Tensor
     assert torch.equal(saved, moved[4:8])
     assert torch.equal(copy.deepcopy(row), moved[4:8])
+    with torch.no_grad():
+        torch._foreach_add_([*shard], [torch.ones(4)] * 3)  # type: ignore[attr-defined]
+        shard[0].copy_(shard[2])
+    assert memory.flat.tolist() == moved.tolist() == [2, 2, 2, 2, 10, 11, 13, 15, 2, 2, 2, 2]
     for refused in (lambda: shard.t_(), lambda: shard.resize_(2), lambda: shard.unsqueeze_(0), shard.share_memory_):
         with pytest.raises(NotImplementedError, match="on a parameter in host memory"):
             refused()
