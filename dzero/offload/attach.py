@@ -8,21 +8,31 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
 from dzero.hardware import cores_of_rank, format_bytes, host_available_bytes
 from dzero.mesh import AXES, local_rank, local_ranks
+from dzero.offload.actions import schedule_of
 from dzero.offload.activations import Activations
+from dzero.offload.disk import DiskStore
+from dzero.offload.disk_speed import weighed
 from dzero.offload.incoming import Incoming
+from dzero.offload.outgoing import Outgoing, Work
 from dzero.offload.pinned import Arena, aligned, require
-from dzero.offload.places import Places, schedule_of
+from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
+from dzero.offload.staging import OnDisk, Staging
 from dzero.offload.swap import LaneUse, Move, Swap
 from dzero.parallel.blocks import find_blocks
+from dzero.zero.hosted import HostMemory
 from dzero.zero.shard import Sharded
+from dzero.zero.tiers import OffloadConfig
 from dzero.zero.unit import as_module
+
+Named = dict[str, torch.Tensor]
 
 WAITING = {
     "step": "the step waits for all updates",
@@ -36,11 +46,12 @@ class Offload:
     """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
 
     Empty, without threads or memory, where the table has every state on the device. `cores`: this rank's share of the
-    machine's, beside a GPU; its host memory lies next to them.
+    machine's, beside a GPU; its host memory lies next to them. Raises MemoryError or DiskError where a tier is too
+    small.
     """
 
     def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
-        layout = sharded.layout
+        layout, config = sharded.layout, sharded.layout.offload
         self.places = Places(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.places)
         device = torch.device(sharded.mesh.device_type)
@@ -53,18 +64,18 @@ class Offload:
         self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
         self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
         self.swap = Swap(self.schedule, self.arena, device)
-        self._sharded, self._layout, self._delays = sharded, layout, False
-        self._held_back: list[tuple[str, list[Move], list[Move]]] = []
-        self._units = {unit.shape.name: unit for unit in sharded.units}
-        self._incoming: Incoming | None = None
+        self.staging = Staging(self.places, self.swap, _store(config, self.places.piece_bytes()))
+        self._outgoing = Outgoing(sharded, self.places, self.swap, self.staging)
+        self._sharded, self._mode = sharded, config.mode
+        self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
         self.activations: Activations | None = None
-        if layout.offload.activations != "device":
-            self.activations = Activations(self.swap, pin=device.type == "cuda", cores=self.cores)
+        if config.activations != "device":
+            self.activations = Activations(self.swap, pin=beside_gpu, cores=self.cores)
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
-        """Move parameters that live in host memory into the arena; from now on they are brought ahead of use."""
-        self._incoming = Incoming(self._sharded, self.places, self.swap)
+        """Move parameters that live off the device to their places; from now on they are brought ahead of use."""
+        self._outgoing.incoming = Incoming(self._sharded, self.places, self.swap, self.staging)
 
     def settle(self) -> None:
         """All states are in their places: the rest of the host memory is taken now."""
@@ -77,8 +88,10 @@ class Offload:
             memory = "page-locked" if self.arena.pinned else "pageable"
             lines.append(
                 f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
-                f"overlap={self._layout.offload.mode}: {WAITING[self._layout.offload.mode]}"
+                f"overlap={self._mode}: {WAITING[self._mode]}"
             )
+        if (store := self.staging.store) is not None:
+            lines.append(f"offload: {format_bytes(self.schedule.disk_bytes)} per rank on {store.describe()}")
         if self.activations is not None:
             lines.append(
                 "offload: what blocks keep of their inputs for backward leaves the device; its host memory is taken in "
@@ -92,142 +105,169 @@ class Offload:
         return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.host_bytes)
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
-        """The flat host tensor of a parameter's state: its first `elems`, or all with the padding."""
+        """The flat host tensor of a parameter's state: its first `elems`, or all with the padding.
+
+        Of what is on disk, where it comes to lie.
+        """
         place = self.places.at[name, key]
         lease = self.swap.leases[place.slot]
         return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
 
-    def slot(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A whole slot, flat."""
-        data = self.swap.leases[name].data
-        return data.view(dtype)
+    def on_disk(self, name: str, view: torch.Tensor) -> HostMemory:
+        """A parameter's state that is on disk, by its view on the host."""
+        home = OnDisk(self.staging, "states", self._unit_of[name], view)
+        return HostMemory(name, home, view.dtype, view.numel(), view.device)
+
+    def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False) -> None:
+        """Between steps: let `work` change a unit's states, wherever they are. fresh: it gives all of them values."""
+        if self.places.pairs("states", unit):
+            self.staging.visit("states", unit, work, fresh=fresh)
+        else:
+            work()
+
+    def slot(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """The slot of a parameter's state from its start, as long and of the dtype as the flat `like`."""
+        lease = self.swap.leases[self.places.at[name, key].slot]
+        return lease.view(like.dtype, like.numel())
 
     def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
-        """Start copies to the host: "grad", "landing" or "moments" of a unit."""
+        """Start copies to the host: "landing" of a unit, or "grad" and "moments" for an update there."""
         self.swap.move(Key(Kind.EVICT, what, unit), moves)
 
     def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
-        """Start copies to the device: "work", "moments" or "grad" of a unit."""
+        """Start copies of a unit's "moments" back to the device."""
         self.swap.move(Key(Kind.FETCH, what, unit), moves)
 
-    def compute(self, what: str, unit: str, work: Callable[[], Any]) -> Future[Any]:
-        """Start "accumulate", "ahead" or "undo" of a unit on the host."""
-        return self.swap.compute(Key(Kind.COMPUTE, what, unit), work)
+    def keep_grads(self, unit: str, moves: Sequence[Move], *, more: bool) -> None:
+        """Start moving gradients of a unit to where they wait for its update. more: beside others there."""
+        if more:
+            self.staging.load("grad", unit)
+        self.swap.move(Key(Kind.EVICT, "grad", unit), moves)
+        self.staging.hold("grad", unit)
+        self.staging.spill("grad", unit)
 
-    def update(self, unit: str, work: Callable[[], Any]) -> None:
-        """Start a unit's update on the host; nobody reads its parameters there before it has ended."""
-        if not self.places.waiting:
-            self._outdate(unit)
-            self._units[unit].pending = partial(self.swap.wait, Key(Kind.COMPUTE, "update", unit))
-        self.compute("update", unit, work)
+    def accumulate(self, unit: str, work: Callable[[], dict[str, float]]) -> Future[dict[str, float]]:
+        """Start adding to them on the host."""
+        self.staging.load("grad", unit)
+        added = self.swap.compute(Key(Kind.COMPUTE, "accumulate", unit), work)
+        self.staging.spill("grad", unit)
+        return added
 
-    def _outdate(self, unit: str) -> None:
-        """Its parameters on the host are about to change."""
-        if self._incoming is not None:
-            self._incoming.outdate(unit)
-        self._units[unit].settle()
+    def read_grads(self, unit: str, grads: Named) -> Named:
+        """A unit's gradients that live off the device, once they have arrived; copies of those on disk."""
+        if self.places.pairs("grad", unit):
+            copies: Named = self.staging.visit("grad", unit, partial(_copies, grads), changes=False)
+            return copies
+        self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
+        return grads
 
-    def send_work(self, unit: str, states: Sequence[tuple[str, torch.Tensor, torch.Tensor | None]]) -> None:
-        """Send new working copies to where forward finds them: (name, shard on the device, working copy or None).
+    def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start moving a unit's "grad" or "moments" to the device, for an update there."""
+        self.staging.load("grad" if what == "grad" else "states", unit)
+        self.swap.move(Key(Kind.FETCH, what, unit), moves)
 
-        With overlap=delayed only at the end of the next step.
-        """
-        new = [(name, local, work) for name, local, work in states if work is not None]
-        moves = [(local, work) for name, local, work in new if not self.places.on_host("param", name)]
-        copies = [
-            (self.view(name, "param", work.numel()), work) for name, _, work in new if self.places.published(name)
-        ]
-        if self._delays:
-            self._held_back.append((unit, moves, copies))
-        else:
-            self._send(unit, moves, copies)
+    def wait_brought(self, unit: str) -> None:
+        """Return when they are there."""
+        self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
-    def _send(self, unit: str, moves: list[Move], copies: list[Move]) -> None:
-        """FSDP2 must not read the unit's shards before; the unit itself knows, whatever becomes of the optimizer."""
-        keys = []
-        if copies:
-            self._outdate(unit)
-            self.compute("publish", unit, partial(_copy, copies))
-            keys.append(Key(Kind.COMPUTE, "publish", unit))
-        if moves:
-            self.fetch("work", unit, moves)
-            keys.append(Key(Kind.FETCH, "work", unit))
-        if keys:
-            self._units[unit].pending = partial(self.swap.wait, *keys)
+    def put_back(self, unit: str, moves: Sequence[Move]) -> None:
+        """Start moving a unit's moments back, after that update."""
+        self.swap.move(Key(Kind.EVICT, "moments", unit), moves)
+        self.staging.spill("states", unit)
+
+    def update(self, unit: str, work: Callable[[], None]) -> None:
+        """Start a unit's update on the host; nobody reads its parameters before it has ended."""
+        self._outgoing.await_update(unit)
+        self.staging.load("grad", unit)
+        self.staging.load("states", unit)
+        self.swap.compute(Key(Kind.COMPUTE, "update", unit), work)
+        self.staging.spill("states", unit)
+
+    def send(self, unit: str, work: Sequence[Work]) -> None:
+        """Send new working copies to where forward finds them; with overlap=delayed at the end of the next step."""
+        self._outgoing.send(unit, work)
 
     def can_undo(self, unit: str) -> bool:
         """Whether there is room to update this unit before the step is decided."""
-        return Key(Kind.COMPUTE, "ahead", unit) in self.schedule.by_key
+        return unit in self.places.early
 
-    def save(self, unit: str, then: Callable[[], None]) -> None:
-        """In the host's lane: copy what an update overwrites into the undo slot, `then` update."""
+    def update_early(self, unit: str, work: Callable[[], None]) -> None:
+        """Start a unit's update so that it can be undone: what it overwrites is kept."""
+        self.staging.load("grad", unit)
+        self.staging.load("states", unit)
+        self.swap.compute(Key(Kind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
+        self.staging.spill("states", unit, early=True)
+
+    def keep(self, unit: str) -> None:
+        """The early update is the one that is due."""
+        self.staging.keep(unit)
+
+    def undo(self, unit: str) -> None:
+        """Start to make the early update undone."""
+        self.staging.drop(unit)
+        if self.places.overwritten(unit):
+            self.swap.compute(Key(Kind.COMPUTE, "undo", unit), partial(self._restore, unit))
+
+    def _save(self, unit: str, then: Callable[[], None]) -> None:
         for saved, data in self._saved(unit):
             saved.copy_(data)
         then()
 
-    def restore(self, unit: str) -> None:
-        """In the host's lane: put back what `save` copied."""
+    def _restore(self, unit: str) -> None:
         for saved, data in self._saved(unit):
             data.copy_(saved)
 
     def _saved(self, unit: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        room, start = self.swap.leases[f"undo {unit}"].data, 0
+        start = 0
         for slot in self.places.overwritten(unit):
             data = self.swap.leases[slot].data
-            yield room[start : start + data.numel()], data
+            yield self.swap.leases[f"undo {unit}"].data[start : start + data.numel()], data
             start += aligned(data.numel())
-
-    def wait_grads(self, unit: str) -> None:
-        """Return when the unit's gradients that live on the host are there, and added up."""
-        self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
-
-    def wait_fetched(self, unit: str) -> None:
-        """Return when the unit's gradients and moments that were fetched are on the device."""
-        self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
     def begin_updates(self, updates: int) -> None:
         """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""
-        self.release()
-        self._delays = self._layout.offload.mode == "delayed" and updates >= self._layout.offload.delay_warmup_steps
+        self._outgoing.begin(updates)
 
     def release(self) -> None:
         """With overlap=delayed: send the working copies that were held back."""
-        held_back, self._held_back = self._held_back, []
-        for unit, moves, copies in held_back:
-            self._send(unit, moves, copies)
+        self._outgoing.release()
 
     def end_step(self) -> None:
         """The step's updates have been started: without overlap, wait for them."""
-        if self._layout.offload.mode == "step":
+        if self._mode == "step":
             self.synchronize()
-        if self._incoming is not None:
-            self._incoming.prepare()
+        if self._outgoing.incoming is not None:
+            self._outgoing.incoming.prepare()
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
         return self.swap.take_use()
 
     def synchronize(self) -> None:
-        """Return when everything that was started has ended, and every working copy is on the device.
+        """Return when everything that was started has ended, and every working copy is where it lives.
 
         Raises OffloadError for what failed.
         """
-        self.release()
+        self._outgoing.release()
         self.swap.drain()
-        if self._incoming is not None:
-            self._incoming.forget_all()
+        if self._outgoing.incoming is not None:
+            self._outgoing.incoming.forget_all()
+
+
+def _copies(tensors: Named) -> Named:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
+    return DiskStore(weighed(config.disk), sizes, rank=dist.get_rank()) if sizes else None
 
 
 def _moving_in_bytes(sharded: Sharded) -> int:
     """Host memory of what will move into the arena, and is freed there piece by piece."""
-    params = [memory.flat for unit in sharded.units for memory in unit.hosted.values()]
-    origins = [origin for unit in sharded.units for origin in unit.origin.values()]
+    in_memory = {kind: tier != "disk" for kind, (tier, _) in sharded.layout.tiers.items()}
+    params = [memory.flat for unit in sharded.units if in_memory["param"] for memory in unit.hosted.values()]
+    origins = [origin for unit in sharded.units if in_memory["master"] for origin in unit.origin.values()]
     return sum(tensor.nbytes for tensor in [*params, *origins] if tensor.device.type == "cpu")
-
-
-def _copy(moves: Sequence[Move]) -> None:
-    for destination, source in moves:
-        destination.copy_(source)
 
 
 def _blocks_of(sharded: Sharded) -> list[nn.Module]:

@@ -26,6 +26,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import torch
 
+from dzero.hardware import format_bytes
 from dzero.offload.disk_file import Bytes, Direction, DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
 from dzero.offload.pinned import ALIGNMENT_BYTES
@@ -90,6 +91,15 @@ class DiskStore:
     def use(self) -> dict[str, dict[Direction, DiskUse]]:
         """By path and direction: bytes moved (what was written wears the disk) and seconds busy, since the start."""
         return {file.path: {way: file.use(way) for way in Direction} for file in self.files}
+
+    def describe(self) -> str:
+        """For the log: paths with their shares, and how they are used."""
+        whole = sum(self.striping.file_bytes) or 1
+        files = zip(self.files, self.striping.file_bytes, strict=True)
+        shares = ", ".join(f"{file.path} ({count / whole:.0%})" for file, count in files)
+        direct = "direct I/O" if all(file.is_direct for file in self.files) else "through the page cache"
+        checked = "checksums verified" if self.config.checksum else "no checksums"
+        return f"{shares}; {direct}, blocks of {format_bytes(self.config.block_bytes)}, {checked}"
 
     def close(self) -> None:
         """Wait for what was started, then give all space back. The second time nothing happens."""

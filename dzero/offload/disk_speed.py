@@ -15,6 +15,7 @@ from dzero.offload.pinned import Arena
 from dzero.zero.tiers import DiskConfig
 
 SAMPLE_BYTES = 512 << 20
+QUICK_BYTES = 64 << 20
 ROUNDS = 3
 BLOCKS_BYTES = (4 << 20, 16 << 20, 64 << 20)
 THREADS = (1, 4, 8)
@@ -46,6 +47,14 @@ def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int
     data = Arena(sample_bytes).lease(sample_bytes, "sample").data
     data[: sample_bytes // 8 * 8].view(torch.int64).random_()  # against devices that compress
     return [_speed(replace(config, paths=[path]), data, rounds) for path in config.paths]
+
+
+def weighed(config: DiskConfig) -> DiskConfig:
+    """`config` with weights: measured, where there are several paths and none are given."""
+    if config.weights is not None or len(config.paths) == 1:
+        return config
+    speeds = measure(config, sample_bytes=QUICK_BYTES, rounds=1)
+    return replace(config, weights=[speed.both_bytes_per_s for speed in speeds])
 
 
 def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> Speed:

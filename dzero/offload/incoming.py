@@ -1,20 +1,23 @@
-"""Brings parameters that live in host memory to the device, a unit ahead of its use (ZeRO-Infinity, section 6.2).
+"""Brings parameters that live off the device there, a unit ahead of its use (ZeRO-Infinity, section 6.2).
 
 FSDP2 asks a unit for its shards when it gathers it: in forward, and in the other order in backward. Which unit comes
 after which two is learned as it happens, so the next one's copy starts when a unit is handed over. A wrong guess
-costs one copy. A copy of values that then changed is dropped, and at that point of the step nothing is copied ahead
-again: the next step's first unit is copied once its update has been started.
+costs one copy. Units on disk are loaded into host memory further ahead, along the same chain of guesses. A copy of
+values that then changed is dropped, and at that point of the step nothing is copied ahead again: the next step's first
+unit is copied once its update has been started.
 """
 
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 
 from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
-from dzero.offload.swap import Swap
+from dzero.offload.staging import OnDisk, Staging
+from dzero.offload.swap import Swap, copy_all
 from dzero.zero.hosted import InMemory
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
@@ -24,13 +27,14 @@ Point = tuple[str | None, str | None, bool]
 
 
 class Incoming:
-    """The door of units with parameters on the host; moves those parameters into the offload's arena first.
+    """The door of units with parameters off the device; moves those parameters to their places first.
 
-    Device memory: the shards of the unit that is handed over, and of the one that comes next.
+    Device memory: the shards of the unit that is handed over, and of the one that comes next. Host memory, of units on
+    disk: that next one, and as many behind it as are loaded ahead.
     """
 
-    def __init__(self, sharded: Sharded, places: Places, swap: Swap) -> None:
-        self._sharded, self._swap = sharded, swap
+    def __init__(self, sharded: Sharded, places: Places, swap: Swap, staging: Staging) -> None:
+        self._sharded, self._places, self._swap, self._staging = sharded, places, swap, staging
         self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
         self._next: dict[Point, str] = {}
         self._in_vain: set[Point] = set()
@@ -38,10 +42,24 @@ class Incoming:
         self._ahead: dict[str, dict[str, torch.Tensor]] = {}
         for unit in self._units.values():
             unit.settle()
-            for name, memory in unit.hosted.items():
-                place = places.at[name, "param"]
-                memory.move_to(InMemory(swap.leases[place.slot].view(place.dtype, place.elems, place.start_bytes)))
+            self._take(unit)
             unit.fetch, unit.forget = weakref.WeakMethod(self.bring), weakref.WeakMethod(self.forget)
+
+    def _take(self, unit: Unit) -> None:
+        name = unit.shape.name
+        views = {each: self._view(each) for each in unit.hosted}
+        if not self._places.pairs("param", name):
+            for each, memory in unit.hosted.items():
+                memory.move_to(InMemory(views[each]))
+            return
+        values = [(views[each], memory.flat) for each, memory in unit.hosted.items()]
+        self._staging.visit("param", name, partial(copy_all, values), fresh=True)
+        for each, memory in unit.hosted.items():
+            memory.home = OnDisk(self._staging, "param", name, views[each])
+
+    def _view(self, name: str) -> torch.Tensor:
+        place = self._places.at[name, "param"]
+        return self._swap.leases[place.slot].view(place.dtype, place.elems, place.start_bytes)
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The unit's padded shards [elems] on the device, for the stream that is current now."""
@@ -61,17 +79,29 @@ class Incoming:
         return brought
 
     def prepare(self) -> None:
-        """Start the copy of the unit that came next, the last time."""
-        if (coming := self._next.get(self._point)) is not None:
-            self._start(coming)
+        """Start the copy of the unit that came next, the last time, and load those behind it."""
+        if (coming := self._next.get(self._point)) is None:
+            return
+        self._start(coming)
+        point = self._point
+        for _ in range(self._places.layout.offload.prefetch_units):
+            point = point[1], coming, point[2]
+            if (behind := self._next.get(point)) is None or point in self._in_vain:
+                return
+            coming = behind
+            self._staging.load("param", coming)
 
     def _start(self, name: str) -> None:
         if name in self._ahead:
             return
         held = self._units[name].hosted
+        self._staging.load("param", name)
         with torch.inference_mode(False):  # the lane, and later callers, may be outside of it
-            self._ahead[name] = {each: torch.empty_like(held[each].flat, device=held[each].device) for each in held}
-        moves = [(there, held[each].flat) for each, there in self._ahead[name].items()]
+            self._ahead[name] = {
+                each: torch.empty(memory.elems, dtype=memory.dtype, device=memory.device)
+                for each, memory in held.items()
+            }
+        moves = [(there, self._view(each)) for each, there in self._ahead[name].items()]
         self._swap.move(Key(Kind.FETCH, "param", name), moves)
 
     def outdate(self, unit: str) -> None:

@@ -1,6 +1,6 @@
-"""From the table to places: which states of which parameters lie in host memory, in which slot, at which offset.
+"""From the table to places: which states of which parameters leave the device, into which slot, at which offset.
 
-    slot              holds                                                there
+    host slot         holds                                                there
     param <unit>      working copies, frozen ones too                      if their tier is host; but see below
     grad <unit>       gradients, laid out as FSDP2's reduced buffer        if that tier is host, or updated here
     master <unit>     fp32 masters or 16-bit remainders                    if their tier is host
@@ -10,34 +10,42 @@
     landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
     stage 0, 1        device moments while they are updated here           if only the master's tier is host
     undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
+    <kind> turn k     the same for units that take turns                   if the kind's tier is disk; and work, and
+                                                                           gradients on their way, of masters there
+    disk slot
+    disk <kind> <unit>   what comes to the unit's turn slot; for param,    if the kind's tier is disk
+                         what its new working copies go to
+    spare <kind> <unit>  what an early update leaves                       beside master and moments, as undo
 
-A parameter is updated where its master lives; its moments and its gradient travel there if they live elsewhere. One
-that lives here is updated in place, and in fp32 is its own master, unless its new values must wait (`waiting`).
+A parameter is updated where its master lives, or on the host if that is a disk; its moments and its gradient travel
+there if they live elsewhere. One that lives on the host is updated in place, and in fp32 is its own master, unless its
+new values must wait (`waiting`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 
 from dzero.offload.pinned import aligned
-from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.schedule import Slot
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape
-from dzero.zero.tiers import names_on_host
+from dzero.zero.tiers import names_off_device
 
-Unit = TypeVar("Unit")
 GRAIN_BYTES = 64
 BLOCK_ELEMS = 256
 TURNS = 2
+DISK_TURNS = 3
+"""One unit comes, one is worked on, one goes."""
+UPDATED = ("master", "moments")
 
 
 @dataclass(frozen=True)
 class Place:
-    """`elems` elements of `dtype` in a slot, from `start_bytes` on."""
+    """`elems` elements of `dtype` in a host slot, from `start_bytes` on."""
 
     slot: str
     start_bytes: int
@@ -45,25 +53,40 @@ class Place:
     elems: int
 
 
-class Places:
-    """Of every parameter's states: which are on the host, and where. Pure: no memory is taken.
+@dataclass(frozen=True)
+class Pair:
+    """A turn slot on the host, and the disk slot that has the same bytes of one unit."""
 
-    moments: whether they need a place; else whoever updates keeps them.
+    host: str
+    disk: str
+
+
+class Places:
+    """Of every parameter's states: which are off the device, and where. Pure: no memory is taken.
+
+    moments: whether they need a place; else whoever updates keeps them. early: units that may be updated before the
+    step is decided.
     """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
         self.layout, self.units, self._moments = layout, units, moments
-        self._host = names_on_host(layout.tiers, units)
+        self._off_device = names_off_device(layout.tiers, units)
         self.at: dict[tuple[str, str], Place] = {}
         self._used: dict[tuple[str, str], int] = {}
-        for turn, unit in enumerate(units):
+        self._pieces: dict[tuple[str, str], str] = {}
+        self._makes_param: dict[str, str] = {}
+        for index, unit in enumerate(units):
             for param in unit.params:
-                self._place(unit.name, turn % TURNS, param)
-        self._place_undo()
+                self._place(unit.name, index, param)
+        self.early = self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
-        """Whether a parameter's "param", "grad", "master" or "moments" lie in host memory between their uses."""
-        return name in self._host[kind]
+        """Whether a parameter's "param", "grad", "master" or "moments" do not lie on the device between their uses."""
+        return name in self._off_device[kind]
+
+    def on_disk(self, kind: str, name: str) -> bool:
+        """Whether they lie on disk then."""
+        return self.on_host(kind, name) and self.layout.tiers[kind][0] == "disk"
 
     def updated_on_host(self, name: str) -> bool:
         """Whether the parameter's update runs on the host."""
@@ -78,76 +101,144 @@ class Places:
         """Whether an update may run while backward still needs the weights it replaces."""
         return self.layout.offload.mode in ("backward", "delayed")
 
+    @property
+    def own(self) -> bool:
+        """Whether parameters are their own masters."""
+        return self.layout.param.dtype == torch.float32
+
     def published(self, name: str) -> bool:
-        """Whether a parameter's new values are copied to its place on the host, once nobody needs the old ones."""
-        return self.waiting and self.on_host("param", name) and self.updated_on_host(name)
+        """Whether a parameter's new values are copied to its place in host memory, once nobody needs the old ones."""
+        here = self.on_host("param", name) and not self.on_disk("param", name) and self.updated_on_host(name)
+        return here and (self.waiting or (self.own and self.on_disk("master", name)))
 
     @property
     def accumulates_on_host(self) -> bool:
         """Whether several reduced gradients of a step meet in host memory: copies must first meet on the device."""
         layout = self.layout
         several = layout.microbatches > 1 and layout.grad.sharded and layout.replicate == 1
-        return several and bool(self._host["grad"])
+        return several and bool(self._off_device["grad"])
 
     def overwritten(self, unit: str) -> list[str]:
-        """The slots that hold what an update on the host changes, but for a working copy that it makes anew."""
-        kinds = {"master", "moments"} | ({"work"} if self.layout.remainder else set())
-        return [slot for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
+        """The host slots that stay a unit's own and hold what an update changes, but for a working copy made anew."""
+        kinds = {*UPDATED} | ({"work"} if self.layout.remainder else set())
+        return [slot for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds and not _takes_turns(slot)]
 
     def slots_of(self, unit: str) -> list[str]:
-        """The slots that hold something of a unit."""
+        """The host slots that hold something of a unit."""
         return [slot for of, slot in self._used if of == unit]
 
+    def pairs(self, what: str, unit: str) -> list[Pair]:
+        """What comes from disk, or goes there, together.
+
+        states   master and moments, and with a remainder the working copy that they belong to (which does not go back)
+        grad     gradients
+        param    working copies for the device
+        work     new working copies; they go only
+        """
+        if what == "work":
+            piece = f"disk param {unit}"
+            return [Pair(self._makes_param[unit], piece)] if unit in self._makes_param else []
+        kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", "frozen")}[what]
+        found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
+        return [Pair(slot, piece) for slot, piece in found if piece is not None]
+
+    def piece_bytes(self) -> dict[str, int]:
+        """Size of every disk slot, spare ones included."""
+        sizes = {piece: self._used[of] for of, piece in self._pieces.items()}
+        spares = [pair.disk for unit in self.early for pair in self.pairs("states", unit) if goes_back(pair)]
+        return sizes | {spare_of(piece): sizes[piece] for piece in spares}
+
     def slots(self) -> tuple[Slot, ...]:
-        """Every slot, as large as the largest unit that uses it."""
+        """Every slot, on the host as large as the largest unit that uses it."""
         sizes: dict[str, int] = {}
         for (_, slot), used in self._used.items():
             sizes[slot] = max(sizes.get(slot, 0), used)
-        return tuple(Slot(name, size) for name, size in sizes.items())
+        on_disk = (Slot(name, size, "disk") for name, size in self.piece_bytes().items())
+        return (*(Slot(name, size) for name, size in sizes.items()), *on_disk)
 
-    def _place_undo(self) -> None:
-        """Undo slots in the order of backward, as long as the budget lasts."""
+    def _place_undo(self) -> frozenset[str]:
+        """Undo and spare slots in the order of backward, as long as the budget lasts."""
         left = self.layout.offload.undo_bytes if self.layout.offload.mode == "backward" else 0
+        early = set()
         for unit in reversed(self.units):
             trained = [param.name for param in unit.params if param.trainable]
-            kinds = ("grad", "master", "moments")
-            here = all(self._moments and self.on_host(kind, name) for name in trained for kind in kinds)
-            size = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
+            here = all(self._moments and self.on_host(kind, name) for name in trained for kind in ("grad", *UPDATED))
+            on_host = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
+            going = [pair.host for pair in self.pairs("states", unit.name) if goes_back(pair)]
+            size = on_host + sum(aligned(self._used[unit.name, slot]) for slot in going)
             if here and 0 < size <= left:
-                self._used[unit.name, f"undo {unit.name}"] = size
+                early.add(unit.name)
                 left -= size
+                if on_host:
+                    self._used[unit.name, f"undo {unit.name}"] = on_host
+        return frozenset(early)
 
-    def _place(self, unit: str, turn: int, param: ParamShape) -> None:
-        name, elems = param.name, param.shard_elems(self.layout.shard)
+    def _place(self, unit: str, index: int, param: ParamShape) -> None:
+        name, elems, own_slot = param.name, param.shard_elems(self.layout.shard), self._slot
+        param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
         if not param.trainable:
-            if self.on_host("param", name):
+            if self.on_disk("param", name):
+                self._add(unit, name, "param", f"frozen {param_turn}", self.layout.param.dtype, elems)
+                self._pieces[unit, f"frozen {param_turn}"] = f"disk frozen {unit}"
+            elif self.on_host("param", name):
                 self._add(unit, name, "param", f"param {unit}", self.layout.param.dtype, elems)
             return
         here, grad = self.updated_on_host(name), self.layout.grad.dtype
         if here or self.on_host("grad", name):
-            self._add(unit, name, "grad", f"grad {unit}", grad, elems, packed=True)
+            passing = self.on_disk("master", name) and not self.on_host("grad", name)
+            slot = f"grad turn {index % DISK_TURNS}" if passing else own_slot("grad", unit, index, name)
+            self._add(unit, name, "grad", slot, grad, elems, packed=True)
         if self.accumulates_on_host and self.on_host("grad", name):
-            self._add(unit, name, "landing", f"landing {turn}", grad, elems, packed=True)
+            self._add(unit, name, "landing", f"landing {index % TURNS}", grad, elems, packed=True)
         if here:
-            self._place_values(unit, name, elems)
+            self._place_values(unit, name, elems, index, param_turn)
         if self._moments and (here or self.on_host("moments", name)):
-            slot = f"moments {unit}" if self.on_host("moments", name) else f"stage {turn}"
+            moments_here = self.on_host("moments", name)
+            slot = own_slot("moments", unit, index, name) if moments_here else f"stage {index % TURNS}"
             for key, dtype, count in moment_fields(self.layout, elems):
                 self._add(unit, name, key, slot, dtype, count)
 
-    def _place_values(self, unit: str, name: str, elems: int) -> None:
+    def _slot(self, kind: str, unit: str, index: int, name: str) -> str:
+        """Where a kind that is off the device comes to lie in host memory."""
+        if not self.on_disk(kind, name):
+            return f"{kind} {unit}"
+        slot = f"{kind} turn {index % DISK_TURNS}"
+        self._pieces[unit, slot] = f"disk {kind} {unit}"
+        return slot
+
+    def _place_values(self, unit: str, name: str, elems: int, index: int, param_turn: str) -> None:
         """Master and working copy of a parameter that is updated here."""
         param, master, at = self.layout.param.dtype, self.layout.master.dtype, self.at
-        self._add(unit, name, "master" if master == torch.float32 else "remainder", f"master {unit}", master, elems)
-        stays = self.on_host("param", name)
-        if stays and (param != torch.float32 or self.waiting):
-            self._add(unit, name, "param", f"param {unit}", param, elems)
-        elif stays:
+        key = "master" if master == torch.float32 else "remainder"
+        self._add(unit, name, key, self._slot("master", unit, index, name), master, elems)
+        in_host_memory = self.on_host("param", name) and not self.on_disk("param", name)
+        if in_host_memory and self.own and not self.published(name):
             at[name, "param"] = at[name, "master"]
-        if param != torch.float32 and stays and not self.waiting:
+        elif in_host_memory:
+            self._add(unit, name, "param", f"param {unit}", param, elems)
+        if not self.own and in_host_memory and not self.waiting:
             at[name, "work"] = at[name, "param"]
-        elif param != torch.float32:
-            self._add(unit, name, "work", f"work {unit}", param, elems)
+        elif not self.own:
+            self._add(unit, name, "work", self._work_slot(unit, index, name), param, elems)
+        if self.on_disk("param", name):
+            self._pair_with_work(unit, name, f"param {param_turn}")
+
+    def _work_slot(self, unit: str, index: int, name: str) -> str:
+        """A turn, if new working copies leave at once, and nobody updates them in place."""
+        on_disk = self.on_disk("param", name)
+        goes = self.on_disk("master", name) and not self.waiting and (not self.layout.remainder or on_disk)
+        slot = f"work turn {index % DISK_TURNS}" if goes else f"work {unit}"
+        if goes and self.layout.remainder:
+            self._pieces[unit, slot] = f"disk param {unit}"
+        return slot
+
+    def _pair_with_work(self, unit: str, name: str, slot: str) -> None:
+        """What is made in one slot is read into another, laid out alike."""
+        made = self.at[name, "master" if self.own else "work"]
+        self.at[name, "param"] = replace(made, slot=slot)
+        self._used[unit, slot] = self._used[unit, made.slot]
+        self._pieces[unit, slot] = f"disk param {unit}"
+        self._makes_param[unit] = made.slot
 
     def _add(
         self, unit: str, name: str, key: str, slot: str, dtype: torch.dtype, elems: int, *, packed: bool = False
@@ -156,6 +247,20 @@ class Places:
         start = -(-self._used.get((unit, slot), 0) // grain) * grain
         self.at[name, key] = Place(slot, start, dtype, elems)
         self._used[unit, slot] = start + elems * dtype.itemsize
+
+
+def goes_back(pair: Pair) -> bool:
+    """Whether an update changes what came from disk: not a working copy that a remainder belongs to."""
+    return pair.disk.split(" ")[1] in UPDATED
+
+
+def spare_of(piece: str) -> str:
+    """The disk slot that takes turns with one that an early update changes."""
+    return piece.replace("disk", "spare", 1)
+
+
+def _takes_turns(slot: str) -> bool:
+    return slot.split(" ")[1] == "turn" and slot.count(" ") == 2
 
 
 def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype, int]]:
@@ -167,50 +272,3 @@ def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype
         blocks = max(1, -(-elems // BLOCK_ELEMS))
         yield f"{key}_codes", torch.uint8, blocks * BLOCK_ELEMS
         yield f"{key}_scale", torch.float32, blocks
-
-
-def schedule_of(places: Places) -> Schedule:
-    """A step: parameters come for forward (and again, in the other order, for backward), gradients leave in backward,
-    last unit first, and updates run in the order in which forward needs them."""
-    slots = places.slots()
-    sizes = {slot.name for slot in slots}
-    actions: list[Action] = []
-
-    def add(kind: Kind, what: str, unit: str, *wanted: str) -> None:
-        used = tuple(slot for slot in places.slots_of(unit) if slot.split(" ")[0] in wanted)
-        if used:
-            actions.append(Action(Key(kind, what, unit), used))
-
-    own = places.layout.param.dtype == torch.float32
-    for unit in update_order(places.units):
-        if any(places.on_host("param", param.name) for param in unit.params):
-            add(Kind.FETCH, "param", unit.name, "param", *(["master"] if own and not places.waiting else []))
-    for unit in reversed(places.units):
-        add(Kind.EVICT, "grad", unit.name, "grad")
-        add(Kind.EVICT, "landing", unit.name, "landing")
-        if any(slot.startswith("landing") for slot in places.slots_of(unit.name)):
-            add(Kind.COMPUTE, "accumulate", unit.name, "landing", "grad")
-        if f"undo {unit.name}" in sizes:
-            add(Kind.COMPUTE, "ahead", unit.name, "grad", "master", "moments", "work", "undo")
-    for unit in update_order(places.units):
-        names = [param.name for param in unit.params if param.trainable]
-        if f"undo {unit.name}" in sizes:
-            add(Kind.COMPUTE, "undo", unit.name, "master", "moments", "work", "undo")
-        if any(places.travels("moments", name) for name in names):
-            add(Kind.EVICT, "moments", unit.name, "stage", "moments")
-            add(Kind.FETCH, "moments", unit.name, "stage", "moments")
-        if any(places.travels("grad", name) and not places.updated_on_host(name) for name in names):
-            add(Kind.FETCH, "grad", unit.name, "grad")
-        if any(places.updated_on_host(name) for name in names):
-            in_place = [] if places.waiting else ["param"]
-            add(Kind.COMPUTE, "update", unit.name, "grad", "master", "moments", "work", "stage", *in_place)
-        if any(places.published(name) for name in names):
-            add(Kind.COMPUTE, "publish", unit.name, "master" if own else "work", "param")
-        if any(places.updated_on_host(name) and not places.on_host("param", name) for name in names):
-            add(Kind.FETCH, "work", unit.name, "master" if own else "work")
-    return Schedule(slots, tuple(actions))
-
-
-def update_order(units: Sequence[Unit]) -> list[Unit]:
-    """As the next forward gathers them: the root, which comes last among the units, first."""
-    return [*units[-1:], *units[:-1]]

@@ -1,15 +1,16 @@
 """What moves when, as small frozen actions: planned, printed and sized without a device, then run by `swap`.
 
     kind      lane        from -> to           meaning
-    LOAD      disk in     disk -> host
+    LOAD      disk in     disk -> host         states of a unit; parameters, in a lane of their own
     FETCH     copy in     host -> device       the new working copy, or a state that is updated on the device
     COMPUTE   host        host                 an update, an accumulation
     EVICT     copy out    device -> host       a gradient, or a state that is updated on the host
     SPILL     disk out    host -> disk
 
 Two rules order everything:
-    lane    actions of one kind run one after the other, in the order in which they were started
-    slot    an action waits for whoever used one of its slots before it
+    lane    actions of one kind run one after the other, in the order in which they were started. Parameters do not
+            queue up behind updates: what forward needs next has lanes of its own to and from the disk
+    slot    an action waits for whoever used one of its slots, in host memory or on disk, before it
 Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
 waits for an action that a step left out (a unit without gradients).
 """
@@ -26,7 +27,7 @@ from dzero.offload.pinned import aligned
 
 
 class Kind(StrEnum):
-    """The lane an action runs in."""
+    """What an action does."""
 
     LOAD = "LOAD"
     FETCH = "FETCH"
@@ -42,16 +43,22 @@ class Key(NamedTuple):
     what: str
     unit: str
 
+    @property
+    def lane(self) -> str:
+        """Actions of one lane run one after the other."""
+        return "LOAD param" if (self.kind, self.what) == (Kind.LOAD, "param") else str(self.kind)
+
     def __str__(self) -> str:
         return f"{self.kind} {self.what} {self.unit}"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A place in host memory, of `count` bytes, for one unit's tensors of one kind."""
+    """A place of `count` bytes in host memory or on disk, for one unit's tensors of one kind at a time."""
 
     name: str
     count: int
+    tier: str = "host"
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,18 @@ class Schedule:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all slots together, rounded as the arena rounds."""
-        return sum(aligned(slot.count) for slot in self.slots)
+        """Host memory of all slots there together, rounded as the arena rounds."""
+        return sum(aligned(slot.count) for slot in self.slots if slot.tier == "host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """Scratch space of all slots together, in whole pages."""
+        return sum(aligned(slot.count) for slot in self.slots if slot.tier == "disk")
 
     def lines(self) -> Iterator[str]:
         """For people: every slot with its size, every action with its slots."""
         for slot in self.slots:
             yield f"slot     {slot.name:<27} {format_bytes(slot.count)}"
         yield from map(str, self.actions)
-        yield f"{len(self.actions)} actions a step, {format_bytes(self.host_bytes)} of host memory"
+        disk = f", {format_bytes(self.disk_bytes)} on disk" if self.disk_bytes else ""
+        yield f"{len(self.actions)} actions a step, {format_bytes(self.host_bytes)} of host memory{disk}"

@@ -56,20 +56,22 @@ class Swap:
 
     def __init__(self, schedule: Schedule, arena: Arena, device: torch.device) -> None:
         self.schedule, self.device = schedule, device
-        self.leases: dict[str, Lease] = {slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots}
-        self._use: dict[Kind, LaneUse] = {}
+        self.leases: dict[str, Lease] = {
+            slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
+        }
+        self._use: dict[str, LaneUse] = {}
         self._counting = Lock()
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
         self._users: dict[str, Future[Any]] = {}
         self._leaving: deque[Future[Any]] = deque()
-        self._lanes: dict[Kind, _Lane] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._open_lanes(schedule.actions)
         weakref.finalize(self, _end, self._lanes)
 
     def _open_lanes(self, actions: Sequence[Action]) -> None:
-        for kind in {action.key.kind for action in actions} - self._lanes.keys():
-            self._lanes[kind] = _Lane(kind, self.device)
+        for lane in {action.key.lane for action in actions} - self._lanes.keys():
+            self._lanes[lane] = _Lane(lane, self.device)
 
     def add(self, slot: Slot, actions: Sequence[Action], arena: Arena) -> None:
         """Lease one more slot, for `actions` on it alone, whose size was not known when the schedule was made.
@@ -93,9 +95,9 @@ class Swap:
 
         At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
         """
-        lane = self._lanes[key.kind]
+        lane = self._lanes[key.lane]
         ready = lane.ready()
-        self._count(key.kind, LaneUse(moved_bytes=sum(source.nbytes for _, source in moves)))
+        self._count(key.lane, LaneUse(moved_bytes=sum(source.nbytes for _, source in moves)))
         future = self._start(key, lambda: lane.copy(moves, ready))
         if key.kind is Kind.EVICT:
             self._leaving.append(future)
@@ -103,14 +105,15 @@ class Swap:
                 self._leaving.popleft().result()
         return future
 
-    def compute(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
-        """Start `work` on the host."""
+    def compute(self, key: Key, work: Callable[[], Any], moved_bytes: int = 0) -> Future[Any]:
+        """Start `work` in its lane; `moved_bytes` by it, to or from the disk."""
+        self._count(key.lane, LaneUse(moved_bytes=moved_bytes))
         return self._start(key, work)
 
     def _start(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
         action = self.schedule.by_key[key]
         earlier = [self._users[slot] for slot in action.slots if slot in self._users]
-        future = self._lanes[key.kind].thread.submit(self._run, action, earlier, work)
+        future = self._lanes[key.lane].thread.submit(self._run, action, earlier, work)
         self._last[key] = future
         self._users.update(dict.fromkeys(action.slots, future))
         return future
@@ -118,7 +121,7 @@ class Swap:
     def _run(self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any]) -> Any:
         for future in earlier:
             future.result()  # raises what made it fail: nothing runs on what never came
-        leases = [self.leases[slot] for slot in action.slots]
+        leases = [self.leases[slot] for slot in action.slots if slot in self.leases]
         phase = PHASES.get(action.key.kind, Phase.COMPUTING)
         for lease in leases:
             lease.enter(phase)
@@ -131,7 +134,7 @@ class Swap:
         except BaseException as error:
             raise OffloadError(f"{action.key} failed: {error}") from error
         finally:
-            self._count(action.key.kind, LaneUse(busy_s=time.perf_counter() - began))
+            self._count(action.key.lane, LaneUse(busy_s=time.perf_counter() - began))
             for lease in leases:
                 lease.enter(Phase.HELD)
 
@@ -147,7 +150,7 @@ class Swap:
             began = time.perf_counter()
             with record_function(f"wait {key}"):
                 future.result()
-            self._count(key.kind, LaneUse(waited_s=time.perf_counter() - began))
+            self._count(key.lane, LaneUse(waited_s=time.perf_counter() - began))
 
     def drain(self) -> None:
         """Until everything that was started has ended. Raises OffloadError, also later, for what failed."""
@@ -160,11 +163,11 @@ class Swap:
         """The use of each lane since the last call."""
         with self._counting:
             taken, self._use = self._use, {}
-        return {str(kind): use for kind, use in taken.items()}
+        return taken
 
-    def _count(self, kind: Kind, use: LaneUse) -> None:
+    def _count(self, lane: str, use: LaneUse) -> None:
         with self._counting:
-            self._use[kind] = self._use.get(kind, LaneUse()) + use
+            self._use[lane] = self._use.get(lane, LaneUse()) + use
 
     def close(self) -> None:
         """End the threads, after what was started has ended."""
@@ -175,11 +178,11 @@ class Swap:
 class _Lane:
     """One thread, and on CUDA one stream."""
 
-    def __init__(self, kind: Kind, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
-        copies = device.type == "cuda" and kind in (Kind.FETCH, Kind.EVICT)
+        copies = device.type == "cuda" and name in (Kind.FETCH, Kind.EVICT)
         self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload {kind}")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload {name}")
 
     def ready(self) -> torch.cuda.Event | None:
         """What the caller's stream has done so far."""
@@ -187,8 +190,7 @@ class _Lane:
 
     def copy(self, moves: Sequence[Move], ready: torch.cuda.Event | None) -> None:
         if self._stream is None or ready is None:
-            for destination, source in moves:
-                destination.copy_(source)
+            copy_all(moves)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
@@ -198,7 +200,13 @@ class _Lane:
         done.synchronize()
 
 
-def _end(lanes: dict[Kind, _Lane]) -> None:
+def copy_all(moves: Sequence[Move]) -> None:
+    """Here and now."""
+    for destination, source in moves:
+        destination.copy_(source)
+
+
+def _end(lanes: dict[str, _Lane]) -> None:
     """Without waiting: the last reference to a swap may be dropped by one of its own threads."""
     for lane in lanes.values():
         lane.thread.shutdown(wait=False)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from dzero.offload.swap import copy_all
 from dzero.optim.ahead import Ahead
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, Stored, device_bytes, local_of
+from dzero.optim.storage import Homes, Initial, Stored, device_bytes, local_of, read
 from dzero.optim.tiered import Pending, TieredUpdates
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
+Value = TypeVar("Value")
 How = dict[str, tuple[int, Coefficients]]
 """The number of each parameter's update, and its coefficients."""
 
@@ -54,20 +56,27 @@ class AdamW(MasterOptimizer):
         self.gradients.listen(self._start_ahead, self._ahead.abandon)
         homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
-        shapes = {p.name: (p, unit) for unit in sharded.units for p in unit.shape.params}
-        for group in self.param_groups:
-            for param in group["params"]:
-                shape, unit = shapes[self._names[param]]
-                origin = unit.origin.pop(shape.name, None)
-                stored = Stored.create(shape, param, origin, sharded.layout, homes)
-                self._stored[param] = stored
-                self.state[param] = stored.tensors
+        owned = {param for group in self.param_groups for param in group["params"]}
+        for unit in sharded.units:
+            self._take(unit, owned, homes)
         self.offload.settle()
 
+    def _take(self, unit: Unit, owned: Collection[nn.Parameter], homes: Homes) -> None:
+        """Make the states of a unit's parameters, and give them values."""
+        shapes = {shape.name: shape for shape in unit.shape.params}
+        initial: list[tuple[Stored, Initial]] = []
+        for name, param in unit.params.items():
+            if param in owned:
+                stored = Stored.create(shapes[name], param, self._sharded.layout, homes)
+                initial.append((stored, stored.initial(unit.origin.pop(name, None))))
+                self._stored[param], self.state[param] = stored, stored.tensors
+        if initial:
+            self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
+
     def _follow(self, unit: Unit) -> None:
-        for param in unit.params.values():
-            if param in self._stored:
-                self._stored[param].follow()
+        values = [(s, s.values()) for param in unit.params.values() if (s := self._stored.get(param)) is not None]
+        if values:
+            self.offload.visit(unit.shape.name, partial(_each, Stored.follow, values))
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         pending, how = self._plan(grads, factor)
@@ -136,12 +145,26 @@ class AdamW(MasterOptimizer):
                 f"state dict has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
                 f"{[len(g['params']) for g in self.param_groups]}"
             )
+        saved_of: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):
                 if index not in state_dict["state"]:
                     raise ValueError(f"the state dict has no states of {self._names[param]}")
-                _copy_states(self._stored[param], state_dict["state"][index])
+                saved_of[param] = state_dict["state"][index]
+                _check_states(self._stored[param], saved_of[param])
+        for unit in self._sharded.units:
+            self._load_states(unit, saved_of)
+
+    def _load_states(self, unit: Unit, saved_of: Mapping[nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
+        copies = [
+            (stored.tensors["step"] if key == "step" else stored.flat(key), read(local_of(value)).view(-1))
+            for param in unit.params.values()
+            if (stored := self._stored.get(param)) is not None
+            for key, value in saved_of[param].items()
+        ]
+        if copies:
+            self.offload.visit(unit.shape.name, partial(copy_all, copies))
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's param, master and moments between steps; frozen parameters included."""
@@ -155,7 +178,12 @@ class AdamW(MasterOptimizer):
         return totals
 
 
-def _copy_states(stored: Stored, saved: dict[str, torch.Tensor]) -> None:
+def _each(do: Callable[[Stored, Value], None], values: Iterable[tuple[Stored, Value]]) -> None:
+    for stored, value in values:
+        do(stored, value)
+
+
+def _check_states(stored: Stored, saved: Mapping[str, torch.Tensor]) -> None:
     if saved.keys() != stored.tensors.keys():
         raise ValueError(
             f"{stored.name}: the state dict holds {sorted(saved)}, this optimizer keeps {sorted(stored.tensors)}; "
@@ -168,10 +196,8 @@ def _copy_states(stored: Stored, saved: dict[str, torch.Tensor]) -> None:
                 f"{stored.name}.{key}: the state dict has {value.dtype} {tuple(value.shape)}, this optimizer "
                 f"{own.dtype} {tuple(own.shape)}"
             )
-        local = local_of(value)
-        if local.shape != local_of(own).shape:
+        if local_of(value).shape != local_of(own).shape:
             raise ValueError(
-                f"{stored.name}.{key}: a local shard of {tuple(local.shape)} where this rank's is "
+                f"{stored.name}.{key}: a local shard of {tuple(local_of(value).shape)} where this rank's is "
                 f"{tuple(local_of(own).shape)}; load resharded states through DCP"
             )
-        local_of(own).copy_(local)

@@ -1,10 +1,10 @@
 """Updates before the decision (offload.overlap=backward), taken back to the bit where the decision turns out otherwise.
 
 A unit whose gradients are complete is updated while backward goes on to the units before it, as if nothing will be
-clipped and everything is finite. What it overwrites is saved first, in undo slots of a bounded size; units beyond them
-wait for the decision. The working copy stays where it was until the step is decided, so backward never meets new
-weights. At the decision each unit's early update is either the one that is due, then only its working copy is sent;
-or it is undone, and made again with the right coefficients.
+clipped and everything is finite. What it overwrites is saved first, in undo slots of a bounded size (states on disk go
+to spare places there instead); units beyond them wait for the decision. The working copy stays where it was until the
+step is decided, so backward never meets new weights. At the decision each unit's early update is either the one that is
+due, then only its working copy is sent; or it is undone, and made again with the right coefficients.
 
 While clipping is frequent nothing is started early: it would be done twice.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from dzero.offload.attach import Offload
@@ -35,7 +34,7 @@ class Ahead:
 
     def start(self, unit: str, how: Mapping[str, Any], run: Callable[[], None]) -> None:
         """Save the unit's states, then `run` its update."""
-        self._offload.compute("ahead", unit, partial(self._offload.save, unit, run))
+        self._offload.update_early(unit, run)
         self._started[unit] = how
 
     def settle(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
@@ -45,13 +44,14 @@ class Ahead:
         for unit, early in self._started.items():
             if all(how.get(name) == value for name, value in early.items()):
                 due |= early.keys()
+                self._offload.keep(unit)
             else:
-                self._offload.compute("undo", unit, partial(self._offload.restore, unit))
+                self._offload.undo(unit)
         self._started = {}
         return due
 
     def abandon(self) -> None:
         """Undo all: the step is not to count."""
         for unit in self._started:
-            self._offload.compute("undo", unit, partial(self._offload.restore, unit))
+            self._offload.undo(unit)
         self._started = {}

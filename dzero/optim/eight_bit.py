@@ -40,8 +40,13 @@ class EightBit:
         return cls(blank(blocks * BLOCK_ELEMS, signed=signed, device=device), elems)
 
     def place(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Keep codes and scales in these tensors from now on, which take over the values."""
-        self.state.codes, self.state.scale = codes.copy_(self.state.codes), scale.copy_(self.state.scale)
+        """Keep codes and scales in these tensors from now on, with the values that these have."""
+        self.state.codes, self.state.scale = codes, scale
+
+    def clear(self) -> None:
+        """All zeros."""
+        self.state.codes.zero_()
+        self.state.scale.zero_()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +57,15 @@ class Gradients:
 
     def named(self) -> dict[str, torch.Tensor]:
         """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""
-        for unit in self._units:
-            unit.wait()
-        return self.arriving()
+        return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.values().items())
 
     def arriving(self) -> dict[str, torch.Tensor]:
-        """As `named`, but those on the host may still be on their way; whatever the offload starts waits for them."""
-        views = {name: grad for unit in self._units for name, grad in unit.views.items()}
-        return {name: views[name] for name in self._owned if name in views}
+        """As `named`, but what is off the device may be on its way; whatever the offload starts waits for it."""
+        return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.views.items())
+
+    def _owned_of(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        grads = dict(named)
+        return {name: grads[name] for name in self._owned if name in grads}
 
     def on_device(self) -> list[torch.Tensor]:
         """Those of `named` that lie on the device."""

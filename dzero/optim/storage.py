@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from dzero.mesh import SHARD, host_mesh
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import EightBit
 from dzero.optim.update import ParamStates
-from dzero.zero.hosted import memory_of
+from dzero.zero.hosted import HostShard, memory_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
@@ -39,9 +40,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the elements, from wherever they live."""
+    return tensor.read() if isinstance(tensor, HostShard) else tensor
+
+
 def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
     """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
-    return origin is not None and torch.equal(to_working(origin, local.dtype), local.to(origin.device))
+    return origin is not None and torch.equal(
+        to_working(origin, local.dtype).view(-1), local.to(origin.device).view(-1)
+    )
 
 
 def device_bytes(param: nn.Parameter) -> int:
@@ -76,7 +84,7 @@ def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | No
 
 
 class Homes:
-    """Where a sharded model's states live: asks `offload` for what is on the host, makes the rest on the device."""
+    """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
 
     def __init__(self, sharded: Sharded, offload: Offload) -> None:
         self.offload, self._places = offload, offload.places
@@ -87,18 +95,31 @@ class Homes:
         return self._host_mesh if self._places.on_host(kind, name) else None
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros [like.numel()] for one state."""
+        """Room for one state [like.numel()]; its values come with `Stored.fill`."""
         if self._places.on_host(kind, name):
-            return self.offload.view(name, key, like.numel()).zero_()
+            return self.offload.view(name, key, like.numel())
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
+
+    def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
+        """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
+        if not self._places.on_disk(kind, name):
+            return view
+        return HostShard.of(self.offload.on_disk(name, view), view.shape)
+
+
+class Initial(NamedTuple):
+    """A parameter's shard in the working dtype, and its master's values in fp32; both flat."""
+
+    param: torch.Tensor
+    master: torch.Tensor
 
 
 @dataclass
 class Stored:
     """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
 
-    work: where the update puts the working copy, if not into the parameter: it runs on the host then. on_host: keys of
-    the states that live there.
+    work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
+    updates find the states that are on disk. off_device: keys of the states that live elsewhere.
     """
 
     name: str
@@ -108,56 +129,71 @@ class Stored:
     tensors: dict[str, torch.Tensor]
     moments8: dict[str, EightBit] = field(default_factory=dict)
     work: torch.Tensor | None = None
-    on_host: set[str] = field(default_factory=set)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    off_device: set[str] = field(default_factory=set)
 
     @classmethod
-    def create(
-        cls, shape: ParamShape, param: nn.Parameter, origin: torch.Tensor | None, layout: Layout, homes: Homes
-    ) -> Stored:
-        """Zero moments; the master from `origin` [local shard, fp32], or from the parameter where there is none."""
-        local = local_of(param.detach())
-        origin = origin if still_of(origin, local) else None
+    def create(cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes) -> Stored:
+        """Without values, which `fill` gives."""
         rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)
-        stored = cls(shape.name, param, first, local.dtype, {"step": torch.tensor(0.0)})
-        stored._create_master(local.float() if origin is None else origin, layout, homes)
+        stored = cls(shape.name, param, first, local_of(param.detach()).dtype, {"step": torch.tensor(0.0)})
+        stored._create_master(layout, homes)
         for index, key in enumerate(MOMENTS):
             stored._create_moment(key, index == 0, shape.shard_elems(layout.shard), layout, homes)
         return stored
 
-    def _create_master(self, value: torch.Tensor, layout: Layout, homes: Homes) -> None:
+    def _create_master(self, layout: Layout, homes: Homes) -> None:
         local, mesh = local_of(self.param.detach()), homes.mesh("master", self.name)
-        if mesh is None and local.dtype == torch.float32:
+        if mesh is None and self.dtype == torch.float32:
             return  # the parameter is its own master
         key = "remainder" if layout.remainder else "master"
-        if layout.remainder:
-            value = value.contiguous().view(torch.int32).to(torch.int16)
-        if mesh is None:
-            self.tensors[key] = sharded_like(value, self.param)
-            return
-        master = homes.offload.view(self.name, key, local.numel())
-        master.copy_(value.view(-1))
-        if local.dtype == torch.float32:
+        master = homes.blank("master", self.name, key, local, layout.master.dtype)
+        if mesh is not None and self.dtype == torch.float32:
             self.work = master  # a copy of the parameter between steps, so no state of its own
             return
-        self.tensors[key] = sharded_like(master, self.param, mesh)
-        self.on_host.add(key)
-        self.work = homes.offload.view(self.name, "work", local.numel()).copy_(local.view(-1))
+        self._show("master", key, master, homes)
+        if mesh is not None:
+            self.work = homes.offload.view(self.name, "work", local.numel())
 
     def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
         local, mesh = local_of(self.param.detach()), homes.mesh("moments", self.name)
         if layout.moments.dtype != torch.uint8:
-            zeros = homes.blank("moments", self.name, key, local, layout.moments.dtype)
-            self.tensors[key] = sharded_like(zeros, self.param, mesh)
-            self.on_host |= set() if mesh is None else {key}
+            self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
             return
         device = local.device if mesh is None else torch.device("cpu")
         self.moments8[key] = eight = EightBit.zeros(local.numel(), padded_elems, signed=signed, device=device)
         if mesh is not None:
             eight.place(*(homes.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
         for part, tensor in eight.tensors.items():
-            self.tensors[f"{key}_{part}"] = sharded_flat(tensor, self.param, mesh)
-            self.on_host |= set() if mesh is None else {f"{key}_{part}"}
+            self._show("moments", f"{key}_{part}", tensor, homes, by_row=True)
+
+    def _show(self, kind: str, key: str, flat: torch.Tensor, homes: Homes, *, by_row: bool = False) -> None:
+        mesh = homes.mesh(kind, self.name)
+        shown = homes.shown(kind, self.name, flat)
+        self.tensors[key] = (sharded_flat if by_row else sharded_like)(shown, self.param, mesh)
+        if mesh is not None:
+            self.off_device.add(key)
+        if shown is not flat:
+            self.views[key] = flat
+
+    def initial(self, origin: torch.Tensor | None) -> Initial:
+        """The parameter's values now; its master's are `origin` [local shard, fp32] unless it was given others."""
+        local = self.values()
+        return Initial(local, local.float() if not still_of(origin, local) or origin is None else origin.reshape(-1))
+
+    def fill(self, initial: Initial) -> None:
+        """Give all states their first values, moments zeros."""
+        if self.work is not None:
+            self.work.copy_(initial.param)
+        if "master" in self.tensors:
+            self.flat("master").copy_(initial.master)
+        if "remainder" in self.tensors:
+            self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
+        for key in self.moments:
+            self.flat(key).zero_()
+        for eight in self.moments8.values():
+            eight.clear()
 
     def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
         """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
@@ -182,12 +218,11 @@ class Stored:
             if self.moments8:
                 self.moments8[key].store(value)
 
-    def follow(self) -> None:
-        """Take a parameter that was loaded with other values as the new master.
+    def follow(self, local: torch.Tensor) -> None:
+        """Take a parameter's `values`, where others were loaded, as the new master.
 
         A remainder is kept: it lies within the rounding of whatever parameter stands above it.
         """
-        local = self.local
         if "master" in self.tensors:
             master = self.flat("master")
             local = local.to(master.device)
@@ -196,9 +231,13 @@ class Stored:
         if self.work is not None:
             self.work.copy_(local)
 
+    def values(self) -> torch.Tensor:
+        """The parameter's local shard, flat; read from where it lives."""
+        return read(self.local)
+
     @property
     def local(self) -> torch.Tensor:
-        """The parameter's local shard on the device, flat."""
+        """The parameter's local shard as FSDP2 has it, flat."""
         return local_of(self.param.detach()).view(-1)
 
     @property
@@ -207,19 +246,20 @@ class Stored:
         return () if self.moments8 else MOMENTS
 
     def flat(self, key: str) -> torch.Tensor:
-        """This rank's part of a state, flat."""
-        return local_of(self.tensors[key]).view(-1)
+        """This rank's part of a state, flat; of one on disk, where an update finds it."""
+        view = self.views.get(key)
+        return local_of(self.tensors[key]).view(-1) if view is None else view
 
     def bytes_by_kind(self, tier: str) -> dict[str, int]:
-        """Bytes of this rank's states on "device" (whole storages) or "host", by the table's kinds."""
+        """Bytes of this rank's states on the "device" (whole storages) or off it, by the table's kinds."""
         kinds = {"param": 0, "master": 0, "moments": 0}
         if tier == "device":
             kinds["param"] = device_bytes(self.param)
         elif self.work is not None:
             kinds["master" if self.work.dtype == torch.float32 else "param"] = self.work.nbytes
         for key, tensor in self.tensors.items():
-            if key != "step" and (key in self.on_host) == (tier == "host"):
+            if key != "step" and (key in self.off_device) == (tier != "device"):
                 local = local_of(tensor)
-                count = local.nbytes if tier == "host" else local.untyped_storage().nbytes()
+                count = local.nbytes if tier != "device" else local.untyped_storage().nbytes()
                 kinds["master" if key in ("master", "remainder") else "moments"] += count
         return kinds

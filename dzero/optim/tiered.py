@@ -1,8 +1,8 @@
 """A step's updates, each where its master lives; what lives elsewhere is brought there and taken back.
 
-    master on     a gradient or moment that lives on the other tier     the working copy
+    master on     a gradient or moment that lives on the other side     the working copy
     device        is fetched; moments are evicted again                 updated in place
-    host          is evicted; moments are fetched again                 fetched
+    host, disk    is evicted; moments are fetched again                 sent to where forward finds it
 
 Updates on the host run as the offload's lanes allow, in the order in which the next forward needs them. On the device
 the next unit's states are brought while this one is updated. Without offload everything is updated at once.
@@ -17,8 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from dzero.offload.actions import update_order
 from dzero.offload.attach import Offload
-from dzero.offload.places import update_order
+from dzero.offload.outgoing import Work
 from dzero.offload.swap import Move
 from dzero.zero.shard import Sharded
 
@@ -34,7 +35,7 @@ class Updated(Protocol):
 
     @property
     def local(self) -> torch.Tensor:
-        """The parameter's local shard on the device, flat."""
+        """The parameter's local shard, flat."""
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -107,7 +108,8 @@ class TieredUpdates(Generic[States]):
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
 
     def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
-        self._offload.send_work(unit, [(each.stored.name, each.stored.local, each.stored.work) for each in pending])
+        stored = [each.stored for each in pending]
+        self._offload.send(unit, [Work(s.name, s.work, s.local) for s in stored if s.work is not None])
 
     def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
         at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]
@@ -120,11 +122,11 @@ class TieredUpdates(Generic[States]):
         for index, unit in enumerate(units):
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
                 self._bring(coming, away[coming])
-            self._offload.wait_fetched(unit)
+            self._offload.wait_brought(unit)
             run(away[unit])
             back = [(each.stored.flat(key), moved) for each in away[unit] for key, moved in each.moved.items()]
             if back:
-                self._offload.evict("moments", unit, back)
+                self._offload.put_back(unit, back)
 
     def _is_away(self, each: Pending[States]) -> bool:
         """Whether something of a parameter that is updated on the device lives on the host, but 8-bit moments."""
@@ -144,6 +146,6 @@ class TieredUpdates(Generic[States]):
                 }
                 moments += [(moved, each.stored.flat(key)) for key, moved in each.moved.items()]
         if grads:
-            self._offload.fetch("grad", unit, grads)
+            self._offload.bring("grad", unit, grads)
         if moments:
-            self._offload.fetch("moments", unit, moments)
+            self._offload.bring("moments", unit, moments)

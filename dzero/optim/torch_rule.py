@@ -243,6 +243,11 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
             f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
             "to offload.master's"
         )
+    if layout.master.tier == "disk":
+        raise ValueError(
+            f"offload.master=disk: {rule.__name__} keeps its states in memory, where only adamw can do without; take "
+            "offload.master=host, or optim.rule=adamw"
+        )
     if layout.offload.mode == "backward":
         raise ValueError(
             f"offload.overlap=backward: only adamw can take updates back, not {rule.__name__}; take forward"

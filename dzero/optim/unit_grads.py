@@ -76,7 +76,7 @@ class UnitGrads:
         self._buffers: list[torch.Tensor] = []
         self._incoming, self._offset = torch.empty(0), 0
         self._pieces: Named = {}
-        self._finished = False
+        self._finished = self._left = False
 
     def _receive(self, reduced: torch.Tensor) -> None:
         if self._finished:
@@ -139,18 +139,19 @@ class UnitGrads:
             landing = {name: offload.view(name, "landing", piece.numel()) for name, piece in later.items()}
             offload.evict("landing", unit, [(landing[name], piece) for name, piece in later.items()])
             pairs = {name: (self.views[name], landed) for name, landed in landing.items()}
-            self._additions.update(dict.fromkeys(later, offload.compute("accumulate", unit, partial(_add_all, pairs))))
+            self._additions.update(dict.fromkeys(later, offload.accumulate(unit, partial(_add_all, pairs))))
 
     def _leave(self, pieces: Named, buffer: torch.Tensor) -> None:
         """Send device slices of `buffer` to their slot; in one piece where the slot is laid out like the buffer."""
         homes = {name: self._offload.view(name, "grad", piece.numel()) for name, piece in pieces.items()}
         moves = [(homes[name], piece) for name, piece in pieces.items()]
-        slot = self._offload.slot(f"grad {self._unit.shape.name}", buffer.dtype)
+        slot = self._offload.slot(next(iter(pieces)), "grad", buffer)
         ahead = slot.data_ptr() - buffer.data_ptr()
         alike = all(home.data_ptr() - piece.data_ptr() == ahead for home, piece in moves)
         if alike and len(pieces) == sum(shape.trainable for shape in self._shapes.values()):
             moves = [(slot, buffer)]
-        self._offload.evict("grad", self._unit.shape.name, moves)
+        self._offload.keep_grads(self._unit.shape.name, moves, more=self._left)
+        self._left = True
         self.views.update(homes)
 
     def _finish(self) -> None:
@@ -185,16 +186,19 @@ class UnitGrads:
         for name, addition in self._additions.items():
             self.sums[name] = addition.result()[name]
         if missing := self.views.keys() - self.sums.keys():
-            self.wait()
-            self.sums.update({name: sum_squares(self._chunk(name, self.views[name])) for name in missing})
+            grads = self.values()
+            self.sums.update({name: sum_squares(self._chunk(name, grads[name])) for name in missing})
 
     def on_device(self) -> list[torch.Tensor]:
         """Gradients that do not live on the host."""
         return [grad for name, grad in self.views.items() if name not in self._hosted]
 
-    def wait(self) -> None:
-        """Until gradients that live on the host are there."""
-        self._offload.wait_grads(self._unit.shape.name)
+    def values(self) -> Named:
+        """The gradients once they have arrived; copies of those on disk."""
+        if not self._left:
+            return self.views
+        there = {name: grad for name, grad in self.views.items() if name in self._hosted}
+        return self.views | self._offload.read_grads(self._unit.shape.name, there)
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         rank, ranks = self._cut

@@ -29,11 +29,12 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
-from dzero.zero.hosted import put_on_host
+from dzero.zero.cold import to_disk
+from dzero.zero.hosted import InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import ParamShape, UnitShape
-from dzero.zero.tiers import OffloadConfig, names_on_host
+from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
 from dzero.zero.values import Materialise, Values
@@ -155,7 +156,7 @@ class _Sharder:
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {name: _shape_of(name, slots) for name, slots in self.slots.items()}
-        self.on_host = names_on_host(layout.tiers, [self.shapes[name] for name, _ in self.units])
+        self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
@@ -166,12 +167,8 @@ class _Sharder:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self.values.fill(modules, slots)
         rounded = {slot.name: self.values.round(slot.param, self.rank) for slot in slots}
-        origin = {  # waits for its optimizer where its master will live
-            name: chunk.cpu() if name in self.on_host["master"] else chunk
-            for name, chunk in rounded.items()
-            if chunk is not None
-        }
-        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.on_host["param"]})
+        origin = {name: self._where_master_lives(name, chunk) for name, chunk in rounded.items() if chunk is not None}
+        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = modules[0] is self.model
         fully_shard(
             modules if len(modules) > 1 else modules[0],
@@ -192,9 +189,22 @@ class _Sharder:
             origin=origin,
         )
         self._switch(unit)
+        if self.layout.param.tier == "disk":
+            for memory in unit.hosted.values():
+                memory.home = InMemory(self._to_disk(memory.flat))
         if unit.hosted:
             hook_state_dicts(unit, self.mesh)
         return unit
+
+    def _where_master_lives(self, name: str, origin: torch.Tensor) -> torch.Tensor:
+        """There it waits for its optimizer."""
+        if name not in self.off_device["master"]:
+            return origin
+        return self._to_disk(origin) if self.layout.master.tier == "disk" else origin.cpu()
+
+    def _to_disk(self, tensor: torch.Tensor) -> torch.Tensor:
+        paths = self.layout.offload.disk.paths
+        return to_disk(tensor, paths[self.rank % len(paths)])
 
     def _average_copies(self, name: str) -> AverageCopies | None:
         if self.layout.replicate == 1:

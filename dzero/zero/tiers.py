@@ -154,7 +154,7 @@ class OffloadConfig:
         return float(getattr(self, f"{kind}_fraction"))
 
 
-def names_on_host(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
+def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
     """The parameters whose state of each kind does not live on the device, from the (tier, fraction) of each kind.
 
     Frozen ones have a "param" only; a trained one's leaves the device where its master does.

@@ -417,7 +417,7 @@ def guessing(rank: int, ranks: int) -> int:
     """The most units on the device at once, when blocks are skipped at random."""
     sharded = sharded_net("even", stage=3, offload=OffloadConfig(**ALL))
     optim = AdamW(sharded)
-    incoming, most = optim.offload._incoming, 0
+    incoming, most = optim.offload._outgoing.incoming, 0
     assert incoming is not None
     blocks = [unit.modules[0] for unit in sharded.units[:-1]]
     for order in ([0, 1, 2], [0, 2], [1, 2], [2, 0], [0, 1], [1], [2, 1, 0]) * 3:

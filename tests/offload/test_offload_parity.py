@@ -77,7 +77,7 @@ def allowed(row: dict[str, Any]) -> bool:
 
 def offload_of(cell: Cell) -> OffloadConfig:
     tiers: dict[str, Any] = {kind: getattr(cell, kind) for kind in KINDS}
-    fractions = {f"{kind}_fraction": cell.fraction for kind in KINDS if tiers[kind] == "host"}
+    fractions = {f"{kind}_fraction": cell.fraction for kind in KINDS if tiers[kind] != "device"}
     overlap = "auto" if cell.overlap == "forward" else cell.overlap
     return OffloadConfig(**tiers, **fractions, overlap=overlap, undo_bytes=cell.undo_bytes)
 
@@ -117,7 +117,7 @@ def run(
         clipped += optim.last_decision.factor * scale < 1.0
     assert cell.max_norm is None or cell.precision == "fp16" or clipped == sum(step < steps for step in SPIKES)
     optim.synchronize()
-    kept = snapshot(sharded, optim)
+    kept, params = snapshot(sharded, optim), params_of(sharded)
     assert optim.offload.arena.high_water_bytes == optim.offload.schedule.host_bytes
     assert (optim.offload.schedule.host_bytes > 0) == (offload is not None)
     optim.offload.swap.close()
@@ -125,7 +125,7 @@ def run(
         "losses": torch.tensor(losses, dtype=torch.float64),
         "norms": torch.tensor(norms, dtype=torch.float64).nan_to_num(-1.0),
         "skips": torch.tensor(optim.skipped_steps),
-        **params_of(sharded),
+        **params,
         **{f"state {key}": value for key, value in kept.items()},
     }
 

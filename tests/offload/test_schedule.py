@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
+from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
-from dzero.offload.places import Places, schedule_of
+from dzero.offload.places import Places
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape

@@ -1,0 +1,55 @@
+"""States on disk: the bits of a run with everything on the device, whatever else lives where."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pairwise
+import pytest
+from loops import unequal
+from pool import Pool
+from test_offload_parity import FACTORS, STEPS, Cell, name, offload_of, run
+
+from dzero.zero.tiers import KINDS, DiskConfig, OffloadConfig
+
+DISK_FACTORS: dict[str, tuple[Any, ...]] = {**FACTORS, **dict.fromkeys(KINDS, ("disk", "host", "device"))}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    tiers = [row[kind] for kind in KINDS]
+    return (
+        "disk" in tiers
+        and (row["overlap"] == "forward" or row["master"] != "device")
+        and (row["overlap"] != "backward" or "device" not in tiers[1:])
+        and (row["param"] == "device" or (row["stage"] == 3 and row["master"] != "device"))
+        and (row["overlap"] == "backward" or row["undo_bytes"] == 1 << 30)
+        and (row["states"] != "remainder" or row["precision"] == "bf16")
+        and (row["states"] != "int8" or row["master"] == row["moments"])
+        and (row["overlap"] != "backward" or row["master"] != "disk" or row["precision"] != "fp32")
+        and (row["replicate"] == 1 or (row["ranks"] == 4 and row["stage"] > 0))
+    )
+
+
+def on_disk(offload: OffloadConfig, paths: list[str]) -> OffloadConfig:
+    return replace(offload, prefetch_units=1 + len(paths) % 2, disk=DiskConfig(paths=paths, block_bytes=8192))
+
+
+def compare(rank: int, ranks: int, cell: Cell, paths: list[str]) -> tuple[list[str], int]:
+    want = run(cell, rank, None, STEPS)
+    got = run(cell, rank, on_disk(offload_of(cell), paths), STEPS)
+    # An fp32 parameter is its own master on the device, and has a separate one elsewhere.
+    extra = {key for key in got.keys() - want.keys() if key.endswith(".master") and cell.precision == "fp32"}
+    return unequal({k: v for k, v in got.items() if k not in extra}, want), int(got["skips"])
+
+
+@pytest.mark.parametrize("row", pairwise.cover(DISK_FACTORS, allowed), ids=name)
+def test_states_on_disk_give_the_bits_of_the_device(pool: Pool, tmp_path: Path, row: dict[str, Any]) -> None:
+    cell = Cell(**row)
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")][: 1 + cell.ranks % 2]
+    for path in paths:
+        Path(path).mkdir()
+    for differing, skips in pool.run(compare, cell.ranks, cell, paths):
+        assert differing == [], asdict(cell)
+        assert skips >= 1
