@@ -8,6 +8,7 @@ memory of this process            /proc/self/status: VmRSS now, VmHWM the high-w
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -163,6 +164,13 @@ def peak_rss_bytes() -> int:
     """The most memory that this process has had in RAM since it started, or since `reset_peak_rss`."""
     peak = _status_bytes(PROC / "self/status", "VmHWM")
     return peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def give_back_freed_memory() -> None:
+    """Return what was freed to the system, where libc keeps it for later (glibc does, also below what is in use)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def reset_peak_rss() -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
-from dzero.hardware import cores_of_rank, format_bytes, host_available_bytes
+from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, host_available_bytes
 from dzero.mesh import AXES, local_rank, local_ranks
 from dzero.offload.actions import schedule_of
 from dzero.offload.activations import Activations
@@ -122,6 +122,7 @@ class Offload:
         """Between steps: let `work` change a unit's states, wherever they are. fresh: it gives all of them values."""
         if self.places.pairs("states", unit):
             self.staging.visit("states", unit, work, fresh=fresh)
+            give_back_freed_memory()
         else:
             work()
 

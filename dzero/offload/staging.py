@@ -66,10 +66,12 @@ class Staging:
     def visit(self, what: str, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> Any:
         """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them."""
         self.hold(what, unit) if fresh else self.load(what, unit)
-        future = self._swap.compute(Key(Kind.COMPUTE, f"visit {what}", unit), partial(_without_grad, work))
+        found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
+        visited = self._swap.compute(Key(Kind.COMPUTE, f"visit {what}", unit), partial(_append, found, work))
         if changes:
             self.spill(what, unit)
-        return future.result()
+        visited.result()
+        return found[0]
 
     def _piece(self, pair: Pair, *, other: bool = False) -> str:
         return spare_of(pair.disk) if (pair.disk in self._swapped) != other else pair.disk
@@ -106,9 +108,9 @@ class OnDisk:
         self.staging.visit(self.what, self.unit, partial(self.view.copy_, flat))
 
 
-def _without_grad(work: Callable[[], Any]) -> Any:
+def _append(found: list[Any], work: Callable[[], Any]) -> None:
     with torch.no_grad():
-        return work()
+        found.append(work())
 
 
 def _all(transfer: Callable[[str, torch.Tensor], Future[None]], buffers: dict[str, torch.Tensor]) -> None:

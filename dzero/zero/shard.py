@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is_exact
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
+from dzero.hardware import give_back_freed_memory
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import to_disk
@@ -192,6 +193,8 @@ class _Sharder:
         if self.layout.param.tier == "disk":
             for memory in unit.hosted.values():
                 memory.home = InMemory(self._to_disk(memory.flat))
+        if "disk" in (self.layout.param.tier, self.layout.master.tier):
+            give_back_freed_memory()
         if unit.hosted:
             hook_state_dicts(unit, self.mesh)
         return unit
