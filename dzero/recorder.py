@@ -37,6 +37,8 @@ class Recorder:
         self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
         self._scaled = config.precision.param == "fp16"
         self._step_tokens = config.train.sequences(dist.get_world_size()) * config.train.sequence_tokens
+        rank_tokens = self._step_tokens / dist.get_world_size()
+        self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
         self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
         self._meter = Meter(
             total_steps=config.train.steps,
@@ -122,6 +124,7 @@ class Recorder:
             theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
+            step_flops=self._step_flops,
         )
 
     def _memory_by_kind(self) -> Mapping[str, int]:

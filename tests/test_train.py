@@ -166,23 +166,35 @@ def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, tex
             assert any(span.split()[0] == word for span in spans if span), word
 
 
-@pytest.mark.parametrize("offload", ["host", "host_all"])
+LANES = {
+    "host": ("FETCH", "EVICT", "COMPUTE"),
+    "host_all": ("FETCH", "EVICT", "COMPUTE"),
+    "disk": ("LOAD", "FETCH", "EVICT", "COMPUTE", "SPILL"),
+    "infinity": ("LOAD", "LOAD_param", "FETCH", "EVICT", "COMPUTE", "SPILL"),
+}
+
+
+@pytest.mark.parametrize("offload", LANES)
 def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
     pool: Pool, text: Path, tmp_path: Path, offload: str
 ) -> None:
-    resident = run(pool, tmp_path / "resident", text, "zero.stage=3", "train.accumulate=2")
+    on_disk = offload in ("disk", "infinity")
+    setting = ["zero.stage=3", "train.accumulate=2"] + (["model.layers=4"] if on_disk else [])
+    resident = run(pool, tmp_path / "resident", text, *setting)
     traced = ["profile=on", "profile.start_step=2", "profile.steps=2"]
-    hosted = run(pool, tmp_path, text, "zero.stage=3", "train.accumulate=2", f"offload={offload}", *traced)
+    scratch = [f"offload.disk.paths=[{tmp_path}]", "offload.disk.block_bytes=65536"] if on_disk else []
+    hosted = run(pool, tmp_path, text, *setting, f"offload={offload}", *scratch, *traced)
     assert hosted.losses == resident.losses
     assert hosted.held_out == resident.held_out
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    lanes = {f"offload/{lane}_{what}_s" for lane in ("FETCH", "EVICT", "COMPUTE") for what in ("busy", "waited")}
+    lanes = {f"offload/{lane}_{what}" for lane in LANES[offload] for what in ("busy_s", "waited_s", "moved_bytes")}
     assert lanes <= set(events.Tags()["scalars"])
     with gzip.open(tmp_path / "profile" / "rank0.pt.trace.json.gz") as trace:
         spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in json.load(trace)["traceEvents"]]
-    tracks = {words[0]: tid for words, tid in spans if words[0] in ("FETCH", "EVICT", "COMPUTE", "forward")}
-    assert len(set(tracks.values())) == len(tracks) == 4
+    kinds = {lane for lane in LANES[offload] if lane != "LOAD_param"} | {"forward"}
+    tracks = {words[0]: tid for words, tid in spans if words[0] in kinds}
+    assert len(set(tracks.values())) == len(tracks) == len(kinds)
 
 
 def test_the_default_run_learns_and_shows_nothing_but_its_log(tmp_path: Path) -> None:

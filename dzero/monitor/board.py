@@ -4,7 +4,7 @@ loss/train  loss/held_out                                   nats
 optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
 memory/<kind>_bytes  traffic/<kind>_bytes                   of rank 0; traffic is that of one step
-offload/<lane>_busy_s  offload/<lane>_waited_s              of rank 0 and one step: at work, and stood waiting for
+offload/<lane>_busy_s  .._waited_s  .._moved_bytes          of rank 0 and one step: at work, stood waiting for, moved
 config  note  summary                                       text
 """
 
@@ -16,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.tables import plain, summary_tables
+from dzero.offload.swap import LaneUse
 
 
 class TensorBoardSink:
@@ -65,9 +66,16 @@ def scalars(record: StepRecord) -> dict[str, float | None]:
         "speed/tokens": record.tokens,
         **{f"memory/{kind}_bytes": count for kind, count in record.memory_bytes.items()},
         **{f"traffic/{kind}_bytes": count for kind, count in record.traffic_bytes.items()},
-        **{f"offload/{lane}_busy_s": use.busy_s for lane, use in record.lanes.items()},
-        **{f"offload/{lane}_waited_s": use.waited_s for lane, use in record.lanes.items()},
+        **{
+            f"offload/{lane.replace(' ', '_')}_{what}": value
+            for lane, use in record.lanes.items()
+            for what, value in _figures(use)
+        },
     }
+
+
+def _figures(use: LaneUse) -> list[tuple[str, float]]:
+    return [("busy_s", use.busy_s), ("waited_s", use.waited_s), ("moved_bytes", use.moved_bytes)]
 
 
 def code_block(text: str, language: str = "") -> str:

@@ -44,7 +44,7 @@ class RunSummary:
     those in `speed`, which is the meter's overall reading. `peak_flops`: FLOP/s of one device, None where unknown.
     `peak_bytes`: peak memory by kind, one mapping per rank, in rank order. `traffic`: calls and bytes sent by this
     rank in `traffic_steps` steps; `theory`: the same for one step, by formula. `lanes`: the offload's lanes in all
-    steps; `host_bytes`: of this rank's arena.
+    steps; `host_bytes`: of this rank's arena. `step_flops`: of the model on this rank in a step, None where unknown.
     """
 
     steps: int
@@ -63,3 +63,4 @@ class RunSummary:
     theory: Mapping[Entry, Traffic]
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     host_bytes: int = 0
+    step_flops: float | None = None

@@ -74,15 +74,32 @@ def memory_table(summary: RunSummary) -> Table:
 
 
 def offload_table(summary: RunSummary) -> Table:
-    """What each lane of the offload did in a step of rank 0, and how long the step stood waiting for it."""
+    """What each lane of the offload did in a step of rank 0, and how long the step stood waiting for it.
+
+    share: of a step's time at work; the largest is the bottleneck. feeds: the FLOP/s that the lane could keep up with,
+    which is arithmetic intensity (FLOPs per byte moved) x bandwidth. bound: the efficiency of a step that overlaps
+    nothing with it, feeds / (feeds + peak) (ZeRO-Infinity, section 4.1).
+    """
     steps = max(1, summary.steps)
     rows = []
     for lane, use in sorted(summary.lanes.items()):
-        rate = f"{format_bytes(use.moved_bytes / use.busy_s)}/s" if use.moved_bytes and use.busy_s else ""
+        moves = bool(use.moved_bytes and use.busy_s)
+        rate = f"{format_bytes(use.moved_bytes / use.busy_s)}/s" if moves else ""
         moved = format_bytes(use.moved_bytes / steps) if use.moved_bytes else ""
-        rows.append((lane, format_seconds(use.busy_s / steps), format_seconds(use.waited_s / steps), moved, rate))
+        share = f"{use.busy_s / summary.seconds:.0%}" if summary.seconds else ""
+        feeds = summary.step_flops * steps / use.busy_s if moves and summary.step_flops else None
+        fed = "" if feeds is None else f"{feeds / 1e12:.3g} TFLOP/s"
+        bound = f"{feeds / (feeds + summary.peak_flops):.1%}" if feeds and summary.peak_flops else ""
+        busy, waited = format_seconds(use.busy_s / steps), format_seconds(use.waited_s / steps)
+        rows.append((lane, busy, share, waited, moved, rate, fed, bound))
     title = f"offload per step of rank 0, {format_bytes(summary.host_bytes)} of host memory"
-    return Table(title, ("lane", "at work", "waited for", "moved", "while moving"), tuple(rows))
+    if summary.lanes:
+        most, use = max(summary.lanes.items(), key=lambda lane: lane[1].busy_s)
+        title += f"; busiest lane {most}"
+    if (spilled := summary.lanes.get("SPILL")) is not None:
+        title += f"; {format_bytes(spilled.moved_bytes)} written to disk in {steps} steps"
+    header = ("lane", "at work", "share", "waited for", "moved", "while moving", "feeds", "bound")
+    return Table(title, header, tuple(rows))
 
 
 def traffic_table(summary: RunSummary) -> Table:

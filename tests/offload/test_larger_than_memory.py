@@ -89,7 +89,7 @@ def run(folder: Path, ranks: int, layers: int, width: int, paths: list[str]) -> 
 
 @pytest.mark.parametrize(("ranks", "paths"), [(2, 1), (4, 2)])
 def test_a_quarter_of_the_states_is_enough(tmp_path: Path, ranks: int, paths: int) -> None:
-    layers, width = 48, 1024
+    layers, width = 64, 512
     state_bytes = 16 * layers * width * width
     places = [str(tmp_path / name) for name in ("a", "b")][:paths]
     for place in places:
