@@ -28,6 +28,7 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
+from dzero.parallel.tiling import fill_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.hosted import put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
@@ -148,6 +149,8 @@ class _Sharder:
         self.ledger = Ledger()
         groups = {axis: mesh.get_group(axis) for axis in AXES}
         self.rank = groups[SHARD].rank()
+        if materialise is not None:
+            materialise = fill_tiles(model, materialise)
         self.values = Values(layout, _current_device(mesh.device_type), list(groups.values()), materialise)
         self.exchanges: dict[str, Exchange] = {
             axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
