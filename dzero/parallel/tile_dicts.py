@@ -1,9 +1,9 @@
 """The parameters of a tiled module, and their state dicts: the keys and shapes of the untiled module, both ways.
 
 Saved, the tiles of a parameter are one tensor again; loaded, it is cut. With sharded parameters both are DTensors
-`Shard(0)`, each rank with its rows. Tiles cut along dim 1 lie beside each other on every rank. Those cut along dim 0 lie
-elsewhere than the whole's rows, so rows move between ranks, a tile at a time: no rank holds more than its own rows of
-the whole and one gathered tile. So a state dict, or loading one, is a collective: every rank calls it.
+`Shard(0)`, each rank with its rows. Tiles cut along dim 1 lie beside each other on every rank. Those cut along dim 0
+lie elsewhere than the whole's rows, so rows move between ranks, a tile at a time: no rank holds more than its own rows
+of the whole and one gathered tile. So a state dict, or loading one, is a collective: every rank calls it.
 A state dict's tensors are copies: what is read into them counts once `load_state_dict` has been called.
 """
 

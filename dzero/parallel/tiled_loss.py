@@ -4,9 +4,9 @@
     of its own          vocabulary     log-sum-exp and the target's logit        the log-sum-exp of the tiles'
     tied (embedding)    tokens         the sum of its tokens' losses             addition
 
-Both keep a tile's inputs alone, and compute its logits again in backward. Tiles of the vocabulary are units as well: the
-head's weight is gathered tile by tile. A tied head's weight is the embedding's, which is looked up whole, so it stays
-whole. Logits are made in the working dtype; log-sum-exp and loss are fp32, as with an untiled head.
+Both keep a tile's inputs alone, and compute its logits again in backward. Tiles of the vocabulary are units as well:
+the head's weight is gathered tile by tile. A tied head's weight is the embedding's, which is looked up whole, so it
+stays whole. Logits are made in the working dtype; log-sum-exp and loss are fp32, as with an untiled head.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Note: what stays. The module keeps its class name, children, hooks and place; it
 (`tile_dicts.py`); `named_parameters()` and what is made from it (names in logs, optimizer groups) show the tiles.
 
 Note: values. A module with values is cut at once. On meta, the untiled parameters are filled whole, one Linear at a
-time, and cut, once for each tile (`fill_tiles`): the values, and what they are read from, are those of the untiled model.
+time, and cut, once for each tile (`fill_tiles`): the values are those of the untiled model, wherever they come from.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
     """Each untiled Linear for a moment: its place in the model, its name and its initialiser are those that count."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
+    module.tiles = None  # what is filled is the untiled module
     on_meta = [cut for cut in tiles.cuts if (param := tiles.param(index, cut)) is not None and param.is_meta]
     for owner, cuts in itertools.groupby(on_meta, key=lambda cut: cut.owner):
         linear = module.get_submodule(owner)
@@ -116,6 +117,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
             tiles.put(index, cut, getattr(linear, cut.attribute))
         for cut in whole:
             setattr(linear, cut.attribute, None)
+    module.tiles = tiles
 
 
 def _plan(module: nn.Module, n: int) -> list[Cut]:
