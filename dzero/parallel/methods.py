@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[..., Any]
@@ -35,3 +37,53 @@ def checkpointed(forward: Forward, **options: Any) -> Forward:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
+
+
+def checkpointed_part(forward: Forward) -> Forward:
+    """`forward(module, x)` with a second input `again`, from `keep`: where x is found in backward.
+
+    For the parts of what may itself be checkpointed. A checkpoint computes again until it has all that was saved inside
+    it, and stops there. `keep` saves x before the first part runs, and the parts save nothing that an outer checkpoint
+    could see: so it stops before the first of them, and each runs once more in all, for its own backward.
+    """
+
+    def part(self: nn.Module, x: Tensor, again: Callable[[], Tensor] | None = None) -> Any:
+        if again is None:
+            return forward(self, x)
+        given = [x]
+
+        def run() -> Any:
+            return forward(self, given.pop() if given else again())
+
+        with saved_tensors_hooks(_same, _same):
+            return checkpoint(run, use_reentrant=False)
+
+    return part
+
+
+def keep(x: Tensor, parts: int) -> Callable[[], Tensor]:
+    """Save `x` for backward, here and once, for so many parts."""
+    node = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
+    needs_grad = x.requires_grad
+    found: list[Tensor] = []  # one entry per part that will still ask: an outer checkpoint hands x out once
+
+    def again() -> Tensor:
+        if not found:
+            (kept,) = node.saved_tensors
+            found.extend([kept.detach()] * parts)
+        return found.pop().detach().requires_grad_(needs_grad)
+
+    return again
+
+
+class _Keep(torch.autograd.Function):
+    """A node that only saves; nothing flows through it."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return edge.clone()
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved

@@ -49,11 +49,12 @@ class Tiles(nn.Module):
     """The tiles, children "0", "1", …: modules like the untiled one, with a part of each parameter.
 
     `on_meta`: untiled parameters without values, by key. `origins`: the parameters that were cut, held weakly.
+    `recompute`: in backward, from the tiled module's input.
     """
 
-    def __init__(self, cuts: Sequence[Cut], whole: Mapping[Cut, nn.Parameter]) -> None:
+    def __init__(self, cuts: Sequence[Cut], whole: Mapping[Cut, nn.Parameter], recompute: bool) -> None:
         super().__init__()
-        self.cuts = cuts
+        self.cuts, self.recompute = cuts, recompute
         self.on_meta = {cut.key: param for cut, param in whole.items() if param.is_meta}
         self.origins = [weakref.ref(param) for param in whole.values()]
 

@@ -96,7 +96,8 @@ def _or_scores(forward: Forward) -> Forward:
     def scores(self: nn.Module, features: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Of a tile's logits: log-sum-exp and the one at `ids`, both fp32 [tokens]."""
         logits = forward(self, features).float()
-        return logits.logsumexp(-1), logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        picked = logits.gather(-1, ids.unsqueeze(-1)).sum(-1)  # not squeezed: FSDP2 wants no views
+        return logits.logsumexp(-1), picked
 
     def with_scores(self: nn.Module, features: Tensor, ids: Tensor | None = None) -> Any:
         """Logits, or with `ids` (ids within the tile) what the loss needs of them."""

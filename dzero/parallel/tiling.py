@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero.parallel.methods import Forward, checkpointed, wrap_method
+from dzero.parallel.methods import Forward, checkpointed_part, keep, wrap_method
 from dzero.parallel.tile_dicts import Cut, Tiles, cut_on_load, join_on_save
 
 # (cut along their output features, along their input features), by their names in the MLP.
@@ -38,7 +38,8 @@ def tile(module: nn.Module, n: int, *, recompute: bool = False) -> nn.Module:
     """`module` itself, from now on in `n` tiles; do it before the model is sharded.
 
     module: an nn.Linear, or an MLP whose only parameters are those of three nn.Linear named as in `MLPS`.
-    recompute: keep a tile's input alone for backward.
+    recompute: keep the input alone for backward, and compute what is inside a tile again. Needed in a checkpointed
+        block: its recomputation would gather all tiles at once, and stops before them this way.
 
     Raises ValueError for another module, for n < 1, and for more tiles than features.
     """
@@ -54,10 +55,9 @@ def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -
     if n == 1:
         return
     for module, cuts in plans:
-        _cut(module, cuts, n)
-    tiles = [each for module in modules for each in tiles_of(module)]
+        _cut(module, cuts, n, recompute)
     if recompute:
-        wrap_method(tiles, "forward", checkpointed)
+        wrap_method([each for module in modules for each in tiles_of(module)], "forward", checkpointed_part)
     wrap_method([m for m in modules if isinstance(m, nn.Linear)], "forward", _concatenated)
     wrap_method([m for m in modules if not isinstance(m, nn.Linear)], "forward", _added)
 
@@ -105,7 +105,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
     """Each untiled Linear for a moment: its place in the model, its name and its initialiser are those that count."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
-    module.tiles = None  # what is filled is the untiled module
+    module.register_module("tiles", None)  # what is filled is the untiled module
     on_meta = [cut for cut in tiles.cuts if (param := tiles.param(index, cut)) is not None and param.is_meta]
     for owner, cuts in itertools.groupby(on_meta, key=lambda cut: cut.owner):
         linear = module.get_submodule(owner)
@@ -117,7 +117,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
             tiles.put(index, cut, getattr(linear, cut.attribute))
         for cut in whole:
             setattr(linear, cut.attribute, None)
-    module.tiles = tiles
+    module.register_module("tiles", tiles)
 
 
 def _plan(module: nn.Module, n: int) -> list[Cut]:
@@ -135,7 +135,7 @@ def _plan(module: nn.Module, n: int) -> list[Cut]:
         widening, narrowing = names
         dims = {f"{name}.{attribute}": 0 for name in widening for attribute in ("weight", "bias")}
         dims |= {f"{narrowing}.weight": 1, f"{narrowing}.bias": None}
-        features, what = module.get_submodule(narrowing).in_features, "hidden features"
+        features, what = module.get_parameter(f"{narrowing}.weight").shape[1], "hidden features"
     else:
         raise ValueError(
             f"{kind} cannot be tiled: an nn.Linear can, and an MLP whose only parameters are those of three nn.Linear "
@@ -155,13 +155,13 @@ def _mlp_names(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _cut(module: nn.Module, cuts: list[Cut], n: int) -> None:
+def _cut(module: nn.Module, cuts: list[Cut], n: int, recompute: bool) -> None:
     """Move the parameters of `module` into `n` narrower copies of it."""
     whole = {cut: module.get_parameter(cut.key) for cut in cuts}
     for cut in cuts:
         setattr(module.get_submodule(cut.owner), cut.attribute, None)
     empty = copy.deepcopy(module)
-    tiles = Tiles(cuts, whole)
+    tiles = Tiles(cuts, whole, recompute)
     for index in range(n):
         tiles.add_module(str(index), copy.deepcopy(empty))
         for cut, param in whole.items():
@@ -174,7 +174,7 @@ def _cut(module: nn.Module, cuts: list[Cut], n: int) -> None:
 def _concatenated(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
-        return torch.cat([each(x) for each in tiles_of(self)], dim=-1)
+        return torch.cat([*_outputs(self, x)], dim=-1)
 
     return forward
 
@@ -182,11 +182,19 @@ def _concatenated(_: Forward) -> Forward:
 def _added(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         """x [..., inputs] -> the same; partial sums in fp32."""
-        first, *others = tiles_of(self)
-        out: Tensor = first(x)
-        total = out.float()
-        for each in others:
-            total = total + each(x)
-        return total.to(out.dtype)
+        outputs = _outputs(self, x)
+        first = next(outputs)
+        total = first.float()
+        for output in outputs:
+            total = total + output
+        return total.to(first.dtype)
 
     return forward
+
+
+def _outputs(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """What each tile makes of x, when it is asked for."""
+    tiles = module.tiles
+    assert isinstance(tiles, Tiles)
+    again = (keep(x, len(tiles_of(module))),) if tiles.recompute and torch.is_grad_enabled() else ()
+    return (tile(x, *again) for tile in tiles.children())
