@@ -40,7 +40,7 @@ KEPT = [
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA only).
+    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA, untiled).
 
     `tiles`: of each block's MLPs, gathered and freed one after the other (tiling.py). `loss_tiles`: of the logits and
     their loss (tiled_loss.py). Both 1: as they are.
@@ -59,6 +59,16 @@ class BlockConfig:
         for key in ("tiles", "loss_tiles"):
             if getattr(self, key) < 1:
                 raise ValueError(f"block.{key}={getattr(self, key)}: must be a whole number ≥ 1")
+        if self.tiles > 1 and self.activation_checkpoint == "selective":
+            raise ValueError(
+                f"block.activation_checkpoint=selective with block.tiles={self.tiles}: what it computes again gathers "
+                "all tiles of a block at once; take activation_checkpoint=full, which recomputes tile by tile, or none"
+            )
+        if self.tiles > 1 and self.compile:
+            raise ValueError(
+                f"block.compile=true with block.tiles={self.tiles}: a tile is gathered inside its block, which ends "
+                "compiled code there; leave compile unset or take false"
+            )
 
 
 def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:
@@ -71,7 +81,7 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
     if config.loss_tiles > 1:
         tile_loss(model, config.loss_tiles)
     blocks = [block for _, block in find_blocks(model)]
-    compiles = device_type == "cuda" if config.compile is None else config.compile
+    compiles = device_type == "cuda" and config.tiles == 1 if config.compile is None else config.compile
     if not blocks and (config.activation_checkpoint != "none" or config.compile):
         raise ValueError(
             f"block.activation_checkpoint={config.activation_checkpoint} and block.compile={config.compile}: idle, "

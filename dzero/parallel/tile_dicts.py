@@ -9,9 +9,7 @@ A state dict's tensors are copies: what is read into them counts once `load_stat
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,59 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-
-@dataclass(frozen=True)
-class Cut:
-    """One parameter of the untiled module: its key there, the dim along which it is cut (None: it belongs to the first
-    tile), and the tiles' sizes along it."""
-
-    key: str
-    dim: int | None
-    sizes: tuple[int, ...]
-
-    @property
-    def owner(self) -> str:
-        """Name of the module that holds it; empty for the tiled module itself."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def attribute(self) -> str:
-        """Its name there."""
-        return self.key.rpartition(".")[2]
-
-    def span(self, index: int) -> tuple[int, int]:
-        """Where tile `index` begins along `dim`, and its size."""
-        return sum(self.sizes[:index]), self.sizes[index]
-
-
-class Tiles(nn.Module):
-    """The tiles, children "0", "1", …: modules like the untiled one, with a part of each parameter.
-
-    `on_meta`: untiled parameters without values, by key. `origins`: the parameters that were cut, held weakly.
-    `recompute`: in backward, from the tiled module's input.
-    """
-
-    def __init__(self, cuts: Sequence[Cut], whole: Mapping[Cut, nn.Parameter], recompute: bool) -> None:
-        super().__init__()
-        self.cuts, self.recompute = cuts, recompute
-        self.on_meta = {cut.key: param for cut, param in whole.items() if param.is_meta}
-        self.origins = [weakref.ref(param) for param in whole.values()]
-
-    def param(self, index: int, cut: Cut) -> nn.Parameter | None:
-        """The part of a parameter that tile `index` holds."""
-        param = getattr(self.get_submodule(f"{index}.{cut.owner}".rstrip(".")), cut.attribute)
-        return param if isinstance(param, nn.Parameter) else None
-
-    def put(self, index: int, cut: Cut, whole: nn.Parameter) -> None:
-        """Give tile `index` its part of `whole`, a copy; and its Linear that part's sizes."""
-        if cut.dim is None and index > 0:
-            return
-        linear = self.get_submodule(f"{index}.{cut.owner}".rstrip("."))
-        data = whole.detach() if cut.dim is None else whole.detach().narrow(cut.dim, *cut.span(index))
-        part = nn.Parameter(data.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
-        setattr(linear, cut.attribute, part)
-        if isinstance(linear, nn.Linear) and part.ndim == 2:
-            linear.out_features, linear.in_features = part.shape
+from dzero.parallel.tiles import Cut, Tiles
 
 
 @torch.no_grad()
@@ -115,6 +61,76 @@ def cut_on_load(
         else:
             parts = {index: part_of(whole, cut, index, param) for index, param in params.items()}
         state_dict.update({f"{prefix}tiles.{index}.{cut.key}": part for index, part in parts.items()})
+
+
+@torch.no_grad()
+def join_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
+    """What `get_optimizer_state_dict(model, optim)` gave, by the untiled names and shapes. Collective.
+
+    Raises ValueError for states that are not placed as their parameter is: 8-bit ones follow the tiles' blocks.
+    """
+    state, groups = dict(packed["state"]), packed["param_groups"]
+    names = {}
+    for whole, cut, parts in _tiled(model):
+        names.update({part: whole if index == 0 else None for index, part in enumerate(parts)})
+        kept = [state.pop(part) for part in parts if part in state]
+        if kept:
+            params = [model.get_parameter(part) for part in parts]
+            state[whole] = {key: _joined_state(whole, key, [s[key] for s in kept], cut, params[0]) for key in kept[0]}
+    renamed = [[names.get(param, param) for param in group["params"]] for group in groups]
+    filtered = [[name for name in of_group if name is not None] for of_group in renamed]
+    return {
+        **packed,
+        "state": state,
+        "param_groups": [{**group, "params": params} for group, params in zip(groups, filtered, strict=True)],
+    }
+
+
+@torch.no_grad()
+def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
+    """The way back, for `set_optimizer_state_dict(model, optim, …)`. Collective."""
+    state, groups = dict(packed["state"]), packed["param_groups"]
+    names = {}
+    for whole, cut, parts in _tiled(model):
+        names[whole] = parts
+        if (kept := state.pop(whole, None)) is not None:
+            for index, part in enumerate(parts):
+                param = model.get_parameter(part)
+                state[part] = {key: _state_of_part(value, cut, index, param) for key, value in kept.items()}
+    return {
+        **packed,
+        "state": state,
+        "param_groups": [
+            {**group, "params": [part for name in group["params"] for part in names.get(name, [name])]}
+            for group in groups
+        ],
+    }
+
+
+def _tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
+    """(untiled name, cut, names of the parts) of every parameter that was tiled."""
+    for name, tiles in model.named_modules():
+        if isinstance(tiles, Tiles):
+            for cut in tiles.cuts:
+                parts = [i for i in range(len(cut.sizes)) if tiles.param(i, cut) is not None]
+                yield name.removesuffix("tiles") + cut.key, cut, [f"{name}.{i}.{cut.key}" for i in parts]
+
+
+def _joined_state(name: str, key: str, parts: Sequence[Any], cut: Cut, param: nn.Parameter) -> Any:
+    if not isinstance(parts[0], Tensor) or parts[0].ndim == 0:
+        return parts[0]  # a count of steps: all tiles make the same
+    if parts[0].shape != param.shape:
+        raise ValueError(
+            f"{key} of {name} is not shaped like its parameter, so the tiles' cannot be joined: save it under the "
+            "tiles' own names, for the same tiles; precision.moments=fp32 or bf16 can be joined"
+        )
+    return join(parts, cut)
+
+
+def _state_of_part(whole: Any, cut: Cut, index: int, param: nn.Parameter) -> Any:
+    if not isinstance(whole, Tensor):
+        return whole
+    return whole.clone() if whole.ndim == 0 else part_of(whole, cut, index, param)
 
 
 def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:

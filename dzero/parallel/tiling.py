@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dzero.parallel.methods import Forward, checkpointed_part, keep, wrap_method
-from dzero.parallel.tile_dicts import Cut, Tiles, cut_on_load, join_on_save
+from dzero.parallel.tile_dicts import cut_on_load, join_on_save
+from dzero.parallel.tiles import Cut, Tiles
 
 # (cut along their output features, along their input features), by their names in the MLP.
 MLPS = ((("gate", "up"), "down"), (("gate_proj", "up_proj"), "down_proj"))
