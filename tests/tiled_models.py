@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dzero import PrecisionConfig, Sharded, ZeroConfig, shard
+from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig, apply_blocks
@@ -39,13 +39,15 @@ def sharded_llama(
     microbatches: int = 1,
     tied: bool = False,
     seed: int = 0,
+    offload: OffloadConfig | None = None,
     **precision: Any,
 ) -> Sharded:
     """Cut over all ranks; values are drawn on the way."""
     model, fill = on_meta(tied, seed)
     apply_blocks(model, block or BlockConfig(), "cpu")
     kinds = PrecisionConfig(**{"param": "fp32", **precision})
-    return shard(model, ZeroConfig(stage=stage), precision=kinds, microbatches=microbatches, materialise=fill)
+    zero = ZeroConfig(stage=stage)
+    return shard(model, zero, precision=kinds, offload=offload, microbatches=microbatches, materialise=fill)
 
 
 def batch(seed: int = 3) -> tuple[Tensor, Tensor]:

@@ -121,8 +121,9 @@ def _joined_state(name: str, key: str, parts: Sequence[Any], cut: Cut, param: nn
         return parts[0]  # a count of steps: all tiles make the same
     if parts[0].shape != param.shape:
         raise ValueError(
-            f"{key} of {name} is not shaped like its parameter, so the tiles' cannot be joined: save it under the "
-            "tiles' own names, for the same tiles; precision.moments=fp32 or bf16 can be joined"
+            f"{key} of {name} is not shaped like its parameter (8-bit moments lie in blocks of their shards), so the "
+            "tiles' cannot be joined: take precision.moments=fp32 or bf16, or save it under the tiles' own names, for "
+            "the same tiles and ranks"
         )
     return join(parts, cut)
 
