@@ -55,7 +55,7 @@ def checkpointed_part(forward: Forward) -> Forward:
         def run() -> Any:
             return forward(self, given.pop() if given else again())
 
-        with saved_tensors_hooks(_same, _same):
+        with saved_tensors_hooks(_same, _same):  # torch 2.11's checkpoint saves a tensor even without inputs
             return checkpoint(run, use_reentrant=False)
 
     return part
@@ -63,13 +63,13 @@ def checkpointed_part(forward: Forward) -> Forward:
 
 def keep(x: Tensor, parts: int) -> Callable[[], Tensor]:
     """Save `x` for backward, here and once, for so many parts."""
-    node = _Keep.apply(torch.empty(0, requires_grad=True), x).grad_fn  # type: ignore[no-untyped-call]
+    saver = _Keep.apply(torch.empty(0, requires_grad=True), x)  # type: ignore[no-untyped-call]  # holds its node
     needs_grad = x.requires_grad
     found: list[Tensor] = []  # one entry per part that will still ask: an outer checkpoint hands x out once
 
     def again() -> Tensor:
         if not found:
-            (kept,) = node.saved_tensors
+            (kept,) = saver.grad_fn.saved_tensors
             found.extend([kept.detach()] * parts)
         return found.pop().detach().requires_grad_(needs_grad)
 
