@@ -122,8 +122,8 @@ def load(rank: int, ranks: int, folder: str, run: Run) -> dict[str, Tensor]:
 
 PLAIN = BlockConfig()
 CHECKPOINTS: list[tuple[tuple[int, Run], tuple[int, Run]]] = [
-    ((2, (TILED, {"stage": 3})), (4, (PLAIN, {"stage": 2}))),
-    ((2, (PLAIN, {"stage": 1, "param": "bf16"})), (4, (TILED, {"stage": 3, "param": "bf16"}))),
+    ((2, (TILED, {"stage": 3})), (1, (PLAIN, {"stage": 2}))),
+    ((1, (PLAIN, {"stage": 1, "param": "bf16"})), (2, (TILED, {"stage": 3, "param": "bf16"}))),
     (
         (4, (TILED, {"param": "bf16", "master": "remainder", "moments": "bf16"})),
         (2, (BlockConfig(tiles=7), {"param": "bf16", "master": "remainder", "moments": "bf16"})),
@@ -131,7 +131,7 @@ CHECKPOINTS: list[tuple[tuple[int, Run], tuple[int, Run]]] = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), CHECKPOINTS, ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), CHECKPOINTS, ids=["untiled", "tiled", "other tiles"])
 def test_checkpoints_load_exactly_into_other_tiles_stages_and_ranks(
     pool: Pool, tmp_path: Path, saved: tuple[int, Run], loaded: tuple[int, Run]
 ) -> None:

@@ -14,7 +14,7 @@ from dzero.parallel.tiled_loss import tile_loss
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 37])
+@pytest.mark.parametrize("n", [1, 3, 37])
 def test_the_loss_and_its_gradients_are_those_of_whole_logits(n: int, tied: bool) -> None:
     """fp32: log-sum-exps of tiles are rounded before they meet, a few times 2^-24."""
     plain, tiled = llama(tied=tied), llama(tied=tied)

@@ -54,7 +54,7 @@ def trained(
 
 CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
     (1, {"stage": 3}, {"tiles": 2, "loss_tiles": 3}),
-    (2, {"stage": 0}, {"tiles": 7, "loss_tiles": 2}),
+    (2, {"stage": 0}, {"tiles": 2, "loss_tiles": 2}),
     (2, {"stage": 1, "microbatches": 2}, {"tiles": 2, "loss_tiles": 7}),
     (2, {"stage": 2, "microbatches": 2}, {"tiles": 3, "loss_tiles": 2, "activation_checkpoint": "full"}),
     (2, {"stage": 3, "microbatches": 2}, {"tiles": 7, "loss_tiles": 3}),
@@ -63,7 +63,7 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cell", "block"), CELLS, ids=str)
+@pytest.mark.parametrize(("ranks", "cell", "block"), CELLS, ids=[f"{r} ranks, stage {c['stage']}" for r, c, _ in CELLS])
 def test_training_in_tiles_is_training(pool: Pool, ranks: int, cell: dict[str, Any], block: dict[str, Any]) -> None:
     """fp32: after three steps what was added in another order differs by a few times 2^-24 of the values."""
     plain = pool.run(trained, ranks, BlockConfig(), cell)
