@@ -23,7 +23,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dzero.parallel.methods import checkpointed, wrap_method
 from dzero.parallel.tiled_loss import tile_loss
-from dzero.parallel.tiling import MLPS, is_mlp, tile_all
+from dzero.parallel.tiling import MLPS, find_tiles, is_mlp, tile_all
 
 ACTIVATIONS = ("none", "selective", "full")
 KEPT = [
@@ -99,7 +99,9 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
 
 
 def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:
-    mlps = dict.fromkeys(m for _, block in find_blocks(model) for m in block.modules() if is_mlp(m))
+    tiled = {m for _, each in find_tiles(model) for m in each.modules()}
+    inside = (m for _, block in find_blocks(model) for m in block.modules())
+    mlps = dict.fromkeys(m for m in inside if is_mlp(m) and m not in tiled)
     if not mlps:
         raise ValueError(
             f"block.tiles={config.tiles}: the blocks of {type(model).__name__} have no MLP of three nn.Linear named "

@@ -75,16 +75,19 @@ def is_mlp(module: nn.Module) -> bool:
 
 
 def find_tiles(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, tile) of every tile. Raises ValueError where a parameter that was cut is still used elsewhere."""
+    """(name, tile) of every tile. Raises ValueError where a parameter that was cut is used, or cut, elsewhere too."""
     found = []
     params = {*model.parameters()}
+    cut: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, Tiles):
-            if any(origin() in params for origin in module.origins):
+            origins = {id(origin) for origin in module.origins}  # Python makes one such reference per object
+            if origins & cut or any(origin() in params for origin in module.origins):
                 raise ValueError(
                     f"{name.removesuffix('.tiles')} was tiled, but the model uses its parameter elsewhere too: tied "
                     "parameters cannot be tiled (a tied head: tile_loss cuts its loss by tokens instead)"
                 )
+            cut |= origins
             found += [(f"{name}.{index}", each) for index, each in module.named_children()]
     return found
 
@@ -128,8 +131,9 @@ def _plan(module: nn.Module, n: int) -> list[Cut]:
         raise ValueError(f"{kind} is in {len(tiles_of(module))} tiles already: tile it once")
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise ValueError(f"{kind} is sharded already: tile it before the model is sharded")
-    names = _mlp_names(module)
-    if isinstance(module, nn.Linear):
+    params = dict(module.named_parameters(remove_duplicate=False))
+    names = _mlp_names(module) if len({*params.values()}) == len(params) else None
+    if isinstance(module, nn.Linear) and params.keys() <= {"weight", "bias"}:
         dims: dict[str, int | None] = {"weight": 0, "bias": 0}
         features, what = module.out_features, "output features"
     elif names is not None:
@@ -139,13 +143,14 @@ def _plan(module: nn.Module, n: int) -> list[Cut]:
         features, what = module.get_parameter(f"{narrowing}.weight").shape[1], "hidden features"
     else:
         raise ValueError(
-            f"{kind} cannot be tiled: an nn.Linear can, and an MLP whose only parameters are those of three nn.Linear "
-            f"named {' or '.join(str([*widening, narrowing]) for widening, narrowing in MLPS)}"
+            f"{kind} with the parameters {[*params]} cannot be tiled: an nn.Linear can, and an MLP whose only "
+            "parameters are those of three nn.Linear named "
+            f"{' or '.join(str([*wide, narrow]) for wide, narrow in MLPS)}"
         )
     if n > features:
         raise ValueError(f"tiles={n}: {kind} has {features} {what}; take at most as many tiles")
     sizes = tuple(features // n + (index < features % n) for index in range(n))
-    return [Cut(key, dims[key], sizes) for key, _ in module.named_parameters()]
+    return [Cut(key, dims[key], sizes) for key in params]
 
 
 def _mlp_names(module: nn.Module) -> tuple[tuple[str, ...], str] | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from tiled_models import LAYERS, assert_close, batch, grads_of, llama, on_meta, reference_loss
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.models.llama import LlamaShape, SwiGLU
@@ -186,7 +187,9 @@ def test_mlps_of_transformers_are_tiled() -> None:
     apply_blocks(tiled, BlockConfig(tiles=3), "cpu")
     ids = torch.arange(9).view(1, 9)
     torch.testing.assert_close(tiled(ids).logits, plain(ids).logits, **FP32)
-    assert [*tiled.state_dict()] == [*plain.state_dict()]
+    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="have no MLP"):
+        apply_blocks(tiled, BlockConfig(tiles=2), "cpu")
     with pytest.raises(ValueError, match=r"loss_tiles=2: LlamaForCausalLM has no features\(\) and head"):
         apply_blocks(tiled, BlockConfig(loss_tiles=2), "cpu")
 
@@ -197,7 +200,8 @@ def test_mlps_of_transformers_are_tiled() -> None:
         (lambda: tile(nn.Linear(2, 3), 0), r"tiles=0: must be a whole number ≥ 1"),
         (lambda: tile(nn.Linear(2, 3), 4), r"tiles=4: Linear has 3 output features; take at most as many"),
         (lambda: tile(Gated(), 24), r"tiles=24: Gated has 23 hidden features"),
-        (lambda: tile(nn.LayerNorm(3), 2), r"LayerNorm cannot be tiled: an nn.Linear can, and an MLP .*'gate_proj'"),
+        (lambda: tile(nn.LayerNorm(3), 2), r"LayerNorm with the parameters \['weight', 'bias'\] cannot be tiled"),
+        (lambda: tile(weight_norm(nn.Linear(2, 3)), 2), r"cannot be tiled: an nn.Linear can, and an MLP .*'gate_proj'"),
         (lambda: tile(tile(nn.Linear(2, 3), 2), 2), r"Linear is in 2 tiles already"),
         (lambda: BlockConfig(tiles=0), r"block.tiles=0: must be a whole number ≥ 1"),
         (lambda: BlockConfig(loss_tiles=-1), r"block.loss_tiles=-1"),
@@ -218,9 +222,15 @@ def test_what_cannot_be_tiled_is_told(action: Any, message: str) -> None:
 
 def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart() -> None:
     model = llama(tied=True)
-    tile(model.head, 2)  # type: ignore[arg-type]
+    tile(model.get_submodule("head"), 2)
     with pytest.raises(ValueError, match="head was tiled, but the model uses its parameter elsewhere"):
         find_units(model)
+    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both[1].weight = both[0].weight
+    for module in both:
+        tile(module, 2)
+    with pytest.raises(ValueError, match="1 was tiled, but the model uses its parameter elsewhere"):
+        find_units(both)
 
 
 def test_what_does_not_fit_is_refused_by_its_untiled_name() -> None:
