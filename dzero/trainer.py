@@ -58,6 +58,8 @@ class Trainer:
 
         model = build(config.model, self.corpus.vocab_size)
         flops = flops_per_token(model, config.train.sequence_tokens)
+        # It fills modules by their names in the model as built, so it is made before any of them is tiled.
+        materialise = materialiser(config.model, model, seed=config.train.seed, device=device)
         apply_blocks(model, config.block, device.type)
         self.sharded = shard(
             model,
@@ -66,7 +68,7 @@ class Trainer:
             offload=config.offload,
             mesh=self.mesh,
             microbatches=config.train.accumulate,
-            materialise=materialiser(config.model, model, seed=config.train.seed, device=device),
+            materialise=materialise,
         )
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
@@ -135,9 +137,13 @@ class Trainer:
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow."""
+        tokens, targets = tokens.to(self.device), targets.to(self.device)
         with record_function("forward"):
-            logits = self.sharded.model(tokens.to(self.device))
-            return functional.cross_entropy(logits.float().flatten(0, 1), targets.to(self.device).flatten())
+            if self.config.block.loss_tiles > 1:
+                loss: torch.Tensor = self.sharded.model(tokens, targets)
+                return loss
+            logits = self.sharded.model(tokens)
+            return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _check_skips(self, step: int, monitor: Monitor) -> None:
         decision = self.optim.last_decision

@@ -79,6 +79,7 @@ def test_every_stage_repeats_the_same_losses_to_the_bit(pool: Pool, text: Path, 
         "zero.stage=0 precision=fp16 optim.rule=Adagrad optim.max_norm=null",
         "zero.stage=2 precision.moments=bf16 zero.reduction=native data.held_out=0",
         "zero.stage=3 zero.reshard_after_forward=false train.accumulate=2 precision.grad=fp32",
+        "zero.stage=3 model.tied=false block.tiles=3 block.loss_tiles=4 block.activation_checkpoint=full",
     ],
 )
 def test_settings_train_together(pool: Pool, text: Path, tmp_path: Path, line: str) -> None:

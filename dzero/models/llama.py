@@ -93,6 +93,11 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Raises ValueError when a sequence is longer than `max_tokens`."""
+        logits: Tensor = self.head(self.features(tokens))
+        return logits
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head reads: int64 [batch, time] -> [batch, time, hidden]. Call it inside the model's own forward."""
         time, limit = tokens.shape[1], self.shape.max_tokens
         if limit is not None and time > limit:
             raise ValueError(
@@ -102,8 +107,8 @@ class Llama(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        features: Tensor = self.norm(x)
+        return features
 
 
 class Block(nn.Module):

@@ -87,7 +87,7 @@ class Materialiser:
             tensor.fill_(torch.nan)
         if is_param:
             tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-        places = self.places.pop(meta)
+        places = self.places[meta]  # kept: a tiled module is filled again for each of its tiles
         for owner, attribute in places:
             setattr(owner, attribute, tensor)
         names = tuple(f"{self.names[owner]}.{attribute}".removeprefix(".") for owner, attribute in places)

@@ -36,7 +36,7 @@ from dzero.mesh import local_ranks
 from dzero.offload.pinned import ALIGNMENT_BYTES, Arena, require
 from dzero.offload.schedule import Action, Key, Kind, Slot
 from dzero.offload.swap import Swap
-from dzero.parallel.blocks import wrap_method
+from dzero.parallel.methods import wrap_method
 
 LEAST_BYTES = ALIGNMENT_BYTES
 """Smaller tensors stay on the device: a slot takes as much at least."""

@@ -1,4 +1,4 @@
-"""What changes inside a block without changing the model: activation checkpointing and compilation.
+"""What changes inside a block without changing the model: tiling, activation checkpointing and compilation.
 
 Blocks are the elements of the model's outermost ModuleLists and Sequentials. Each gets a subclass of its own class,
 with the same name, whose forward is wrapped; parameters, their names and the block's attributes stay as they are.
@@ -13,14 +13,17 @@ forward and once for backward, and what is recomputed finds the parameters gathe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from dzero.parallel.methods import checkpointed, wrap_method
+from dzero.parallel.tiled_loss import tile_loss
+from dzero.parallel.tiling import MLPS, find_tiles, is_mlp, tile_all
 
 ACTIVATIONS = ("none", "selective", "full")
 KEPT = [
@@ -34,30 +37,51 @@ KEPT = [
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
 
-Forward = Callable[..., Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA only)."""
+    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA, untiled).
+
+    `tiles`: of each block's MLPs, gathered and freed one after the other (tiling.py). `loss_tiles`: of the logits and
+    their loss (tiled_loss.py). Both 1: as they are.
+    """
 
     activation_checkpoint: str = "none"
     compile: bool | None = None
+    tiles: int = 1
+    loss_tiles: int = 1
 
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:
             raise ValueError(
                 f"block.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
             )
+        for key in ("tiles", "loss_tiles"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"block.{key}={getattr(self, key)}: must be a whole number ≥ 1")
+        if self.tiles > 1 and self.activation_checkpoint == "selective":
+            raise ValueError(
+                f"block.activation_checkpoint=selective with block.tiles={self.tiles}: what it computes again gathers "
+                "all tiles of a block at once; take activation_checkpoint=full, which recomputes tile by tile, or none"
+            )
+        if self.tiles > 1 and self.compile:
+            raise ValueError(
+                f"block.compile=true with block.tiles={self.tiles}: a tile is gathered inside its block, which ends "
+                "compiled code there; leave compile unset or take false"
+            )
 
 
 def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:
-    """Wrap the forward of each block of `model` in place; the gradients stay the same to the bit on CPU.
+    """Wrap the forward of each block of `model` in place; without tiles the gradients stay the same to the bit on CPU.
 
-    Raises ValueError when the model has no blocks and a setting asks for them.
+    Raises ValueError when the model has no blocks, or nothing that can be tiled, and a setting asks for them.
     """
+    if config.tiles > 1:
+        _tile_mlps(model, config)
+    if config.loss_tiles > 1:
+        tile_loss(model, config.loss_tiles)
     blocks = [block for _, block in find_blocks(model)]
-    compiles = device_type == "cuda" if config.compile is None else config.compile
+    compiles = device_type == "cuda" and config.tiles == 1 if config.compile is None else config.compile
     if not blocks and (config.activation_checkpoint != "none" or config.compile):
         raise ValueError(
             f"block.activation_checkpoint={config.activation_checkpoint} and block.compile={config.compile}: idle, "
@@ -66,12 +90,25 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
         )
     # The compiler goes outside: it then sees what may be recomputed, and compiles that too.
     if config.activation_checkpoint == "full":
-        wrap_method(blocks, "forward", _checkpointed)
+        wrap_method(blocks, "forward", checkpointed)
     if config.activation_checkpoint == "selective":
         selective = partial(create_selective_checkpoint_contexts, KEPT)
-        wrap_method(blocks, "forward", partial(_checkpointed, context_fn=selective))
+        wrap_method(blocks, "forward", partial(checkpointed, context_fn=selective))
     if compiles:
         wrap_method(blocks, "forward", torch.compile)
+
+
+def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:
+    tiled = {m for _, each in find_tiles(model) for m in each.modules()}
+    inside = (m for _, block in find_blocks(model) for m in block.modules())
+    mlps = dict.fromkeys(m for m in inside if is_mlp(m) and m not in tiled)
+    if not mlps:
+        raise ValueError(
+            f"block.tiles={config.tiles}: the blocks of {type(model).__name__} have no MLP of three nn.Linear named "
+            f"as in {[[*widening, narrowing] for widening, narrowing in MLPS]}; take block.tiles=1, or tile modules of "
+            "your choice with dzero.parallel.tiling.tile before shard()"
+        )
+    tile_all([*mlps], config.tiles, recompute=config.activation_checkpoint == "full")
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -85,26 +122,3 @@ def _elements(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
             yield f"{prefix}{name}", child
         else:
             yield from _elements(f"{prefix}{name}.", child)
-
-
-def wrap_method(blocks: list[nn.Module], method: str, wrap: Callable[[Forward], Forward]) -> None:
-    """Give each block a subclass whose `method` is wrapped: one per class, so that equal blocks share a compilation."""
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
-    for block in dict.fromkeys(blocks):
-        cls = type(block)
-        if cls not in classes:
-            wrapped = {
-                method: wrap(getattr(cls, method)),
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-            }
-            classes[cls] = type(cls.__name__, (cls,), wrapped)
-        block.__class__ = classes[cls]
-
-
-def _checkpointed(forward: Forward, **options: Any) -> Forward:
-    @wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
-
-    return recomputed

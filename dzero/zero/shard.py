@@ -29,6 +29,7 @@ from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
+from dzero.parallel.tiling import fill_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import to_disk
 from dzero.zero.hosted import InMemory, put_on_host
@@ -150,6 +151,8 @@ class _Sharder:
         self.ledger = Ledger()
         groups = {axis: mesh.get_group(axis) for axis in AXES}
         self.rank = groups[SHARD].rank()
+        if materialise is not None:
+            materialise = fill_tiles(model, materialise)
         self.values = Values(layout, _current_device(mesh.device_type), list(groups.values()), materialise)
         self.exchanges: dict[str, Exchange] = {
             axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()

@@ -1,7 +1,8 @@
 """Which modules are sharded and gathered together.
 
 A *unit* is a list of modules that share one collective: a transformer block by default, several blocks where they share
-weights. What no unit holds (embedding, final norm, head) belongs to the last unit, the root.
+weights. What no unit holds (embedding, final norm, head) belongs to the last unit, the root. Tiles (parallel/tiling.py)
+are units inside units: gathered for their own forward and backward alone, and listed before the unit around them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dzero.parallel.blocks import find_blocks
+from dzero.parallel.tiling import find_tiles
 
 ROOT = "root"
 
@@ -21,12 +23,12 @@ def find_units(
     class_names: Sequence[str] | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of every unit but the root, in the order of the model's modules.
+    """(name, modules) of every unit but the root: all tiles, then the others, in the order of the model's modules.
 
     `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
     ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
     the unit. A unit that shares parameters with what is left for the root is left to the root too; units that share
-    parameters become one. Raises ValueError for a class name that no unit has.
+    parameters become one. Raises ValueError for a class name that no unit has, and for a tied parameter that was tiled.
     """
     if class_names and is_unit:
         raise ValueError(f"zero.units={class_names} and is_unit=: only one can choose the units")
@@ -34,8 +36,10 @@ def find_units(
         named = _by_class(model, class_names)
     else:
         named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
-    named = [(name, module) for name, module in named if any(True for _ in module.parameters())]
-    return _joined_by_tied_weights(model, named)
+    tiles = find_tiles(model)
+    tiled = {param for _, each in tiles for param in each.parameters()}
+    named = [(name, module) for name, module in named if {*module.parameters()} - tiled]
+    return [(name, [each]) for name, each in tiles] + _joined_by_tied_weights(model, named, tiled)
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -59,13 +63,15 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tu
     return found
 
 
-def _joined_by_tied_weights(model: nn.Module, named: list[tuple[str, nn.Module]]) -> list[tuple[str, list[nn.Module]]]:
+def _joined_by_tied_weights(
+    model: nn.Module, named: list[tuple[str, nn.Module]], tiled: set[nn.Parameter]
+) -> list[tuple[str, list[nn.Module]]]:
     inside = {p for _, module in named for p in module.parameters()}
     owned = {m for _, module in named for m in module.modules()}
     outside = {p for m in model.modules() if m not in owned for p in m.parameters(recurse=False)}
     units: list[tuple[str, list[nn.Module], set[nn.Parameter]]] = []
     for name, module in named:
-        params = set(module.parameters())
+        params = set(module.parameters()) - tiled
         if params & outside & inside:
             outside |= params
             continue

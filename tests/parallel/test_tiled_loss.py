@@ -1,0 +1,87 @@
+"""The loss in tiles is torch's cross-entropy, and the logits of all tokens and ids never exist."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiled_models import VOCAB, assert_close, batch, grads_of, llama, reference_loss
+from torch import nn
+
+from dzero.models.llama import Llama, LlamaShape
+from dzero.monitor.memory import allocated_peak_bytes
+from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.tiled_loss import tile_loss
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 37])
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(n: int, tied: bool) -> None:
+    """fp32: log-sum-exps of tiles are rounded before they meet, a few times 2^-24."""
+    plain, tiled = llama(tied=tied), llama(tied=tied)
+    tile_loss(tiled, n)
+    tokens, targets = batch()
+    torch.testing.assert_close(tiled(tokens), plain(tokens), rtol=1e-6, atol=1e-7)
+    losses = [reference_loss(plain, tokens, targets), tiled(tokens, targets)]
+    assert losses[1].dtype == torch.float32
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert_close(grads_of(tiled), grads_of(plain), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bf16_logits_are_rounded_as_untiled_ones(tied: bool) -> None:
+    """The losses differ in fp32 only; gradients of features are added in bf16, tile by tile."""
+    plain, tiled = llama(tied=tied).bfloat16(), llama(BlockConfig(loss_tiles=4), tied=tied).bfloat16()
+    losses = [reference_loss(plain, *batch()), tiled(*batch())]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    assert_close(grads_of(tiled), grads_of(plain), rtol=3e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_targets_are_treated_as_torch_treats_them(tied: bool) -> None:
+    tiled, plain = llama(BlockConfig(loss_tiles=3), tied=tied), llama(tied=tied)
+    tokens, targets = batch()
+    ignored = torch.full_like(targets, -100)
+    assert tiled(tokens, ignored).isnan()
+    assert reference_loss(plain, tokens, ignored).isnan()
+    for wrong in (VOCAB, -1):
+        with pytest.raises(IndexError):
+            tiled(tokens, targets.clone().fill_(wrong))
+        with pytest.raises(IndexError):
+            reference_loss(plain, tokens, targets.clone().fill_(wrong))
+
+
+def test_extreme_logits_stay_finite() -> None:
+    tiled, plain = llama(BlockConfig(loss_tiles=3)), llama()
+    for model in (tiled, plain):
+        states = model.state_dict()
+        model.load_state_dict({**states, "head.weight": states["head.weight"] * 1e5})
+    loss = tiled(*batch())
+    torch.testing.assert_close(loss, reference_loss(plain, *batch()))
+    loss.backward()
+    assert all(param.grad is None or param.grad.isfinite().all() for param in tiled.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_exist_one_tile_at_a_time(tied: bool) -> None:
+    """Whole: logits, their exponentials and their gradients are there at once, each [tokens, vocabulary] in fp32."""
+    tokens, vocab, n = 256, 4096, 8
+    shape = LlamaShape(vocab_size=vocab, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=8, tied=tied)
+    ids = torch.randint(vocab, (1, tokens))
+    peaks = []
+    for tiles in (1, n):
+        model = Llama(shape)
+        if tiles > 1:
+            tile_loss(model, tiles)
+        loss_of = reference_loss if tiles == 1 else nn.Module.__call__
+
+        def run(model: nn.Module = model, loss_of: object = loss_of) -> None:
+            loss_of(model, ids, ids).backward()  # type: ignore[operator]
+
+        peaks.append(allocated_peak_bytes(run, torch.device("cpu")))
+    logits_bytes = 4 * tokens * vocab
+    assert peaks[0] > 2 * logits_bytes
+    assert peaks[1] < peaks[0] / n + 0.2 * logits_bytes

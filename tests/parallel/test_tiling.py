@@ -1,0 +1,247 @@
+"""Modules in tiles compute what they computed whole, under the names they had.
+
+Tolerances: the same products are added in another order. In fp32 that is a few times 2^-24 of the largest partial sum;
+in bf16 each tile's output is rounded to 2^-9 before the sum, and gradients of inputs are added in bf16.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiled_models import LAYERS, assert_close, batch, grads_of, llama, on_meta, reference_loss
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dzero.models.llama import LlamaShape, SwiGLU
+from dzero.monitor.memory import allocated_peak_bytes
+from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.tiling import fill_tiles, tile, tiles_of
+from dzero.zero.units import find_units
+
+FP32 = {"rtol": 1e-5, "atol": 1e-6}
+BF16 = {"rtol": 2e-2, "atol": 1e-2}
+
+
+class Gated(nn.Module):
+    """An MLP with biases, named as transformers does."""
+
+    def __init__(self, hidden: int = 23) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, hidden), nn.Linear(8, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, 8)
+        self.act_fn = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+def modules() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    swiglu = SwiGLU(LlamaShape(vocab_size=3, hidden_size=8, layers=1, heads=1, kv_heads=1, ffn_size=23))
+    return {"linear": nn.Linear(8, 23), "no bias": nn.Linear(8, 23, bias=False), "gated": Gated(), "swiglu": swiglu}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize("kind", [*modules()])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tiles_compute_what_the_whole_does(kind: str, n: int, recompute: bool) -> None:
+    whole, tiled = modules()[kind], tile(modules()[kind], n, recompute=recompute)
+    assert len(tiles_of(tiled)) == (n if n > 1 else 0)
+    seen = []
+    for module in (whole, tiled):
+        x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        y = module(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        seen.append({"y": y.detach(), "x": x.grad, **grads_of(module)})
+    assert_close(seen[1], seen[0], **FP32)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, FP32), (torch.bfloat16, BF16)])
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("n", [2, 7])
+def test_a_model_in_tiles_has_its_gradients(n: int, mode: str, dtype: torch.dtype, close: dict[str, float]) -> None:
+    plain, tiled = llama().to(dtype), llama(BlockConfig(tiles=n, activation_checkpoint=mode)).to(dtype)
+    losses = [reference_loss(model, *batch()) for model in (plain, tiled)]
+    torch.testing.assert_close(losses[1], losses[0], **close)
+    for loss in losses:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert_close(grads_of(tiled), grads_of(plain), **close)
+
+
+def test_partial_sums_of_16_bits_are_added_in_fp32() -> None:
+    """1 + 2^-8 + 2^-8 is 1 + 2^-7: bf16 would round the first sum to 1, and then the second."""
+    mlp = Gated(3).bfloat16()
+    with torch.no_grad():
+        for param in mlp.parameters():
+            param.zero_()
+        mlp.gate_proj.bias.fill_(10)  # gelu(10) = 10
+        mlp.up_proj.weight[:, 0] = 1
+        mlp.down_proj.weight[0] = torch.tensor([1, 2.0**-8, 2.0**-8]) / 10
+    x = F.one_hot(torch.tensor([0]), 8).bfloat16()
+    parts = [each(x)[0, 0].float() for each in tiles_of(tile(mlp, 3))]
+    assert mlp(x)[0, 0].item() == sum(parts).bfloat16().item() > 1  # type: ignore[union-attr]
+
+
+class Silus(TorchDispatchMode):
+    """How often a tile was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_checkpointed_block_computes_each_of_its_tiles_once_more() -> None:
+    model = llama(BlockConfig(tiles=3, activation_checkpoint="full"))
+    loss = reference_loss(model, *batch())
+    with Silus() as counted:
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert counted.calls["silu"] == LAYERS * 3
+    assert counted.calls["silu_backward"] == LAYERS * 3
+
+
+def test_recomputed_tiles_can_go_backward_twice_and_be_copied() -> None:
+    model = copy.deepcopy(llama(BlockConfig(tiles=3, activation_checkpoint="full")))
+    loss = reference_loss(model, *batch())
+    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    once = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        assert torch.equal(param.grad, 2 * once[name]), name
+
+
+def test_recomputed_tiles_keep_their_hidden_features_one_tile_at_a_time() -> None:
+    """Whole, five tensors [tokens, hidden] in fp32 are there at once; of tiles, an eighth, and the in- and outputs."""
+    tokens, hidden = 512, 1024
+    features = 4 * tokens * hidden
+    peaks = {}
+    for n in (1, 8):
+        x, mlp = torch.randn(tokens, 8, requires_grad=True), tile(Gated(hidden), n, recompute=True)
+        peaks[n] = allocated_peak_bytes(lambda: mlp(x).sum().backward(), torch.device("cpu"))  # noqa: B023
+    assert peaks[1] > 4 * features
+    assert peaks[8] < peaks[1] / 8 + 0.15 * features
+
+
+def test_names_shapes_and_order_of_a_state_dict_stay_and_values_load_both_ways() -> None:
+    plain, tiled, other = llama(), llama(BlockConfig(tiles=3, loss_tiles=5)), llama(seed=1)
+    assert [*tiled.state_dict()] == [*plain.state_dict()]
+    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    tiled.load_state_dict(other.state_dict())
+    plain.load_state_dict(tiled.state_dict())
+    assert_close(plain.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(5, 9), Gated()], ids=["linear", "gated"])
+def test_values_of_a_model_on_meta_are_those_of_the_untiled_model(module: nn.Module) -> None:
+    """Also where their deviation depends on the width that a tile has less of (nn.Linear)."""
+
+    def fill(part: nn.Module) -> None:
+        for each in part.modules():
+            if isinstance(each, nn.Linear) and any(param.is_meta for param in each.parameters(recurse=False)):
+                torch.manual_seed(each.in_features)
+                each.to_empty(device="cpu", recurse=False)
+                each.reset_parameters()
+
+    plain, tiled = copy.deepcopy(module).to("meta"), tile(copy.deepcopy(module).to("meta"), 4)
+    fill(plain)
+    fill_tiles(tiled, fill)(tiled)
+    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_values_drawn_tile_by_tile_are_those_of_the_untiled_model() -> None:
+    plain = llama()
+    tiled, fill = on_meta()
+    apply_blocks(tiled, BlockConfig(tiles=3, loss_tiles=4), "cpu")
+    fill_each = fill_tiles(tiled, fill)
+    for _, (unit,) in find_units(tiled):
+        fill_each(unit)
+    fill_each(tiled)
+    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_every_tile_is_a_unit_before_the_block_around_it() -> None:
+    names = [name for name, _ in find_units(llama(BlockConfig(tiles=2, loss_tiles=2)))]
+    tiles = [f"layers.{layer}.ffn.tiles.{index}" for layer in range(LAYERS) for index in range(2)]
+    assert names == [*tiles, "head.tiles.0", "head.tiles.1", "layers.0", "layers.1"]
+
+
+def test_mlps_of_transformers_are_tiled() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=23, num_hidden_layers=1, num_attention_heads=2, vocab_size=9
+    )
+    plain = transformers.LlamaForCausalLM(config)
+    tiled = copy.deepcopy(plain)
+    apply_blocks(tiled, BlockConfig(tiles=3), "cpu")
+    ids = torch.arange(9).view(1, 9)
+    torch.testing.assert_close(tiled(ids).logits, plain(ids).logits, **FP32)
+    assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="have no MLP"):
+        apply_blocks(tiled, BlockConfig(tiles=2), "cpu")
+    with pytest.raises(ValueError, match=r"loss_tiles=2: LlamaForCausalLM has no features\(\) and head"):
+        apply_blocks(tiled, BlockConfig(loss_tiles=2), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: tile(nn.Linear(2, 3), 0), r"tiles=0: must be a whole number ≥ 1"),
+        (lambda: tile(nn.Linear(2, 3), 4), r"tiles=4: Linear has 3 output features; take at most as many"),
+        (lambda: tile(Gated(), 24), r"tiles=24: Gated has 23 hidden features"),
+        (lambda: tile(nn.LayerNorm(3), 2), r"LayerNorm with the parameters \['weight', 'bias'\] cannot be tiled"),
+        (lambda: tile(weight_norm(nn.Linear(2, 3)), 2), r"cannot be tiled: an nn.Linear can, and an MLP .*'gate_proj'"),
+        (lambda: tile(tile(nn.Linear(2, 3), 2), 2), r"Linear is in 2 tiles already"),
+        (lambda: BlockConfig(tiles=0), r"block.tiles=0: must be a whole number ≥ 1"),
+        (lambda: BlockConfig(loss_tiles=-1), r"block.loss_tiles=-1"),
+        (lambda: BlockConfig(tiles=2, compile=True), r"block.compile=true with block.tiles=2"),
+        (lambda: BlockConfig(tiles=2, activation_checkpoint="selective"), r"selective with block.tiles=2.*take .*full"),
+        (
+            lambda: apply_blocks(nn.Sequential(nn.Linear(2, 2)), BlockConfig(tiles=2), "cpu"),
+            r"block.tiles=2: .* no MLP",
+        ),
+        (lambda: llama(BlockConfig(tiles=24)), r"tiles=24: SwiGLU has 23"),
+        (lambda: llama(BlockConfig(loss_tiles=38)), r"tiles=38: Linear has 37"),
+    ],
+)
+def test_what_cannot_be_tiled_is_told(action: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        action()
+
+
+def test_a_tied_parameter_that_was_tiled_is_refused_before_it_trains_apart() -> None:
+    model = llama(tied=True)
+    tile(model.get_submodule("head"), 2)
+    with pytest.raises(ValueError, match="head was tiled, but the model uses its parameter elsewhere"):
+        find_units(model)
+    both = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    both[1].weight = both[0].weight
+    for module in both:
+        tile(module, 2)
+    with pytest.raises(ValueError, match="1 was tiled, but the model uses its parameter elsewhere"):
+        find_units(both)
+
+
+def test_what_does_not_fit_is_refused_by_its_untiled_name() -> None:
+    model, plain = llama(BlockConfig(tiles=2)), llama()
+    kept = model.state_dict()
+    states = {**plain.state_dict(), "layers.0.ffn.up.weight": torch.zeros(22, 16)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers.0.ffn.up.weight: \(22, 16\) .* \(23, 16\)"):
+        model.load_state_dict(states)
+    del states["layers.0.ffn.up.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "layers.0.ffn.up.weight"\. $'):
+        model.load_state_dict(states)
+    missing, unexpected = model.load_state_dict(states, strict=False)
+    assert (missing, unexpected) == (["layers.0.ffn.up.weight"], [])
+    assert_close(model.state_dict(), kept, rtol=0, atol=0)
