@@ -233,12 +233,15 @@ class Places:
         return slot
 
     def _pair_with_work(self, unit: str, name: str, slot: str) -> None:
-        """What is made in one slot is read into another, laid out alike."""
+        """What is made in one slot is read into another, laid out alike; a master that is the parameter is both."""
         made = self.at[name, "master" if self.own else "work"]
         self.at[name, "param"] = replace(made, slot=slot)
         self._used[unit, slot] = self._used[unit, made.slot]
-        self._pieces[unit, slot] = f"disk param {unit}"
-        self._makes_param[unit] = made.slot
+        if self.own and self.on_disk("master", name):
+            self._pieces[unit, slot] = f"disk master {unit}"
+        else:
+            self._pieces[unit, slot] = f"disk param {unit}"
+            self._makes_param[unit] = made.slot
 
     def _add(
         self, unit: str, name: str, key: str, slot: str, dtype: torch.dtype, elems: int, *, packed: bool = False

@@ -47,7 +47,7 @@ class Staging:
         if early:
             self._early[unit] = {pair.disk for pair in pairs}
         self._start(Kind.SPILL, what, unit, [(pair, self._piece(pair, other=early)) for pair in pairs])
-        for pair in pairs if what in ("work", "param") else ():
+        for pair in pairs:
             self._forget({slot for slot, disk in self._held.items() if disk == pair.disk and slot != pair.host})
 
     def keep(self, unit: str) -> None:

@@ -158,7 +158,7 @@ class AdamW(MasterOptimizer):
 
     def _load_states(self, unit: Unit, saved_of: Mapping[nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
         copies = [
-            (stored.tensors["step"] if key == "step" else stored.flat(key), read(local_of(value)).view(-1))
+            (stored.tensors["step"], value) if key == "step" else (stored.flat(key), read(local_of(value)).reshape(-1))
             for param in unit.params.values()
             if (stored := self._stored.get(param)) is not None
             for key, value in saved_of[param].items()

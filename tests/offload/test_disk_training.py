@@ -1,0 +1,248 @@
+"""Training with states on disk when something goes wrong: told with its place, nothing left behind, no wrong weight."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+from loops import backward, params_of, sharded_net, snapshot, train, unequal
+from pool import Pool
+
+from dzero import AdamW, OffloadConfig
+from dzero.offload.disk_error import DiskError
+from dzero.offload.run_folder import holders
+from dzero.offload.schedule import Key, Kind
+from dzero.offload.swap import OffloadError
+from dzero.zero.tiers import KINDS, DiskConfig
+
+
+def everything(paths: list[str], **changes: Any) -> OffloadConfig:
+    """Every state on disk, units of few blocks."""
+    return OffloadConfig(**dict.fromkeys(KINDS, "disk"), disk=DiskConfig(paths=paths, block_bytes=8192), **changes)
+
+
+def flip(fd: int, at: int) -> None:
+    """A bit of a byte, through the page cache, as a stranger would."""
+    with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ 16]), at)
+
+
+def flipped(rank: int, ranks: int, path: str, piece: str) -> dict[str, Any]:
+    """A bit of a piece that is read again turns over between two steps."""
+    sharded = sharded_net("even", stage=3, offload=everything([path]))
+    optim = AdamW(sharded, lr=1e-2)
+    train(sharded, optim, steps=2)
+    optim.synchronize()
+    store = optim.offload.staging.store
+    assert store is not None
+    block = store.striping.pieces[piece][-1]
+    flip(store.files[block.path].fd, block.offset + block.count // 2)
+    told: list[str] = []
+    causes = []
+    for step in range(2):
+        try:
+            train(sharded, optim, steps=1, seed=step)
+            optim.synchronize()
+        except OffloadError as error:
+            told.append(str(error))
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, DiskError):
+                cause = cause.__cause__
+            causes.append(cause)
+    optim.offload.swap.close()
+    assert isinstance(causes[0], DiskError)
+    return {"told": told, "piece": causes[0].piece, "offset": causes[0].offset == block.offset, "path": path}
+
+
+@pytest.mark.parametrize("piece", ["disk master layers.0", "disk moments root", "disk param layers.2"])
+def test_a_flipped_bit_stops_the_step_with_its_place(pool: Pool, tmp_path: Path, piece: str) -> None:
+    (seen,) = pool.run(flipped, 1, str(tmp_path), piece)
+    assert len(seen["told"]) == 2, "and no later step goes on"
+    for text in seen["told"]:
+        assert "is not what was written" in text
+        assert str(tmp_path) in text
+    assert (seen["piece"], seen["offset"]) == (piece, True)
+
+
+def repaired(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, torch.Tensor]:
+    """Evaluation, blocks in another order or left out, a step without some blocks: the order is learned again."""
+    sharded = sharded_net("even", stage=3, offload=offload)
+    optim = AdamW(sharded, lr=1e-2)
+    layers = sharded.model.get_submodule("layers")
+    orders = [[0, 1, 2], [2, 0], [1], [0, 2, 1], [0, 1, 2], [0, 1, 2]]
+    whole, kept = [*layers], {}
+    for step, order in enumerate(orders):
+        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
+        layers._modules.clear()
+        layers._modules.update({str(index): whole[index] for index in order})
+        backward(sharded, optim, batch)
+        optim.step()
+        with torch.no_grad():
+            kept[f"loss {step}"] = nets.loss_fn(sharded.model, batch[0]).clone()
+    layers._modules.clear()
+    layers._modules.update({str(index): layer for index, layer in enumerate(whole)})
+    optim.synchronize()
+    kept |= {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
+    optim.offload.swap.close()
+    return kept
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_another_order_of_units_changes_no_bit(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    want = pool.run(repaired, ranks, None)
+    for prefetch in (1, 3):
+        got = pool.run(repaired, ranks, everything([str(tmp_path)], prefetch_units=prefetch))
+        for ours, theirs in zip(got, want, strict=True):
+            assert unequal(ours, theirs) == []
+
+
+def loaded(rank: int, ranks: int, path: str, folder: Path) -> list[str]:
+    """Optimizer states saved from disk, loaded into memory and back, in files and from one's own state dict."""
+    far = sharded_net("uneven", stage=3, offload=everything([path]))
+    optim = AdamW(far, lr=1e-2)
+    train(far, optim, "uneven", steps=3)
+    torch.save(optim.state_dict(), folder / f"{rank}.pt")
+    torch.save(far.model.state_dict(), folder / f"{rank}.model.pt")
+    ends = []
+    for offload in (None, everything([path])):
+        near = sharded_net("uneven", stage=3, offload=offload, seed=5)
+        other = AdamW(near, lr=1e-2)
+        near.model.load_state_dict(torch.load(folder / f"{rank}.model.pt", weights_only=True))
+        other.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+        train(near, other, "uneven", steps=2, seed=9)
+        other.synchronize()
+        ends.append(snapshot(near, other))
+        other.offload.swap.close()
+    optim.load_state_dict(optim.state_dict())
+    train(far, optim, "uneven", steps=2, seed=9)
+    optim.synchronize()
+    ends.append(snapshot(far, optim))
+    optim.offload.swap.close()
+    return unequal(ends[0], ends[1]) + unequal(ends[0], ends[2])
+
+
+def test_optimizer_states_are_saved_and_loaded_like_any_others(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    assert pool.run(loaded, 2, str(tmp_path / "scratch"), tmp_path) == [[], []]
+
+
+DYING = """
+import json, os, sys, time
+import torch.distributed as dist
+sys.path[:0] = json.loads(sys.argv[4])
+import nets
+from loops import sharded_net, train
+from dzero import AdamW, OffloadConfig
+from dzero.zero.tiers import KINDS, DiskConfig
+
+rank, folder, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
+offload = OffloadConfig(**dict.fromkeys(KINDS, "disk"), disk=DiskConfig(paths=[path], block_bytes=8192))
+sharded = sharded_net("even", stage=3, offload=offload)
+optim = AdamW(sharded)
+train(sharded, optim, steps=2)
+optim.synchronize()
+
+def spilling(key):
+    if key.kind == "SPILL" and key.what == "states":
+        open(f"{folder}/spilling{rank}", "w").close()
+        time.sleep(60 if rank else 0.0)
+
+optim.offload.swap.before = spilling
+train(sharded, optim, steps=1000)
+"""
+
+
+def test_a_rank_killed_while_it_spills_ends_the_run_and_the_next_start_cleans_up(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    tests = json.dumps([entry for entry in sys.path if entry.startswith(str(Path(__file__).parent.parent))])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DYING, str(rank), str(tmp_path), str(path), tests],
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    until = time.monotonic() + 120
+    while not (tmp_path / "spilling1").exists():
+        assert time.monotonic() < until, [rank.communicate()[1] for rank in ranks if rank.poll() is not None]
+        time.sleep(0.05)
+    assert len(holders(str(path))) == 2
+    ranks[1].send_signal(signal.SIGKILL)
+    _, told = ranks[0].communicate(timeout=120)
+    ranks[1].communicate(timeout=60)
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert ranks[0].returncode not in (0, None)
+    assert b"Error" in told
+    left = os.listdir(path)
+    assert len(left) == 1, "rank 0 ended by itself, rank 1 could not"
+    pool.run(flawless, 2, str(path))
+    assert os.listdir(path) == []
+
+
+def flawless(rank: int, ranks: int, path: str) -> None:
+    sharded = sharded_net("even", stage=3, offload=everything([path]))
+    optim = AdamW(sharded)
+    train(sharded, optim, steps=1)
+    optim.synchronize()
+    optim.offload.swap.close()
+
+
+def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> dict[str, torch.Tensor]:
+    """A disk that takes its time, in one direction."""
+    sharded = sharded_net("even", stage=3, offload=offload, microbatches=2)
+    optim = AdamW(sharded, lr=1e-2, max_norm=0.5)
+
+    def before(key: Key) -> None:
+        time.sleep(0.03 if key.kind == Kind[slow] else 0.0)
+
+    optim.offload.swap.before = before
+    train(sharded, optim, steps=3)
+    optim.synchronize()
+    kept = {**snapshot(sharded, optim), **params_of(sharded)}
+    optim.offload.swap.close()
+    return kept
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+@pytest.mark.parametrize("slow", ["LOAD", "SPILL"])
+def test_a_slow_disk_changes_no_bit(pool: Pool, tmp_path: Path, slow: str, overlap: str) -> None:
+    want = pool.run(slowly, 2, None, slow)
+    got = pool.run(slowly, 2, everything([str(tmp_path)], overlap=overlap), slow)
+    for ours, theirs in zip(got, want, strict=True):
+        assert unequal(ours, theirs) == []
+
+
+def refused(rank: int, ranks: int, offload: OffloadConfig) -> str:
+    try:
+        AdamW(sharded_net("even", stage=3, offload=offload))
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_paths_that_cannot_be_used_are_told_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").write_text("")
+    for path, told in ((tmp_path / "link", "symbolic link"), (tmp_path / "none", "none"), (tmp_path / "file", "file")):
+        offload = everything([str(path)])
+        (text,) = pool.run(refused, 1, replace(offload, param="host", grad="host"))
+        assert told in text
+        assert str(path) in text
+        (text,) = pool.run(refused, 1, offload)
+        assert told in text
+    assert os.listdir(tmp_path / "real") == []
