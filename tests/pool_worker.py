@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -54,7 +55,7 @@ def serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # what was imported is never garbage: the collection after each run stays cheap
+    gc.freeze()  # what was imported is never garbage: collections stay cheap
     try:
         while True:
             pipe.send_bytes(IDLE)
@@ -65,11 +66,19 @@ def serve(pipe: Connection) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                # DTensor caches results by mesh, and an equal mesh of the next run would find this run's groups.
-                _clear_sharding_prop_cache()
+                forget_meshes()
                 gc.collect()
+                gc.freeze()  # what a run imported and compiled is not looked through again after each later one
     except (EOFError, OSError):  # the parent closed the pipe, or is gone
         return
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor caches by mesh: an equal mesh of the next run would find this run's groups there, and a group
+    that is kept keeps gloo's threads, which wake up a hundred times a second."""
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def outcome_of(message: bytes) -> bytes:
