@@ -210,8 +210,8 @@ DELAYED = [
 @pytest.mark.parametrize("cell", DELAYED, ids=str)
 def test_delayed_updates_wait_with_their_values(pool: Pool, cell: Cell) -> None:
     offload = OffloadConfig(**ALL, overlap="delayed", delay_warmup_steps=3)
-    result = pool.run(cells.train, cell.ranks, cell, offload)[0]
-    assert cells.differences(result, cells.oracle(cell, delay_after=3)) == []
+    result, (late,) = cells.train_beside_oracles(pool, cell, offload, delays=(3,))
+    assert cells.differences(result, late) == []
 
 
 def slow(key: object) -> None:
