@@ -105,6 +105,7 @@ def wrap_method(blocks: list[nn.Module], method: str, wrap: Callable[[Forward], 
 def _checkpointed(forward: Forward, **options: Any) -> Forward:
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        """`forward`, run again in backward for what it did not keep."""
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return recomputed
