@@ -55,7 +55,8 @@ def serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # what was imported is never garbage: collections stay cheap
+    gc.freeze()  # what was imported, now or by a run, is never garbage: the collection after each run stays cheap
+    imported = len(sys.modules)
     try:
         while True:
             pipe.send_bytes(IDLE)
@@ -67,8 +68,12 @@ def serve(pipe: Connection) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 forget_meshes()
-                gc.collect()
-                gc.freeze()  # what a run imported and compiled is not looked through again after each later one
+                for _ in range(3):  # a finalizer may hand on what it was called for
+                    if gc.collect() == 0:
+                        break
+                if len(sys.modules) > imported:
+                    gc.freeze()
+                    imported = len(sys.modules)
     except (EOFError, OSError):  # the parent closed the pipe, or is gone
         return
 
