@@ -98,7 +98,8 @@ class RunConfig(Protocol):
     """What a launch needs to know of a run; the rest is the workers' business."""
 
     @property
-    def launch(self) -> LauncherConfig: ...
+    def launch(self) -> LauncherConfig:
+        """How many workers, on what, and how long they wait for each other."""
 
 
 Entry = Callable[[Any, Path, torch.device], None]

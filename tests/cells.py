@@ -11,13 +11,16 @@ ranks      2, 4
 
 from __future__ import annotations
 
+import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import nets
 import reference
 import torch
+from pool import Pool
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
@@ -126,22 +129,41 @@ def master_of(param: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tens
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
+def train_beside_oracles(
+    pool: Pool, cell: Cell, offload: OffloadConfig | None = None, *, delays: tuple[int | None, ...] = (None,)
+) -> tuple[dict[str, Any], list[reference.History]]:
+    """What rank 0 returns, and the oracle's run for each delay, made by this process while the workers train."""
+    with ThreadPoolExecutor(1) as beside:
+        oracles = [beside.submit(oracle, cell, delay) for delay in delays]
+        result: dict[str, Any] = pool.run(train, cell.ranks, cell, offload)[0]
+    return result, [each.result() for each in oracles]
+
+
 def oracle(cell: Cell, delay_after: int | None = None) -> reference.History:
     """The same run by tests/reference.py."""
-    working = DTYPES[cell.precision]
+    early = cell.stage >= 2 and cell.microbatches > 1
+    return _oracle(cell.precision, cell.microbatches, cell.net, cell.ranks, early, delay_after)
+
+
+@functools.cache
+def _oracle(
+    precision: str, microbatches: int, net: str, ranks: int, early: bool, delay_after: int | None
+) -> reference.History:
+    """Cells that differ in nothing that the oracle knows of share its run."""
+    working = DTYPES[precision]
     return reference.train(
-        lambda: nets.build(cell.net),
-        nets.batches(cell.net, steps=STEPS, ranks=cell.ranks, microbatches=cell.microbatches),
+        lambda: nets.build(net),
+        nets.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches),
         nets.loss_fn,
         lrs=[LR] * STEPS,
         numerics=reference.Numerics(
             working=working,
             wire=working,
-            grad=torch.float32 if cell.microbatches > 1 else working,
-            early=cell.stage >= 2 and cell.microbatches > 1,
+            grad=torch.float32 if microbatches > 1 else working,
+            early=early,
         ),
         clip=CLIP,
-        loss_scale=reference.LossScale(**SCALE) if cell.precision == "fp16" else None,
+        loss_scale=reference.LossScale(**SCALE) if precision == "fp16" else None,
         sum_squares=lambda chunk: host_kernels.sum_squares(chunk.contiguous()),
         delay_after=delay_after,
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from the workers
 
 import pytest
 from pool import Pool
@@ -13,3 +17,9 @@ def pool() -> Iterator[Pool]:
     """gloo workers for the whole session: `pool.run(fn, ranks, *args)` gives the results in rank order."""
     with Pool() as workers:
         yield workers
+
+
+def pytest_collection_finish() -> None:
+    """Imports and collected tests are never garbage: no collection looks through them again."""
+    gc.collect()
+    gc.freeze()

@@ -16,8 +16,17 @@ def pairs(row: Row) -> set[Pair]:
     return set(itertools.combinations(row.items(), 2))
 
 
-def cover(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], *, tries: int = 60) -> list[Row]:
-    """Allowed combinations in which each pair occurs that occurs in any allowed one found by drawing."""
+def cover(
+    factors: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool],
+    *,
+    cost: Callable[[Row], float] = lambda _: 1.0,
+    tries: int = 60,
+) -> list[Row]:
+    """Allowed combinations in which each pair occurs that occurs in any allowed one found by drawing.
+
+    cost: of a combination; the most new pairs for it are taken first.
+    """
     draw = random.Random(0)
 
     def drawn(fixed: Row) -> Row | None:
@@ -34,7 +43,7 @@ def cover(factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], 
     rows: list[Row] = []
     while missing:
         candidates = [row for _ in range(tries) if (row := drawn(dict(next(iter(missing))))) is not None]
-        best = max(candidates, key=lambda row: len(pairs(row) & missing.keys()))
+        best = max(candidates, key=lambda row: len(pairs(row) & missing.keys()) / cost(row))
         rows.append(best)
         for pair in pairs(best):
             missing.pop(pair, None)

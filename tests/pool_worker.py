@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -54,7 +55,8 @@ def serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it kills us
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # what was imported is never garbage: the collection after each run stays cheap
+    gc.freeze()  # what was imported, now or by a run, is never garbage: the collection after each run stays cheap
+    imported = len(sys.modules)
     try:
         while True:
             pipe.send_bytes(IDLE)
@@ -65,11 +67,23 @@ def serve(pipe: Connection) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                # DTensor caches results by mesh, and an equal mesh of the next run would find this run's groups.
-                _clear_sharding_prop_cache()
-                gc.collect()
+                forget_meshes()
+                for _ in range(3):  # a finalizer may hand on what it was called for
+                    if gc.collect() == 0:
+                        break
+                if len(sys.modules) > imported:
+                    gc.freeze()
+                    imported = len(sys.modules)
     except (EOFError, OSError):  # the parent closed the pipe, or is gone
         return
+
+
+def forget_meshes() -> None:
+    """Empty what DTensor caches by mesh: an equal mesh of the next run would find this run's groups there, and a group
+    that is kept keeps gloo's threads, which wake up a hundred times a second."""
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def outcome_of(message: bytes) -> bytes:

@@ -34,6 +34,7 @@ class _Buffers:
     """FSDP2's allocation interface: one temporary buffer per call."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of shape `size`, which FSDP2 drops after the call."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -74,6 +75,7 @@ class UnshardParams(_Buffers):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        """FSDP2's own signature. The work to wait for before the output is read; None where it waited already."""
         exchange = self._exchange
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
             exchange = type(exchange)(group)  # type: ignore[call-arg]
@@ -107,6 +109,7 @@ class ReduceGrads(_Buffers):
         op: object,
         async_op: bool = False,
     ) -> None:
+        """FSDP2's own signature: input [ranks * n], output [n], complete when this returns."""
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
         with record_function(self._span):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
@@ -122,6 +125,7 @@ class AverageCopies:
         self._wire, self._ledger = wire, ledger
 
     def __call__(self, grads: torch.Tensor) -> None:
+        """`grads` [n], flat, of any float dtype."""
         exchange, wire = self._exchange, self._wire
         with record_function(self._span):
             exchange.all_reduce(grads, wire)
@@ -138,6 +142,7 @@ class GatherScalars:
         self._group, self._axis, self._ledger = group, axis, ledger
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [n], as long on every rank -> [ranks, n], new, of the same dtype."""
         ranks = self._group.size()
         gathered = values.new_empty(ranks, values.numel())
         if ranks == 1:

@@ -85,6 +85,7 @@ class Exact:
         buffers = self._stage(block, wire, parts[0])
 
         def post(start: int) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
+            """Send the block that begins at element `start`, in the other of the two buffers."""
             return self._post([part[start : start + block] for part in parts], next(buffers), wire)
 
         arriving = post(0)

@@ -31,6 +31,7 @@ def average(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, ra
 @cache
 def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
     def kernel(output, mine, incoming, rank):  # type: ignore[no-untyped-def]
+        """`average` on flat arrays, a tile at a time, so that the fp32 sums stay in the cache."""
         ranks = incoming.shape[0]
         scale = np.float32(1.0 / ranks)
         total = np.empty(TILE_ELEMS, np.float32)

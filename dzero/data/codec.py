@@ -29,7 +29,8 @@ class Codec(Protocol):
     dtype: np.dtype[Any]
     separator: int
 
-    def encode(self, documents: list[Document]) -> list[Array]: ...
+    def encode(self, documents: list[Document]) -> list[Array]:
+        """One array [tokens] of `dtype` per document, in their order; each has some text."""
 
 
 class ByteCodec:
@@ -40,6 +41,7 @@ class ByteCodec:
     separator = 0
 
     def encode(self, documents: list[Document]) -> list[Array]:
+        """Read-only views of the documents' bytes."""
         return [np.frombuffer(document.text, np.uint8) for document in documents]
 
 
@@ -68,6 +70,7 @@ class TokenizerCodec:
         self.separator = _separator(vocab, separator, path)
 
     def encode(self, documents: list[Document]) -> list[Array]:
+        """All documents as one batch, on the tokenizer's own threads. Raises ValueError for what is not UTF-8."""
         pieces = [list(_pieces(_text(document))) for document in documents]
         flat = [piece for of_document in pieces for piece in of_document]
         encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))

@@ -41,6 +41,7 @@ class HFDecoder(nn.Module):
         return int(config.num_hidden_layers * heads * head_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Without a cache of keys and values: every call is a whole sequence."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 

@@ -122,6 +122,7 @@ class Block(nn.Module):
         self.ffn = SwiGLU(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attention, then the feed-forward part, each normalised before and added to its input."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
@@ -140,6 +141,7 @@ class Attention(nn.Module):
         self.out = Linear(shape.heads * shape.head_dim, shape.hidden_size, deviation=_residual_deviation(shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Each position sees itself and those before it; queries and keys are rotated, values are not."""
         query = rotate(self._heads(self.query(x)), cos, sin)
         key = rotate(self._heads(self.key(x)), cos, sin)
         value = self._heads(self.value(x))
@@ -163,6 +165,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(shape.ffn_size, shape.hidden_size, deviation=_residual_deviation(shape))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Each position by itself."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
@@ -175,6 +178,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
+        """Normal with mean 0; nn.Linear's own values are uniform, up to inputs ** -0.5."""
         nn.init.normal_(self.weight, std=self.deviation)
 
 
@@ -182,6 +186,7 @@ class Embedding(nn.Embedding):
     """Drawn with the usual deviation."""
 
     def reset_parameters(self) -> None:
+        """Normal with mean 0 and DEVIATION; nn.Embedding's own has deviation 1."""
         nn.init.normal_(self.weight, std=DEVIATION)
 
 

@@ -36,6 +36,7 @@ class _Fresh:
 
     @property
     def is_written(self) -> bool:
+        """Whether no NaN is left; of integers, whether anything wrote to them in place."""
         if self.tensor.is_floating_point():
             return not bool(self.tensor.isnan().any())
         return self.tensor.numel() == 0 or self.tensor._version > self.version

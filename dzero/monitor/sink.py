@@ -40,11 +40,20 @@ class MonitorConfig:
 class Sink(Protocol):
     """Something that keeps or shows what it is told."""
 
-    def step(self, record: StepRecord) -> None: ...
-    def held_out(self, step: int, loss: float) -> None: ...
-    def note(self, step: int, message: str) -> None: ...
-    def summary(self, summary: RunSummary) -> None: ...
-    def close(self) -> None: ...
+    def step(self, record: StepRecord) -> None:
+        """After every optimizer step, skipped ones included."""
+
+    def held_out(self, step: int, loss: float) -> None:
+        """After an evaluation; `loss` in nats per token."""
+
+    def note(self, step: int, message: str) -> None:
+        """A line of text about a step; 0 is before the first."""
+
+    def summary(self, summary: RunSummary) -> None:
+        """Once, when the run has ended well."""
+
+    def close(self) -> None:
+        """Last, however the run ended: write what is buffered, give the terminal back."""
 
 
 class Monitor:

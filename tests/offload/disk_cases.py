@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import warnings
@@ -154,6 +155,7 @@ def hold(path: str, count: str) -> dict[str, Any]:
 
 def end(path: str, how: str) -> dict[str, Any]:
     """A store that nobody closes, in a process that ends in some way."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
     store = DiskStore(DiskConfig(paths=[path], block_bytes=MIB), {"a": 8 * MIB})
     store.write("a", buffer(8 * MIB))
     print("holding", flush=True)

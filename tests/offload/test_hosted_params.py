@@ -226,8 +226,8 @@ def test_delayed_updates_wait_with_their_values(pool: Pool, cell: Cell, everythi
     if everything.master == "disk" and cell.precision == "fp32":
         everything = replace(everything, master="host", moments="host")  # the other is refused
     offload = replace(everything, overlap="delayed", delay_warmup_steps=3)
-    result = pool.run(cells.train, cell.ranks, cell, offload)[0]
-    assert cells.differences(result, cells.oracle(cell, delay_after=3)) == []
+    result, (late,) = cells.train_beside_oracles(pool, cell, offload, delays=(3,))
+    assert cells.differences(result, late) == []
 
 
 @pytest.fixture(params=["host", "disk"])

@@ -36,9 +36,9 @@ DELAYED = [
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_delayed_is_the_one_step_stale_reference_to_the_bit(pool: Pool, cell: Cell, warmup: int) -> None:
     offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
-    result = pool.run(cells.train, cell.ranks, cell, offload)[0]
-    assert cells.differences(result, cells.oracle(cell, delay_after=warmup)) == []
-    assert cells.differences(result, cells.oracle(cell)) != []
+    result, (late, prompt) = cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))
+    assert cells.differences(result, late) == []
+    assert cells.differences(result, prompt) != []
 
 
 def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], bool]:
