@@ -52,7 +52,7 @@ class AdamW(MasterOptimizer):
         self._threads = threads or len(self._cores) or torch.get_num_threads()
         self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
-        self._ahead = Ahead(self.offload)
+        self._ahead = Ahead(self.offload.undo)
         self.gradients.listen(self._start_ahead, self._ahead.abandon)
         homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
