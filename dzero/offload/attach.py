@@ -15,14 +15,14 @@ from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
 from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, host_available_bytes
 from dzero.mesh import AXES, local_rank, local_ranks
-from dzero.offload.actions import schedule_of
+from dzero.offload.actions import schedule_of, update_order
 from dzero.offload.activations import Activations
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import weighed
 from dzero.offload.incoming import Incoming
 from dzero.offload.outgoing import Outgoing, Work
 from dzero.offload.pinned import Arena, require
-from dzero.offload.places import Places
+from dzero.offload.places import DISK_TURNS, Places
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.staging import OnDisk, Staging
 from dzero.offload.swap import LaneUse, Move, Swap
@@ -199,11 +199,13 @@ class Offload:
         self._outgoing.release()
 
     def end_step(self) -> None:
-        """The step's updates have been started: without overlap, wait for them."""
+        """The step's updates have been started: without overlap, wait for them. What comes next is on its way then."""
         if self._mode == "step":
             self.synchronize()
         if self._outgoing.incoming is not None:
             self._outgoing.incoming.prepare()
+        for unit in update_order(self.places.units)[:DISK_TURNS] if self._mode != "backward" else ():
+            self.staging.load("states", unit.name)  # those that the next step updates first
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""

@@ -31,11 +31,13 @@ class Move:
     checksum: bool
 
     def write(self) -> None:
+        """Raises DiskError."""
         self.file.write(self.offset, self.data, self.piece)
         # Afterwards: if the first blocks of a piece were all summed before they are written, the disk would stand idle.
         self.sums[self.index] = self._digest()
 
     def read(self) -> None:
+        """Raises DiskError, with errno EBADMSG where the block is not what was written."""
         self.file.read(self.offset, self.data, self.piece)
         if (found := self._digest()) != self.sums[self.index]:
             what = (
@@ -63,6 +65,7 @@ class Transfer:
             self.future.set_result(None)
 
     def run(self, work: Callable[[], None]) -> None:
+        """One block: `work`, unless another one has failed."""
         error: BaseException | None = None
         try:
             if self._error is None:
