@@ -24,24 +24,39 @@ from torch.utils.checkpoint import checkpoint
 
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
-from dzero.offload import activations
+from dzero.offload import waiting_room
 from dzero.offload.activations import Activations
 from dzero.offload.pinned import Arena
 from dzero.offload.schedule import Key, Schedule
 from dzero.offload.swap import OffloadError, Swap
+from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import BlockConfig, apply_blocks, find_blocks
+from dzero.zero.tiers import KINDS, DiskConfig
 
 ALONE = OffloadConfig(activations="host")
 WITH_STATES = OffloadConfig(activations="host", grad="host", master="host", moments="host", overlap="backward")
 SAMPLES, TOKENS = 8, 16
+DEEP = 7
+"""Blocks enough for those on disk to come and go: with `on_disk`, host memory has room for the inputs of three."""
 LAYERS, WIDTH = nets.SHAPES["even"].layers, nets.SHAPES["even"].width
 BLOCK_BYTES = SAMPLES * TOKENS * WIDTH * 2  # bf16
 
 
+def on_disk(path: Path, *, states: str = "device", prefetch_units: int = 1) -> OffloadConfig:
+    disk = DiskConfig(paths=[str(path)], block_bytes=4096)
+    where = dict.fromkeys(KINDS if states == "disk" else KINDS[1:], states)
+    return OffloadConfig(activations="disk", prefetch_units=prefetch_units, disk=disk, **where)  # type: ignore[arg-type]
+
+
 def net(
-    offload: OffloadConfig | None, stage: int = 2, microbatches: int = 1, keep: str = "full", **block: bool
+    offload: OffloadConfig | None,
+    stage: int = 2,
+    microbatches: int = 1,
+    keep: str = "full",
+    layers: int | None = None,
+    **block: bool,
 ) -> tuple[Sharded, AdamW]:
-    model = nets.build("even")
+    model = nets.build("even", layers=layers)
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, **{"compile": False, **block}), "cpu")
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     sharded = shard(model, ZeroConfig(stage=stage), offload=offload, mesh=mesh, microbatches=microbatches)
@@ -78,12 +93,17 @@ def result(offload: OffloadConfig | None, before: Callable[[Key], None] | None =
     train(sharded, optim, 4, interrupted=interrupted)
     kept = {**params_of(sharded), **{f"state {key}": value for key, value in snapshot(sharded, optim).items()}}
     if offload is not None:
-        assert optim.offload.take_use()["EVICT"].moved_bytes > 0
+        use = optim.offload.take_use()
+        lanes = ["EVICT", "FETCH"] + (["SPILL activation", "LOAD activation"] if offload.activations == "disk" else [])
+        assert all(use[lane].moved_bytes > 0 for lane in lanes)
     return kept
 
 
-def compare(rank: int, ranks: int, offload: OffloadConfig, stage: int, microbatches: int, keep: str) -> list[str]:
+def compare(
+    rank: int, ranks: int, offload: OffloadConfig, stage: int, microbatches: int, keep: str, layers: int | None = None
+) -> list[str]:
     how: dict[str, Any] = {"stage": stage, "microbatches": microbatches, "keep": keep, "interrupted": True}
+    how["layers"] = layers
     return unequal(result(offload, **how), result(None, **how))
 
 
@@ -94,6 +114,17 @@ def test_parameters_masters_and_moments_have_the_same_bits(
     pool: Pool, stage: int, microbatches: int, offload: OffloadConfig
 ) -> None:
     assert pool.run(compare, 2, offload, stage, microbatches, "full") == [[], []]
+
+
+@pytest.mark.parametrize("states", ["device", "host", "disk"])
+@pytest.mark.parametrize(("ranks", "stage", "microbatches"), [(1, 3, 1), (2, 3, 3), (2, 3, 1), (2, 2, 3), (2, 0, 1)])
+def test_so_they_have_with_activations_on_disk(
+    pool: Pool, tmp_path: Path, ranks: int, stage: int, microbatches: int, states: str
+) -> None:
+    if states == "disk" and stage < 3:
+        pytest.skip("parameters leave the device at stage 3")
+    offload = on_disk(tmp_path, states=states)
+    assert pool.run(compare, ranks, offload, stage, microbatches, "full", DEEP) == ranks * [[]]
 
 
 @pytest.mark.parametrize("keep", ["none", "selective"])
@@ -146,8 +177,8 @@ def held(optim: AdamW) -> int:
     """Slots in use."""
     moving = optim.offload.activations
     assert moving is not None
-    assert len(set(moving._free)) == len(moving._free)
-    return len(moving._slots) - len(moving._free)
+    assert len(set(moving.room.free)) == len(moving.room.free)
+    return len(moving.room.seat_bytes) - len(moving.room.free)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -302,7 +333,7 @@ class Scaled(nn.Module):
 
 def watched(root: Root) -> tuple[Activations, Swap]:
     swap = Swap(Schedule(), Arena(0), torch.device("cpu"))
-    moving = Activations(swap, pin=False)
+    moving = Activations(WaitingRoom(swap, pin=False), "cpu")
     moving.attach([*root.blocks])
     return moving, swap
 
@@ -363,7 +394,7 @@ def test_a_second_backward_over_the_same_graph_brings_them_again(beside: bool) -
     assert unequal(grads(root, retain=True), want) == []
     use = swap.take_use()
     assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
-    assert len(moving._free) == len(moving._slots)
+    assert len(moving.room.free) == len(moving.room.seat_bytes)
 
 
 def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
@@ -371,7 +402,7 @@ def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
     moving, swap = watched(root)
     for rows, slots_bytes in ((32, 32 * 64 * 4), (64, 64 * 64 * 4), (16, 64 * 64 * 4)):
         grads(root, X[:rows])
-        assert moving.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
+        assert moving.room.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
     swap.drain()
     swap.take_use()
     grads(root, X[:15])  # 15 * 64 * 4 is less than LEAST_BYTES
@@ -414,10 +445,10 @@ def test_what_stays_is_checked_as_autograd_does() -> None:
 def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root()
     moving, _ = watched(root)
-    monkeypatch.setattr(activations, "host_available_bytes", lambda: X.nbytes - 1)
+    monkeypatch.setattr(waiting_room, "host_available_bytes", lambda: X.nbytes - 1)
     with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
         grads(root)
-    assert moving.host_bytes == 0
+    assert moving.room.host_bytes == 0
 
 
 def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path) -> None:
