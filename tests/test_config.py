@@ -99,8 +99,8 @@ MISTAKES = {
     "offload=host offload.overlap=backward optim.rule=SGD": "only adamw can take updates back, not SGD",
     "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be ≥ 1",
     "offload.activations=tape": "offload.activations='tape': choose one of ['device', 'host', 'disk']",
-    "offload.activations=disk": "offload.activations=disk with block.activation_checkpoint=none: only what a block keeps",
-    "offload.activations=host offload.prefetch_units=3": "offload.prefetch_units has no effect while nothing is on disk",
+    "offload.activations=disk": "offload.activations=disk with block.activation_checkpoint=none: only",
+    "offload.activations=host offload.prefetch_units=3": "offload.prefetch_units has no effect while nothing is",
     "offload.activations=host": "take block.activation_checkpoint=full, or offload.activations=device",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files
