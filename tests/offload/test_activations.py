@@ -132,21 +132,29 @@ def test_so_they_have_where_blocks_keep_more_than_their_inputs(pool: Pool, keep:
     assert pool.run(compare, 2, ALONE, 3, 4, keep) == [[], []]
 
 
-def delayed(rank: int, ranks: int, seed: int) -> list[str]:
+def delayed(rank: int, ranks: int, seed: int, path: Path | None) -> list[str]:
     chance = random.Random(1000 * seed + rank)
     how = {"stage": (0, 2, 3)[seed % 3], "microbatches": (1, 4)[seed // 3 % 2]}
-    slow = ("FETCH", "EVICT", "FETCH EVICT")[seed % 3]
+    slow = ("FETCH LOAD", "EVICT SPILL", "FETCH EVICT SPILL LOAD")[seed % 3]
+    offload = (ALONE, WITH_STATES)[seed % 2]
+    if path is not None:
+        how["layers"], offload = DEEP, on_disk(path, states=("device", "host")[seed % 2])
 
     def before(key: Key) -> None:
         if str(key.kind) in slow:
             time.sleep(chance.choice([0.0, 0.001, 0.01]))
 
-    return unequal(result((ALONE, WITH_STATES)[seed % 2], before, **how), result(None, **how))
+    return unequal(result(offload, before, **how), result(None, **how))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
-    assert pool.run(delayed, 2, seed) == [[], []]
+    assert pool.run(delayed, 2, seed, None) == [[], []]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nor_do_they_on_the_way_to_the_disk(pool: Pool, tmp_path: Path, seed: int) -> None:
+    assert pool.run(delayed, 2, seed, tmp_path) == [[], []]
 
 
 def compiled(rank: int, ranks: int) -> list[str]:
@@ -173,8 +181,33 @@ def counted(rank: int, ranks: int, microbatches: int) -> None:
     assert "what blocks keep of their inputs" in line
 
 
+def counted_on_disk(rank: int, ranks: int, path: Path, microbatches: int, prefetch_units: int) -> None:
+    """Each block begins when every move has ended, so that all inputs but the last one's leave the device."""
+    offload = on_disk(path, prefetch_units=prefetch_units)
+    sharded, optim = net(offload, stage=3, microbatches=microbatches, layers=DEEP)
+    for _, block in find_blocks(sharded.model):
+        block.get_submodule("norm1").register_forward_pre_hook(lambda *_: optim.offload.swap.drain())
+    train(sharded, optim, 3)
+    use = {lane: use.moved_bytes / (3 * microbatches * BLOCK_BYTES) for lane, use in optim.offload.take_use().items()}
+    turns = 2 + prefetch_units
+    want = {"EVICT": DEEP, "FETCH": DEEP - 1, "SPILL activation": DEEP - turns + 1, "LOAD activation": DEEP - turns}
+    assert use == {lane: blocks for lane, blocks in want.items() if blocks > 0}
+    assert optim.offload.host_bytes == min(turns, DEEP) * BLOCK_BYTES  # not of every block
+    assert held(optim) == 0
+    where, what = optim.introduce()
+    assert where.startswith(f"offload: scratch space on {path} (100%)")
+    assert "leaves the device, to disk; its host memory and scratch space are taken" in what
+
+
+@pytest.mark.parametrize(("microbatches", "prefetch_units"), [(1, 1), (3, 2), (1, 6)])
+def test_the_disk_gets_what_a_few_slots_of_host_memory_do_not_hold(
+    pool: Pool, tmp_path: Path, microbatches: int, prefetch_units: int
+) -> None:
+    pool.run(counted_on_disk, 2, tmp_path, microbatches, prefetch_units)
+
+
 def held(optim: AdamW) -> int:
-    """Slots in use."""
+    """Seats in use."""
     moving = optim.offload.activations
     assert moving is not None
     assert len(set(moving.room.free)) == len(moving.room.free)
@@ -186,12 +219,14 @@ def test_every_blocks_input_leaves_in_every_microbatch(pool: Pool, microbatches:
     pool.run(counted, 2, microbatches)
 
 
-def ordered(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[list[bool], list[str]]:
+def ordered(
+    rank: int, ranks: int, offload: OffloadConfig | None, layers: int | None = None
+) -> tuple[list[bool], list[str]]:
     """Which blocks' inputs are alive after a forward, and the order of fetches and recomputations in backward.
 
     Lanes are drained at the beginning of each block's work, so that all has happened which may have been started.
     """
-    sharded, optim = net(offload, stage=3)
+    sharded, optim = net(offload, stage=3, layers=layers)
     inputs: list[Callable[[], object]] = []
     events: list[str] = []
     optim.offload.swap.before = lambda key: events.append(f"{key.kind} {key.unit}")
@@ -215,6 +250,18 @@ def test_inputs_leave_the_device_and_come_back_one_block_ahead(pool: Pool) -> No
     alive, events = pool.run(ordered, 1, ALONE)[0]
     assert alive == [False, False, True]
     assert events == ["FETCH 1", "block 2", "FETCH 0", "block 1", "block 0"]
+
+
+def test_those_on_disk_are_loaded_ahead_of_that(pool: Pool, tmp_path: Path) -> None:
+    """Inputs 2, 3, 4 are still in host memory. Lanes run side by side, so events between two blocks are sorted."""
+    alive, events = pool.run(ordered, 1, on_disk(tmp_path), 5)[0]
+    assert alive == [False, False, False, False, True]
+    between = [sorted(of_block.split()) for of_block in " ".join(events).replace("FETCH ", "F").split("block")]
+    assert between[0] == ["F3"]
+    order = [event for event in events if event.startswith(("LOAD", "block"))]
+    assert order == ["block 4", "LOAD 1", "block 3", "LOAD 0", "block 2", "block 1", "block 0"]
+    order = [event for event in events if event.startswith(("FETCH", "block"))]
+    assert order == ["FETCH 3", "block 4", "FETCH 2", "block 3", "FETCH 1", "block 2", "FETCH 0", "block 1", "block 0"]
 
 
 def dropped(rank: int, ranks: int) -> list[str]:
