@@ -88,7 +88,12 @@ MISTAKES = {
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
     # tiers
-    "offload=nvme": "offload=nvme: choose one of ['host', 'host_all', 'none']",
+    "offload=nvme": "offload=nvme: choose one of ['disk', 'host', 'host_all', 'infinity', 'none']",
+    "offload.disk.threads=0 offload.master=disk": "threads=0: must be 1 to 64",
+    "offload.disk.paths=[/a] offload=host": "offload.disk has no effect while nothing is on disk; remove it",
+    "offload.prefetch_units=0 offload=disk": "offload.prefetch_units=0: must be ≥ 1",
+    "offload=disk precision=fp32 offload.overlap=delayed": "offload.overlap=delayed with offload.master=disk and",
+    "offload=disk optim.rule=SGD": "offload.master=disk: SGD keeps its states in memory",
     "offload.master=tape": "offload.master='tape': choose one of ['device', 'host', 'disk']",
     "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
     "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",

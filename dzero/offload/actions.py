@@ -76,7 +76,8 @@ def _update(places: Places, unit: UnitShape) -> list[Action]:
     made = "master" if places.own else "work"
     if any(places.published(name) for name in names):
         actions += _on(places, Kind.COMPUTE, "publish", unit, [made, "param"])
-    actions += _to_disk(places, "work", unit)
+    if spilled := _to_disk(places, "work", unit):
+        actions += [*spilled, *_on(places, Kind.COMPUTE, "merge", unit, [made, "param"])]
     if any(places.updated_on_host(name) and not places.on_host("param", name) for name in names):
         actions += _on(places, Kind.FETCH, "work", unit, [made])
     return actions + (_visit(places, "states", unit) if places.pairs("states", unit.name) else [])

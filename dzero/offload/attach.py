@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import weighed
 from dzero.offload.incoming import Incoming
 from dzero.offload.outgoing import Outgoing, Work
-from dzero.offload.pinned import Arena, aligned, require
+from dzero.offload.pinned import Arena, require
 from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.staging import OnDisk, Staging
 from dzero.offload.swap import LaneUse, Move, Swap
+from dzero.offload.undo import Undo
 from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import find_blocks
 from dzero.zero.hosted import HostMemory
@@ -66,6 +67,7 @@ class Offload:
         self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
         self.swap = Swap(self.schedule, self.arena, device)
         self.staging = Staging(self.places, self.swap, _store(config, self.places.piece_bytes()))
+        self.undo = Undo(self.places, self.swap, self.staging)
         self._outgoing = Outgoing(sharded, self.places, self.swap, self.staging)
         self._sharded, self._mode = sharded, config.mode
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
@@ -195,43 +197,6 @@ class Offload:
     def send(self, unit: str, work: Sequence[Work]) -> None:
         """Send new working copies to where forward finds them; with overlap=delayed at the end of the next step."""
         self._outgoing.send(unit, work)
-
-    def can_undo(self, unit: str) -> bool:
-        """Whether there is room to update this unit before the step is decided."""
-        return unit in self.places.early
-
-    def update_early(self, unit: str, work: Callable[[], None]) -> None:
-        """Start a unit's update so that it can be undone: what it overwrites is kept."""
-        self.staging.load("grad", unit)
-        self.staging.load("states", unit)
-        self.swap.compute(Key(Kind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
-        self.staging.spill("states", unit, early=True)
-
-    def keep(self, unit: str) -> None:
-        """The early update is the one that is due."""
-        self.staging.keep(unit)
-
-    def undo(self, unit: str) -> None:
-        """Start to make the early update undone."""
-        self.staging.drop(unit)
-        if self.places.overwritten(unit):
-            self.swap.compute(Key(Kind.COMPUTE, "undo", unit), partial(self._restore, unit))
-
-    def _save(self, unit: str, then: Callable[[], None]) -> None:
-        for saved, data in self._saved(unit):
-            saved.copy_(data)
-        then()
-
-    def _restore(self, unit: str) -> None:
-        for saved, data in self._saved(unit):
-            data.copy_(saved)
-
-    def _saved(self, unit: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        start = 0
-        for slot in self.places.overwritten(unit):
-            data = self.swap.leases[slot].data
-            yield self.swap.leases[f"undo {unit}"].data[start : start + data.numel()], data
-            start += aligned(data.numel())
 
     def begin_updates(self, updates: int) -> None:
         """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""

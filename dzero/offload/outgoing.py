@@ -76,7 +76,7 @@ class Outgoing:
         if places.waiting and (spilled or copies):
             self._outdate(unit)
         if spilled:  # a load waits for it, by the disk slot
-            self._staging.spill("work", unit)
+            self._spill(unit, work)
         if copies:
             keys.append(Key(Kind.COMPUTE, "publish", unit))
             swap.compute(keys[-1], partial(copy_all, copies))
@@ -85,6 +85,16 @@ class Outgoing:
             swap.move(keys[-1], fetched)
         if keys:
             self._units[unit].pending = partial(swap.wait, *keys)
+
+    def _spill(self, unit: str, work: Sequence[Work]) -> None:
+        """As made; where not all of a unit's parameters were updated, together with the others from disk."""
+        if self._places.makes_all(unit, {each.name for each in work}):
+            self._staging.spill("work", unit)
+            return
+        self._staging.load("param", unit)
+        made = [(self._home(each), each.made) for each in work if self._places.on_disk("param", each.name)]
+        self._swap.compute(Key(Kind.COMPUTE, "merge", unit), partial(copy_all, made))
+        self._staging.spill("param", unit)
 
     def _home(self, work: Work) -> torch.Tensor:
         place = self._places.at[work.name, "param"]

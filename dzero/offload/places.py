@@ -24,7 +24,7 @@ new values must wait (`waiting`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -141,6 +141,13 @@ class Places:
         kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", "frozen")}[what]
         found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
         return [Pair(slot, piece) for slot, piece in found if piece is not None]
+
+    def makes_all(self, unit: str, names: Collection[str]) -> bool:
+        """Whether an update of `names` makes all working copies that a unit has on disk, but for frozen ones."""
+        if unit not in self._makes_param:
+            return True
+        (shape,) = (each for each in self.units if each.name == unit)
+        return all(p.name in names for p in shape.params if p.trainable and self.on_disk("param", p.name))
 
     def piece_bytes(self) -> dict[str, int]:
         """Size of every disk slot, spare ones included."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ class AdamW(MasterOptimizer):
         self._threads = threads or len(self._cores) or torch.get_num_threads()
         self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
-        self._ahead = Ahead(self.offload)
+        self._ahead = Ahead(self.offload.undo)
         self.gradients.listen(self._start_ahead, self._ahead.abandon)
         homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
@@ -61,15 +61,19 @@ class AdamW(MasterOptimizer):
             self._take(unit, owned, homes)
         self.offload.settle()
 
-    def _take(self, unit: Unit, owned: Collection[nn.Parameter], homes: Homes) -> None:
-        """Make the states of a unit's parameters, and give them values."""
+    def _take(self, unit: Unit, owned: set[nn.Parameter], homes: Homes) -> None:
+        """Make the states of a unit's parameters, and give them values.
+
+        On disk those of a unit lie together, and an fp32 parameter is its own master there: others get values as well.
+        """
         shapes = {shape.name: shape for shape in unit.shape.params}
         initial: list[tuple[Stored, Initial]] = []
-        for name, param in unit.params.items():
-            if param in owned:
+        for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
+            if param in owned or self.offload.places.on_disk("master", name):
                 stored = Stored.create(shapes[name], param, self._sharded.layout, homes)
                 initial.append((stored, stored.initial(unit.origin.pop(name, None))))
-                self._stored[param], self.state[param] = stored, stored.tensors
+                if param in owned:
+                    self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
 

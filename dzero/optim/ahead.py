@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dzero.offload.attach import Offload
+from dzero.offload.undo import Undo
 
 WINDOW_STEPS, CLIPPED_STEPS = 8, 2
 
@@ -23,18 +23,18 @@ WINDOW_STEPS, CLIPPED_STEPS = 8, 2
 class Ahead:
     """Which units were updated early in this step, and with what coefficients (`how`, by parameter)."""
 
-    def __init__(self, offload: Offload) -> None:
-        self._offload = offload
+    def __init__(self, undo: Undo) -> None:
+        self._undo = undo
         self._started: dict[str, Mapping[str, Any]] = {}
         self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
 
     def allows(self, unit: str) -> bool:
         """Whether `unit` has an undo slot, and most recent steps were not clipped."""
-        return self._offload.can_undo(unit) and sum(self._clipped) < CLIPPED_STEPS
+        return self._undo.has_room(unit) and sum(self._clipped) < CLIPPED_STEPS
 
     def start(self, unit: str, how: Mapping[str, Any], run: Callable[[], None]) -> None:
         """Save the unit's states, then `run` its update."""
-        self._offload.update_early(unit, run)
+        self._undo.start(unit, run)
         self._started[unit] = how
 
     def settle(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
@@ -44,14 +44,14 @@ class Ahead:
         for unit, early in self._started.items():
             if all(how.get(name) == value for name, value in early.items()):
                 due |= early.keys()
-                self._offload.keep(unit)
+                self._undo.keep(unit)
             else:
-                self._offload.undo(unit)
+                self._undo.take_back(unit)
         self._started = {}
         return due
 
     def abandon(self) -> None:
         """Undo all: the step is not to count."""
         for unit in self._started:
-            self._offload.undo(unit)
+            self._undo.take_back(unit)
         self._started = {}

@@ -22,7 +22,7 @@ def to_disk(tensor: torch.Tensor, folder: str) -> torch.Tensor:
     """
     if not tensor.nbytes:
         return tensor.cpu()
-    if os.path.islink(folder):
+    if os.path.islink(os.path.abspath(folder)):  # which drops a trailing slash
         raise OSError(f"{folder}: a symbolic link is not followed: name the directory itself")
     with tempfile.TemporaryFile(dir=folder) as file:
         try:

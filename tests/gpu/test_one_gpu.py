@@ -19,6 +19,7 @@ from torch import nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
 from dzero.optim import rules, update
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.zero.tiers import KINDS, DiskConfig
 from dzero.zero.working import split, to_working
 
 pytestmark = pytest.mark.gpu
@@ -115,6 +116,25 @@ def test_overlap_modes_agree_to_the_bit_and_follow_the_resident_run(param: str, 
     assert norms == pytest.approx(resident_norms, rel=1e-2)
     for name, master in resident.items():
         torch.testing.assert_close(first[name], master, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("param", ["bf16", "fp16"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_states_on_disk_give_the_bits_of_states_on_the_host(tmp_path: Path, param: str, microbatches: int) -> None:
+    precision = PrecisionConfig(param=param)
+    disk = DiskConfig(paths=[str(tmp_path)], block_bytes=8192)
+
+    def run(tier: str, overlap: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+        more = {"disk": disk} if tier == "disk" else {}
+        offload = OffloadConfig(**dict.fromkeys(KINDS, tier), overlap=overlap, **more)  # type: ignore[arg-type]
+        return train("cuda", 3, precision=precision, microbatches=microbatches, offload=offload)
+
+    first, norms = run("host", "step")
+    for overlap in ("step", "forward", "backward"):
+        other, other_norms = run("disk", overlap)
+        assert other_norms == norms
+        assert all(torch.equal(first[name], other[name]) for name in first)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts() -> None:

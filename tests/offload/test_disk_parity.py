@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+import itertools
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pairwise
 import pytest
 from loops import unequal
 from pool import Pool
-from test_offload_parity import FACTORS, STEPS, Cell, name, offload_of, run
+from test_offload_parity import FACTORS, STEPS, STRESSED, Cell, name, offload_of, run
 
 from dzero.zero.tiers import KINDS, DiskConfig, OffloadConfig
 
@@ -47,9 +48,50 @@ def compare(rank: int, ranks: int, cell: Cell, paths: list[str]) -> tuple[list[s
 @pytest.mark.parametrize("row", pairwise.cover(DISK_FACTORS, allowed), ids=name)
 def test_states_on_disk_give_the_bits_of_the_device(pool: Pool, tmp_path: Path, row: dict[str, Any]) -> None:
     cell = Cell(**row)
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")][: 1 + cell.ranks % 2]
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")][: 1 if cell.ranks == 2 else 2]
     for path in paths:
         Path(path).mkdir()
     for differing, skips in pool.run(compare, cell.ranks, cell, paths):
         assert differing == [], asdict(cell)
         assert skips >= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Cells that share their run on the device: every set of kinds on disk, the others on the device, and all modes."""
+
+    stage: int
+    microbatches: int
+    ranks: int
+
+    def cells(self) -> list[Cell]:
+        rows = [
+            {**STRESSED, **dict(zip(KINDS, tiers, strict=True)), "overlap": overlap, "precision": "bf16"}
+            | {"stage": self.stage, "microbatches": self.microbatches, "ranks": self.ranks}
+            for tiers in itertools.product(("disk", "device"), repeat=len(KINDS))
+            for overlap in ("forward", "step", "backward")
+        ]
+        return [Cell(**row) for row in rows if allowed(row)]
+
+
+def compare_family(rank: int, ranks: int, family: Family, paths: list[str]) -> dict[str, list[str]]:
+    """Keys that differ, by cell."""
+    every = family.cells()
+    want = run(every[0], rank, None, STEPS)
+    return {
+        name(asdict(cell)): unequal(run(cell, rank, on_disk(offload_of(cell), paths), STEPS), want) for cell in every
+    }
+
+
+FAMILIES = [
+    Family(stage=stage, microbatches=microbatches, ranks=ranks)
+    for stage, microbatches, ranks in itertools.product((0, 1, 2, 3), (1, 4), (1, 2))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_full_product_on_disk(pool: Pool, tmp_path: Path, family: Family) -> None:
+    for differing in pool.run(compare_family, family.ranks, family, [str(tmp_path)], timeout_s=900):
+        assert len(differing) == (21 if family.stage == 3 else 12)
+        assert not any(differing.values()), differing

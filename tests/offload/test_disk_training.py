@@ -107,6 +107,25 @@ def test_another_order_of_units_changes_no_bit(pool: Pool, tmp_path: Path, ranks
             assert unequal(ours, theirs) == []
 
 
+def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str) -> dict[str, torch.Tensor]:
+    """An optimizer of some of every unit's parameters; the others stay as they are."""
+    sharded = sharded_net("even", stage=3, offload=offload, param=param)
+    optim = AdamW(sharded, [p for name, p in sharded.named_params().items() if name.endswith("weight")], lr=1e-2)
+    train(sharded, optim, steps=3)
+    optim.synchronize()
+    kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
+    optim.offload.swap.close()
+    return kept
+
+
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+def test_an_optimizer_of_some_parameters_leaves_the_others_alone(pool: Pool, tmp_path: Path, param: str) -> None:
+    want = pool.run(partly, 2, None, param)
+    got = pool.run(partly, 2, everything([str(tmp_path)]), param)
+    for ours, theirs in zip(got, want, strict=True):
+        assert unequal(ours, theirs) == []
+
+
 def loaded(rank: int, ranks: int, path: str, folder: Path) -> list[str]:
     """Optimizer states saved from disk, loaded into memory and back, in files and from one's own state dict."""
     far = sharded_net("uneven", stage=3, offload=everything([path]))

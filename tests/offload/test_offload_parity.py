@@ -165,7 +165,7 @@ def compare(rank: int, ranks: int, cell: Cell, seed: int | None = None) -> tuple
 
 
 def name(row: dict[str, Any]) -> str:
-    tiers = "".join(row[kind][0] for kind in KINDS)
+    tiers = "".join(row[kind][:2] for kind in KINDS)
     return (
         f"{tiers}{row['fraction']}-{row['overlap']}-stage{row['stage']}-M{row['microbatches']}-clip{row['max_norm']}-"
         f"{row['precision']}-{row['states']}-{row['net']}-{row['ranks']}of{row['replicate']}"

@@ -114,3 +114,75 @@ def test_names_that_clash_or_do_not_exist_are_refused() -> None:
         Schedule((Slot("a", 1),), (Action(key, ("nowhere",)),))
     with pytest.raises(ValueError, match="one key"):
         Schedule((Slot("a", 1),), (Action(key, ("a",)), Action(key, ("a",))))
+
+
+MANY = [
+    *(UnitShape(f"layers.{i}", (ParamShape(f"layers.{i}.weight", (64, 32 + 2 * i), True),)) for i in range(5)),
+    UnitShape("root", (ParamShape("embed", (100, 32), True), ParamShape("table", (10, 32), False))),
+]
+
+
+def on_disk(**changes: object) -> Schedule:
+    tiers = {**dict.fromkeys(("param", "grad", "master", "moments"), "disk"), **changes}
+    layout = Layout.of(
+        ZeroConfig(stage=3),
+        PrecisionConfig(),
+        OffloadConfig(**tiers),  # type: ignore[arg-type]
+        replicate=1,
+        shard=2,
+    )
+    return schedule_of(Places(layout, MANY))
+
+
+def test_units_on_disk_take_turns_in_host_memory() -> None:
+    """Six units, three turns of states and two of parameters ahead of the one in use; everything once on disk."""
+    found = on_disk(prefetch_units=1)
+    slots = sizes(found)
+    elems = [32 * (32 + 2 * i) for i in range(5)] + [50 * 32]  # of the padded shards of two ranks
+    states = [[0, 3], [1, 4], [2, 5]]  # whose turn it is
+    for turn, units in enumerate(states):
+        most = max(elems[unit] for unit in units)
+        assert slots[f"master turn {turn}"] == 4 * most
+        assert slots[f"moments turn {turn}"] == 8 * most
+        assert slots[f"grad turn {turn}"] == slots[f"work turn {turn}"] == 2 * most
+    assert slots["param turn 0"] == 2 * elems[4]
+    assert slots["param turn 1"] == 2 * elems[5]
+    host = {slot.name for slot in found.slots if slot.tier == "host"}
+    assert host == {f"{kind} turn {turn}" for kind in ("master", "moments", "grad", "work") for turn in range(3)} | {
+        "param turn 0",
+        "param turn 1",
+        "frozen turn 1",
+    }
+    for unit, count in zip(MANY, elems, strict=True):
+        assert slots[f"disk master {unit.name}"] == 4 * count
+        assert slots[f"disk moments {unit.name}"] == 8 * count
+        assert slots[f"disk grad {unit.name}"] == slots[f"disk param {unit.name}"] == 2 * count
+    assert slots["disk frozen root"] == 2 * 5 * 32
+    assert found.disk_bytes == sum(aligned(slot.count) for slot in found.slots if slot.tier == "disk")
+
+
+def test_what_is_loaded_is_what_is_spilled() -> None:
+    for schedule in (on_disk(), on_disk(overlap="backward"), on_disk(param="device", grad="host")):
+        for unit in MANY:
+            load = schedule.by_key[Key(Kind.LOAD, "states", unit.name)].slots
+            update = schedule.by_key[Key(Kind.COMPUTE, "update", unit.name)].slots
+            spill = schedule.by_key[Key(Kind.SPILL, "states", unit.name)].slots
+            assert set(load) == set(spill)
+            assert {slot for slot in load if not slot.startswith("disk")} <= set(update)
+
+
+def test_what_is_updated_early_goes_to_spare_places_within_the_budget() -> None:
+    spare = [name for name in sizes(on_disk(overlap="backward")) if name.startswith("spare")]
+    assert len(spare) == 2 * len(MANY)
+    assert not any(name.startswith("undo") for name in sizes(on_disk(overlap="backward")))
+    tight = sizes(on_disk(overlap="backward", undo_bytes=aligned(4 * 1600) + aligned(8 * 1600)))
+    assert [name for name in tight if name.startswith("spare")] == ["spare master root", "spare moments root"]
+
+
+def test_fp32_parameters_on_disk_are_their_masters() -> None:
+    tiers = dict.fromkeys(("param", "grad", "master", "moments"), "disk")
+    layout = Layout.of(ZeroConfig(stage=3), PrecisionConfig(param="fp32"), OffloadConfig(**tiers), replicate=1, shard=2)
+    schedule = schedule_of(Places(layout, MANY))
+    assert not any(name.startswith("disk param") for name in sizes(schedule))
+    assert "disk master root" in schedule.by_key[Key(Kind.LOAD, "param", "root")].slots
+    assert Key(Kind.SPILL, "work", "root") not in schedule.by_key

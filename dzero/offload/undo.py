@@ -1,0 +1,63 @@
+"""Updates that can be taken back (offload.overlap=backward): what they overwrite is kept until the step is decided.
+
+states live in     before an early update
+host memory        what it overwrites is copied to the unit's undo slot, by the same action
+on disk            nothing: the new states go to spare places there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from dzero.offload.pinned import aligned
+from dzero.offload.places import Places
+from dzero.offload.schedule import Key, Kind
+from dzero.offload.staging import Staging
+from dzero.offload.swap import Swap
+
+
+class Undo:
+    """Early updates, unit by unit: each is started, then kept or taken back."""
+
+    def __init__(self, places: Places, swap: Swap, staging: Staging) -> None:
+        self._places, self._swap, self._staging = places, swap, staging
+
+    def has_room(self, unit: str) -> bool:
+        """Whether this unit may be updated before the step is decided."""
+        return unit in self._places.early
+
+    def start(self, unit: str, work: Callable[[], None]) -> None:
+        """Start an update that can be taken back."""
+        self._staging.load("grad", unit)
+        self._staging.load("states", unit)
+        self._swap.compute(Key(Kind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
+        self._staging.spill("states", unit, early=True)
+
+    def keep(self, unit: str) -> None:
+        """It is the update that is due."""
+        self._staging.keep(unit)
+
+    def take_back(self, unit: str) -> None:
+        """Start to make it undone."""
+        self._staging.drop(unit)
+        if self._places.overwritten(unit):
+            self._swap.compute(Key(Kind.COMPUTE, "undo", unit), partial(self._restore, unit))
+
+    def _save(self, unit: str, then: Callable[[], None]) -> None:
+        for saved, data in self._saved(unit):
+            saved.copy_(data)
+        then()
+
+    def _restore(self, unit: str) -> None:
+        for saved, data in self._saved(unit):
+            data.copy_(saved)
+
+    def _saved(self, unit: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start = 0
+        for slot in self._places.overwritten(unit):
+            data = self._swap.leases[slot].data
+            yield self._swap.leases[f"undo {unit}"].data[start : start + data.numel()], data
+            start += aligned(data.numel())
