@@ -114,11 +114,11 @@ class RunConfig:
         if self.data.held_out == 0.0:
             keys = ["evaluate_every_steps", "evaluate_batches"]
             _refuse_changed("train", self.train, keys, "with data.held_out=0")
-        if self.offload.activations == "host" and self.block.activation_checkpoint == "none":
+        if self.offload.activations != "device" and self.block.activation_checkpoint == "none":
             raise ValueError(
-                "offload.activations=host with block.activation_checkpoint=none: only what a block keeps of its inputs "
-                "leaves the device, and without checkpointing that is the smallest part of what it keeps; take "
-                "block.activation_checkpoint=full, or offload.activations=device"
+                f"offload.activations={self.offload.activations} with block.activation_checkpoint=none: only what a "
+                "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
+                "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:

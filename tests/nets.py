@@ -12,7 +12,7 @@ dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -87,9 +87,12 @@ class Decoder(nn.Module):
         return logits
 
 
-def build(kind: str, seed: int = 0) -> Decoder:
-    """An fp32 decoder of a kind in `SHAPES`: the same bits for the same seed; torch's own generator is kept."""
-    shape = SHAPES[kind]
+def build(kind: str, seed: int = 0, layers: int | None = None) -> Decoder:
+    """An fp32 decoder of a kind in `SHAPES`: the same bits for the same seed; torch's own generator is kept.
+
+    layers: as many instead of the kind's.
+    """
+    shape = SHAPES[kind] if layers is None else replace(SHAPES[kind], layers=layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Decoder(shape)

@@ -103,7 +103,9 @@ MISTAKES = {
     "offload.master=host precision.moments=int8": "both need one tier and one fraction",
     "offload=host offload.overlap=backward optim.rule=SGD": "only adamw can take updates back, not SGD",
     "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be ≥ 1",
-    "offload.activations=disk": "offload.activations='disk': choose one of ['device', 'host']",
+    "offload.activations=tape": "offload.activations='tape': choose one of ['device', 'host', 'disk']",
+    "offload.activations=disk": "offload.activations=disk with block.activation_checkpoint=none: only",
+    "offload.activations=host offload.prefetch_units=3": "offload.prefetch_units has no effect while nothing is",
     "offload.activations=host": "take block.activation_checkpoint=full, or offload.activations=device",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # files
@@ -134,6 +136,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         "zero.stage=3 zero.reshard_after_forward=false optim.lr=1e-3 train.accumulate=4",
         "precision=fp16 scaler.init=1024 block.activation_checkpoint=full",
         "offload.activations=host block.activation_checkpoint=full",
+        "offload.activations=disk offload.prefetch_units=3 block.activation_checkpoint=full",
         "optim.rule=SGD optim.options={momentum:0.9} optim.betas=null",
         "optim.rule=SGD optim.options.momentum=0.9",
         "zero.units=[Block] optim.betas=[0.9,0.99]",

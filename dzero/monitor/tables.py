@@ -96,8 +96,8 @@ def offload_table(summary: RunSummary) -> Table:
     if summary.lanes:
         most, use = max(summary.lanes.items(), key=lambda lane: lane[1].busy_s)
         title += f"; busiest lane {most}"
-    if (spilled := summary.lanes.get("SPILL")) is not None:
-        title += f"; {format_bytes(spilled.moved_bytes)} written to disk in {steps} steps"
+    if spilled := [use.moved_bytes for lane, use in summary.lanes.items() if lane.startswith("SPILL")]:
+        title += f"; {format_bytes(sum(spilled))} written to disk in {steps} steps"
     header = ("lane", "at work", "share", "waited for", "moved", "while moving", "feeds", "bound")
     return Table(title, header, tuple(rows))
 

@@ -1,12 +1,15 @@
-"""Activations that wait for backward in host memory (offload.activations=host).
+"""Activations that wait for backward off the device (offload.activations=host or disk).
 
 What a block keeps of its own inputs leaves the device when the block has saved it, and comes back ahead of its use.
 Under full checkpointing that is all a block keeps. The hooks lie around the block's call, outside of the checkpoint,
 so they see what the checkpoint saves and not what it recomputes.
 
     save k     EVICT k starts, beside the block's own work; those before it whose copies have ended leave the device
-    use k      waits for FETCH k, and starts FETCH k-1: backward uses last what was saved first
-    freed      the graph drops k: its slot is free for the next save
+    use k      waits for FETCH k, and starts FETCH k-1: backward uses last what was saved first. Those before it are
+               loaded from disk, where they went there
+    freed      the graph drops k: its seat is free for the next save
+
+waiting_room.py has the seats: host memory, and the disk behind it.
 
 The newest, and any that has not left yet, is used where it is. Inputs that need no gradient (tables, masks) are shared
 by the blocks and stay, as do parameters, small or strided tensors, and everything else that is saved.
@@ -21,37 +24,34 @@ Why no copy meets freed or rewritten memory: as in swap.py, with two additions.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dzero.hardware import host_available_bytes
-from dzero.mesh import local_ranks
-from dzero.offload.pinned import ALIGNMENT_BYTES, Arena, require
-from dzero.offload.schedule import Action, Key, Kind, Slot
-from dzero.offload.swap import Swap
+from dzero.offload.pinned import ALIGNMENT_BYTES
+from dzero.offload.waiting_room import Seat, WaitingRoom
 from dzero.parallel.methods import wrap_method
 
 LEAST_BYTES = ALIGNMENT_BYTES
 """Smaller tensors stay on the device: a slot takes as much at least."""
-FEWER = "Take smaller microbatches (train.microbatch_sequences), or offload.activations=device"
 
 
 class Activation:
-    """A saved tensor, flat, whose slot in host memory is taken as long as this lives.
+    """A saved tensor, flat, whose seat is taken as long as this lives.
 
     source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used. before:
     what was saved just before, if it still lives. version_there: of the source, when it was last seen.
     """
 
-    def __init__(self, slot: str, free: list[str], source: Tensor, before: Callable[[], Activation | None]) -> None:
-        self.slot, self._free, self.before = slot, free, before
+    def __init__(self, seat: Seat, source: Tensor, before: Callable[[], Activation | None]) -> None:
+        self.seat, self.before = seat, before
         self.source: Tensor | None = source
         self.arrived: Tensor | None = None
         self.left: Future[Any] | None = None
@@ -71,9 +71,10 @@ class Activation:
             self.version_there, self.source = self.source._version, None
         return self.source is None
 
-    def __del__(self) -> None:
-        """In any thread; what still copies from or to the slot ends before its next user begins (schedule.py)."""
-        self._free.append(self.slot)
+    @property
+    def is_away(self) -> bool:
+        """Whether the device has no copy, and none is on its way there."""
+        return self.source is None and self.arrived is None
 
 
 class Moved(NamedTuple):
@@ -91,24 +92,17 @@ class Stayed(NamedTuple):
 
 
 class Activations:
-    """Moves what the blocks save of their inputs, through `swap`, into slots that are made at the first forward.
+    """Moves what the blocks save of their inputs to seats in `room`, on a `device` of this type.
 
-    pin, cores: of the host memory, as for `Arena`. Referenced by the graphs in flight, and weakly by the blocks, which
-    keep everything on the device without their optimizer.
+    Referenced by the graphs in flight, and weakly by the blocks, which keep everything on the device without their
+    optimizer.
     """
 
-    def __init__(self, swap: Swap, *, pin: bool, cores: Sequence[int] = ()) -> None:
-        self._swap, self._pin, self._cores = swap, pin, cores
-        self._free: list[str] = []
-        self._slots: dict[str, int] = {}
+    def __init__(self, room: WaitingRoom, device: str) -> None:
+        self.room, self._device = room, device
         self._saved: weakref.WeakValueDictionary[int, Activation] = weakref.WeakValueDictionary()
         self._newest: Callable[[], Activation | None] = lambda: None
         self._leaving: list[weakref.ref[Activation]] = []
-
-    @property
-    def host_bytes(self) -> int:
-        """Of all slots so far."""
-        return sum(self._slots.values())
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Watch the calls of `blocks` from now on."""
@@ -116,8 +110,8 @@ class Activations:
 
     def watch(self, inputs: Iterable[object]) -> AbstractContextManager[object]:
         """While a block runs on `inputs`: move what it saves of them."""
-        kind = self._swap.device.type
-        plain = [each for each in inputs if type(each) is Tensor and each.requires_grad and each.device.type == kind]
+        moving = [each for each in inputs if type(each) is Tensor and each.requires_grad]
+        plain = [each for each in moving if each.device.type == self._device]
         addresses = {each.untyped_storage().data_ptr() for each in plain}
         return saved_tensors_hooks(partial(self._save, addresses), self._use) if addresses else nullcontext()
 
@@ -133,8 +127,8 @@ class Activations:
     def _evict(self, tensor: Tensor) -> Activation:
         self._leaving = [each for each in self._leaving if (it := each()) is not None and not it.leave()]
         source = tensor.detach().view(-1)
-        activation = Activation(self._take_slot(tensor.nbytes), self._free, source, self._newest)
-        activation.left = self._swap.move(_key(Kind.EVICT, activation.slot), [(self._on_host(activation), source)])
+        activation = Activation(self.room.take(tensor.nbytes), source, self._newest)
+        activation.left = self.room.evict(activation.seat, source)
         self._saved[tensor.data_ptr()] = activation
         self._newest = weakref.ref(activation)
         self._leaving.append(self._newest)
@@ -146,12 +140,14 @@ class Activations:
             return saved.tensor
         activation = saved.activation
         self._fetch(activation)
-        if (coming := activation.before()) is not None:
-            self._fetch(coming)
+        coming = list(islice(_before(activation), 1 + self.room.ahead))
+        for each in coming[:1]:
+            self._fetch(each)
+        self.room.load([each.seat for each in coming[1:] if each.is_away])
         tensor = activation.source
         _check(activation.version_there if tensor is None else tensor._version, activation.version)
         if tensor is None:
-            self._swap.wait(_key(Kind.FETCH, activation.slot))
+            self.room.wait(activation.seat)
             tensor, activation.arrived = activation.arrived, None
             assert tensor is not None
             if tensor.is_cuda:
@@ -159,30 +155,18 @@ class Activations:
         return tensor.view(saved.shape)
 
     def _fetch(self, activation: Activation) -> None:
-        if activation.source is None and activation.arrived is None:
+        if activation.is_away:
             arrived = torch.empty(activation.elems, dtype=activation.dtype, device=activation.device)
-            self._swap.move(_key(Kind.FETCH, activation.slot), [(arrived, self._on_host(activation))])
+            self.room.fetch(activation.seat, arrived)
             activation.arrived = arrived
 
-    def _on_host(self, activation: Activation) -> Tensor:
-        return self._swap.leases[f"activation {activation.slot}"].view(activation.dtype, activation.elems)
 
-    def _take_slot(self, count: int) -> str:
-        """The smallest free slot of `count` bytes or more, else a free one made larger, else a new one."""
-        free = self._free[:]  # others may be added meanwhile, none removed
-        fitting = [slot for slot in free if self._slots[slot] >= count]
-        slot = min(fitting, key=self._slots.__getitem__) if fitting else free[-1] if free else str(len(self._slots))
-        if not fitting:
-            require(count, host_available_bytes(), local_ranks(), FEWER)
-            name = f"activation {slot}"
-            actions = [Action(_key(kind, slot), (name,)) for kind in (Kind.EVICT, Kind.FETCH)]
-            arena = Arena(count, pin=self._pin, cores=self._cores)
-            self._swap.add(Slot(name, count), actions, arena)
-            arena.settle()
-            self._slots[slot] = count
-        if slot in free:
-            self._free.remove(slot)
-        return slot
+def _before(activation: Activation) -> Iterator[Activation]:
+    """Those saved before it that live, the latest first, up to one that does not."""
+    before = activation.before()
+    while before is not None:
+        yield before
+        before = before.before()
 
 
 def _watched(owner: weakref.ref[Activations], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +187,3 @@ def _check(version: int, expected: int) -> None:
             "a tensor that a block needs for backward was changed in place after the block saved it: it is at version "
             f"{version}, expected version {expected}; change a clone of it"
         )
-
-
-def _key(kind: Kind, slot: str) -> Key:
-    return Key(kind, "activation", slot)

@@ -27,6 +27,7 @@ from dzero.offload.schedule import Key, Kind
 from dzero.offload.staging import OnDisk, Staging
 from dzero.offload.swap import LaneUse, Move, Swap
 from dzero.offload.undo import Undo
+from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import find_blocks
 from dzero.zero.hosted import HostMemory
 from dzero.zero.shard import Sharded
@@ -72,7 +73,10 @@ class Offload:
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
         self.activations: Activations | None = None
         if config.activations != "device":
-            self.activations = Activations(self.swap, pin=beside_gpu, cores=self.cores)
+            store = self.staging.store if config.activations == "disk" else None
+            ahead = config.prefetch_units
+            room = WaitingRoom(self.swap, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
+            self.activations = Activations(room, device.type)
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
@@ -93,18 +97,22 @@ class Offload:
                 f"overlap={self._mode}: {WAITING[self._mode]}"
             )
         if (store := self.staging.store) is not None:
-            lines.append(f"offload: {format_bytes(self.schedule.disk_bytes)} per rank on {store.describe()}")
+            states = self.schedule.disk_bytes
+            what = f"{format_bytes(states)} per rank" if states else "scratch space"
+            lines.append(f"offload: {what} on {store.describe()}")
         if self.activations is not None:
+            tier = self._sharded.layout.offload.activations
+            room = "host memory is" if tier == "host" else "host memory and scratch space are"
             lines.append(
-                "offload: what blocks keep of their inputs for backward leaves the device; its host memory is taken in "
-                "the first forward"
+                f"offload: what blocks keep of their inputs for backward leaves the device, to {tier}; its {room} "
+                "taken in the first forward"
             )
         return lines
 
     @property
     def host_bytes(self) -> int:
         """Host memory in use: the states', and the activations' so far."""
-        return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.host_bytes)
+        return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.room.host_bytes)
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
         """The flat host tensor of a parameter's state: its first `elems`, or all with the padding.
@@ -227,7 +235,8 @@ def _copies(tensors: Named) -> Named:
 
 
 def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
-    return DiskStore(weighed(config.disk), sizes, rank=dist.get_rank()) if sizes else None
+    used = bool(sizes) or config.activations == "disk"
+    return DiskStore(weighed(config.disk), sizes, rank=dist.get_rank()) if used else None
 
 
 def _moving_in_bytes(sharded: Sharded) -> int:
@@ -244,7 +253,8 @@ def _blocks_of(sharded: Sharded) -> list[nn.Module]:
     blocks = blocks or [as_module(module) for unit in sharded.units[:-1] for module in unit.modules]
     if not blocks:
         raise ValueError(
-            f"offload.activations=host has no effect: {type(sharded.model).__name__} has no blocks (elements of an "
-            "nn.ModuleList or nn.Sequential) and no units; take offload.activations=device"
+            f"offload.activations={sharded.layout.offload.activations} has no effect: {type(sharded.model).__name__} "
+            "has no blocks (elements of an nn.ModuleList or nn.Sequential) and no units; take "
+            "offload.activations=device"
         )
     return blocks

@@ -35,17 +35,17 @@ from dzero.zero.tiers import DiskConfig
 
 
 class DiskStore:
-    """Room for pieces of `sizes` bytes by name, reserved now.
+    """Room for pieces of `sizes` bytes by name, reserved now; `add` reserves more.
 
     Paths without weights get equal ones. Raises DiskError for a path that cannot be used or has too little space, and
     ValueError for a directory that is named twice.
     """
 
     def __init__(self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0) -> None:
-        weights = config.weights or [1.0] * len(config.paths)
+        self._weights = config.weights or [1.0] * len(config.paths)
         _require_different(config.paths)
         self.config, self.sizes = config, dict(sizes)
-        self.striping = stripe(self.sizes, config.block_bytes, weights)
+        self.striping = stripe(self.sizes, config.block_bytes, self._weights)
         self._sums: dict[str, list[int | None]] = {p: [None] * len(b) for p, b in self.striping.pieces.items()}
         with ExitStack() as undo:
             self.files = [
@@ -53,7 +53,7 @@ class DiskStore:
                 for path, count in zip(config.paths, self.striping.file_bytes, strict=True)
             ]
             undo.pop_all()
-        _warn_of_buffering([file.path for file in self.files if config.direct and not file.is_direct])
+        self._warn_of_buffering([])
         # They hold no reference to the store: dropped without `close`, it ends after what was started.
         self._threads = [
             {way: ThreadPoolExecutor(config.threads, f"disk {index} {way}") for way in Direction}
@@ -65,6 +65,19 @@ class DiskStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def add(self, name: str, size: int) -> None:
+        """Room for one more piece; others may be under way. Raises as the constructor does, and for a known name."""
+        if name in self.sizes:
+            raise ValueError(f"piece {name!r} is there already, of {self.sizes[name]} bytes: add it under another name")
+        sizes = {**self.sizes, name: size}
+        striping = stripe(sizes, self.config.block_bytes, self._weights)  # deals the others as before: it was last
+        buffered = self._buffered()
+        for file, count in zip(self.files, striping.file_bytes, strict=True):
+            file.grow(count)
+        self._warn_of_buffering(buffered)
+        self._sums[name] = [None] * len(striping.pieces[name])
+        self.striping, self.sizes = striping, sizes
 
     def write(self, name: str, buffer: torch.Tensor | Bytes) -> Future[None]:
         """Start writing a piece. `buffer` (uint8 [size of the piece], 4096-aligned) must not change until the end.
@@ -94,8 +107,9 @@ class DiskStore:
 
     def describe(self) -> str:
         """For the log: paths with their shares, and how they are used."""
-        whole = sum(self.striping.file_bytes) or 1
-        files = zip(self.files, self.striping.file_bytes, strict=True)
+        dealt = self.striping.file_bytes if any(self.striping.file_bytes) else self._weights
+        whole = sum(dealt)
+        files = zip(self.files, dealt, strict=True)
         shares = ", ".join(f"{file.path} ({count / whole:.0%})" for file, count in files)
         direct = "direct I/O" if all(file.is_direct for file in self.files) else "through the page cache"
         checked = "checksums verified" if self.config.checksum else "no checksums"
@@ -108,6 +122,17 @@ class DiskStore:
                 pool.shutdown()
         for file in self.files:
             file.close()
+
+    def _buffered(self) -> list[str]:
+        return [file.path for file in self.files if self.config.direct and not file.is_direct]
+
+    def _warn_of_buffering(self, told: Sequence[str]) -> None:
+        if paths := [path for path in self._buffered() if path not in told]:
+            warnings.warn(
+                f"no direct I/O on {', '.join(paths)}: transfers go through the page cache, slower, and take host "
+                "memory that offload means to free; choose a local disk, or say direct=false to accept it",
+                stacklevel=4,
+            )
 
     def _bytes_of(self, name: str, buffer: torch.Tensor | Bytes) -> Bytes:
         if name not in self.sizes:
@@ -145,12 +170,3 @@ def _require_different(paths: Sequence[str]) -> None:
             first = seen.setdefault((found.st_dev, found.st_ino), path)
             if first is not path:
                 raise ValueError(f"paths {first} and {path} are one directory: name one per disk")
-
-
-def _warn_of_buffering(paths: Sequence[str]) -> None:
-    if paths:
-        warnings.warn(
-            f"no direct I/O on {', '.join(paths)}: transfers go through the page cache, slower, and take host memory "
-            "that offload means to free; choose a local disk, or say direct=false to accept it",
-            stacklevel=4,
-        )

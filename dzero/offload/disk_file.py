@@ -60,8 +60,9 @@ class DiskFile:
             # Gives everything back when nobody refers to this file any more, so not before the last transfer's end.
             self._folder = undo.enter_context(RunFolder(path, needed_bytes, rank=rank))
             self.path, self.fd, self.close = self._folder.path, self._folder.fd, self._folder.close
-            with telling(self.path, "writing a first page"):
-                self.is_direct = direct and (not needed_bytes or _make_direct(self.fd))
+            self._direct, self.is_direct = direct, direct
+            if needed_bytes:
+                self._write_first_page()
             undo.pop_all()
 
     def __enter__(self) -> DiskFile:
@@ -69,6 +70,18 @@ class DiskFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def grow(self, needed_bytes: int) -> None:
+        """Have `needed_bytes` at least; what was written stays. Raises DiskError as RunFolder does."""
+        had = self._folder.needed_bytes
+        if needed_bytes > had:
+            self._folder.grow(needed_bytes)
+            if not had:
+                self._write_first_page()
+
+    def _write_first_page(self) -> None:
+        with telling(self.path, "writing a first page"):
+            self.is_direct = self._direct and _make_direct(self.fd)
 
     def write(self, offset: int, data: Bytes, piece: str) -> None:
         """Write all of `data` at `offset`. Raises DiskError with errno, path, piece, offset and bytes."""

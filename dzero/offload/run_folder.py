@@ -60,8 +60,9 @@ class RunFolder:
             undo.callback(os.close, self._parent)
             _sweep(self._parent)
             with telling(self.path, "making a private directory for scratch data"):
-                self.name, folder = self._claim(name, undo)
-            self.fd = self._reserve(folder, undo)
+                self.name, folder, self._lock = self._claim(name, undo)
+            self.fd = self._make_file(folder, undo)
+            self._reserve(0)
             self.close = weakref.finalize(self, _in_process, os.getpid(), undo.pop_all())
 
     def __enter__(self) -> RunFolder:
@@ -70,8 +71,21 @@ class RunFolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _claim(self, given: str | None, undo: ExitStack) -> tuple[str, int]:
-        """Make a directory and lock it; `undo` gets what removes it. Returns its name and itself, opened."""
+    def grow(self, needed_bytes: int) -> None:
+        """Reserve more, up to `needed_bytes` in all. Raises DiskError where there is too little; all is as before then.
+
+        What is in the file stays.
+        """
+        had, self.needed_bytes = self.needed_bytes, needed_bytes
+        try:
+            self._reserve(had)
+        except DiskError:
+            self.needed_bytes = had
+            raise
+        os.pwrite(self._lock, str(needed_bytes).encode(), 0)
+
+    def _claim(self, given: str | None, undo: ExitStack) -> tuple[str, int, int]:
+        """Make a directory and lock it; `undo` gets what removes it. Returns its name, itself and its lock, opened."""
         for _ in range(ATTEMPTS):
             name = given or f"dzero-{self.rank}-{os.getpid()}-{secrets.token_hex(8)}"
             try:
@@ -93,41 +107,46 @@ class RunFolder:
                     continue
                 os.write(lock, str(self.needed_bytes).encode())
                 undo.push(lost.pop_all())
-                return name, folder
+                return name, folder, lock
         raise DiskError(errno.EAGAIN, self.path, f"others removed {ATTEMPTS} directories before they were locked")
 
-    def _reserve(self, folder: int, undo: ExitStack) -> int:
-        """An open file of `needed_bytes` real blocks. Its name goes at once, its blocks with `undo`."""
-        if self.needed_bytes > _available(self._parent) >= 0:
-            raise self._full(errno.ENOSPC)  # before the last free block is taken from everybody, if only for a moment
+    def _make_file(self, folder: int, undo: ExitStack) -> int:
+        """An open file. Its name goes at once, its blocks with `undo`."""
         with telling(self.path, "making the scratch file"):
             fd = os.open("data", NEW, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
             undo.callback(os.ftruncate, fd, 0)  # closing is not enough: a forked child may have it open
             os.unlink("data", dir_fd=folder)
-        try:
-            if self.needed_bytes:
-                os.posix_fallocate(fd, 0, self.needed_bytes)
-        except OSError as error:
-            os.ftruncate(fd, 0)
-            if error.errno in FULL:
-                raise self._full(error.errno) from error
-            what = f"reserving {format_bytes(self.needed_bytes)} of scratch space: {error.strerror}"
-            raise DiskError(error.errno or 0, self.path, what, count=self.needed_bytes) from error
         return fd
 
-    def _full(self, code: int) -> DiskError:
+    def _reserve(self, had: int) -> None:
+        """Real blocks behind the first `had` bytes, up to `needed_bytes`; those alone if that fails."""
+        more = self.needed_bytes - had
+        if more > _available(self._parent) >= 0:
+            raise self._full(errno.ENOSPC, more)  # before the last free block is taken from everybody for a moment
+        try:
+            if more:
+                os.posix_fallocate(self.fd, had, more)
+        except OSError as error:
+            os.ftruncate(self.fd, had)
+            if error.errno in FULL:
+                raise self._full(error.errno, more) from error
+            what = f"reserving {format_bytes(more)} of scratch space: {error.strerror}"
+            raise DiskError(error.errno or 0, self.path, what, count=more) from error
+
+    def _full(self, code: int, more: int) -> DiskError:
         others = [holder for holder in _sweep(self._parent) if holder.name != self.name]
         held = format_bytes(sum(holder.held_bytes for holder in others))
         available = _available(self._parent)
         left = f"{format_bytes(available)} are" if available >= 0 else "an unknown amount is"
         listed = ", ".join(f"{holder.name} {format_bytes(holder.held_bytes)}" for holder in others)
+        wanted = f"{format_bytes(more)} more" if more < self.needed_bytes else format_bytes(more)
         what = (
-            f"rank {self.rank} needs {format_bytes(self.needed_bytes)} of scratch space; "
+            f"rank {self.rank} needs {wanted} of scratch space; "
             f"{left} available, and {len(others)} other runs hold {held}{listed and f' ({listed})'}: free "
             "space, or name more or larger paths"
         )
-        return DiskError(code, self.path, what, count=self.needed_bytes)
+        return DiskError(code, self.path, what, count=more)
 
 
 def holders(path: str) -> list[Holder]:

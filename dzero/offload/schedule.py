@@ -1,15 +1,15 @@
 """What moves when, as small frozen actions: planned, printed and sized without a device, then run by `swap`.
 
     kind      lane        from -> to           meaning
-    LOAD      disk in     disk -> host         states of a unit; parameters, in a lane of their own
+    LOAD      disk in     disk -> host         states of a unit; parameters and activations, in lanes of their own
     FETCH     copy in     host -> device       the new working copy, or a state that is updated on the device
     COMPUTE   host        host                 an update, an accumulation
     EVICT     copy out    device -> host       a gradient, or a state that is updated on the host
-    SPILL     disk out    host -> disk
+    SPILL     disk out    host -> disk         the same; activations in a lane of their own
 
 Two rules order everything:
-    lane    actions of one kind run one after the other, in the order in which they were started. Parameters do not
-            queue up behind updates: what forward needs next has lanes of its own to and from the disk
+    lane    actions of one kind run one after the other, in the order in which they were started. What forward and
+            backward need next does not queue up behind updates: it has lanes of its own to and from the disk
     slot    an action waits for whoever used one of its slots, in host memory or on disk, before it
 Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
 waits for an action that a step left out (a unit without gradients).
@@ -36,6 +36,10 @@ class Kind(StrEnum):
     SPILL = "SPILL"
 
 
+APART = frozenset({(Kind.LOAD, "param"), (Kind.LOAD, "activation"), (Kind.SPILL, "activation")})
+"""What the device waits for next: not behind other actions of its kind."""
+
+
 class Key(NamedTuple):
     """Names an action within a step, and those that repeat it."""
 
@@ -46,7 +50,7 @@ class Key(NamedTuple):
     @property
     def lane(self) -> str:
         """Actions of one lane run one after the other."""
-        return "LOAD param" if (self.kind, self.what) == (Kind.LOAD, "param") else str(self.kind)
+        return f"{self.kind} {self.what}" if (self.kind, self.what) in APART else str(self.kind)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.what} {self.unit}"

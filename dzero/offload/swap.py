@@ -73,21 +73,25 @@ class Swap:
         for lane in {action.key.lane for action in actions} - self._lanes.keys():
             self._lanes[lane] = _Lane(lane, self.device)
 
-    def add(self, slot: Slot, actions: Sequence[Action], arena: Arena) -> None:
-        """Lease one more slot, for `actions` on it alone, whose size was not known when the schedule was made.
+    def add(self, slots: Sequence[Slot], actions: Sequence[Action], arena: Arena | None) -> None:
+        """More slots, those on the host leased from `arena`, and actions, not known when the schedule was made.
 
-        It takes the place of a slot of the same name with the same actions, once these have ended.
+        A slot takes the place of one of the same name, once its users have ended; an action that of one with its key.
         """
-        keys = {action.key for action in actions}
-        self.wait(*keys)
-        lease = arena.lease(slot.count, slot.name)
+        names, keys = {slot.name for slot in slots}, {action.key for action in actions}
+        for name in names & self._users.keys():
+            self._users[name].result()
         self.schedule = Schedule(
-            (*(each for each in self.schedule.slots if each.name != slot.name), slot),
+            (*(each for each in self.schedule.slots if each.name not in names), *slots),
             (*(each for each in self.schedule.actions if each.key not in keys), *actions),
         )
-        if (smaller := self.leases.pop(slot.name, None)) is not None:
-            smaller.release()
-        self.leases[slot.name] = lease
+        for slot in slots:
+            if slot.tier == "host":
+                assert arena is not None, f"{slot.name} is on the host"
+                lease = arena.lease(slot.count, slot.name)
+                if (smaller := self.leases.pop(slot.name, None)) is not None:
+                    smaller.release()
+                self.leases[slot.name] = lease
         self._open_lanes(actions)
 
     def move(self, key: Key, moves: Sequence[Move]) -> Future[Any]:

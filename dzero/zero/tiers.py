@@ -7,7 +7,7 @@
 
 A parameter is updated on the device if its master lives there, else on the host; its gradient and moments travel there
 if they live elsewhere. Activations are no row of the table, but what blocks keep of their inputs for backward may wait
-on the host as well.
+on the host or on disk as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dzero.zero.shapes import ParamShape, UnitShape
 TIERS = ("device", "host", "disk")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
 KINDS = ("param", "grad", "master", "moments")
-ACTIVATION_TIERS = ("device", "host")
 PAGE_BYTES = 4096
 MOST_BLOCK_BYTES = 1 << 30
 MOST_THREADS = 64
@@ -71,8 +70,8 @@ class OffloadConfig:
                   from the step after `delay_warmup_steps` on
         auto      forward: the fastest with the same bits that takes no more memory
     `activations`: where what a block keeps of its inputs waits for backward (offload/activations.py).
-    `disk`: the scratch files behind tier disk. `prefetch_units`: how many units' parameters are loaded from there ahead
-    of their use.
+    `disk`: the scratch files behind tier disk. `prefetch_units`: how many units' parameters, and how many blocks'
+    activations, are loaded from there ahead of their use.
     """
 
     param: str = "device"
@@ -126,8 +125,8 @@ class OffloadConfig:
                 raise ValueError(
                     f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"
                 )
-        if self.activations not in ACTIVATION_TIERS:
-            raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(ACTIVATION_TIERS)}")
+        if self.activations not in TIERS:
+            raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(TIERS)}")
         if self.overlap == "backward" and "device" in {self.grad, self.master, self.moments}:
             raise ValueError(
                 "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
@@ -135,7 +134,7 @@ class OffloadConfig:
             )
         if self.prefetch_units < 1:
             raise ValueError(f"offload.prefetch_units={self.prefetch_units}: must be ≥ 1")
-        if "disk" not in map(self.tier, KINDS):
+        if "disk" not in {self.activations, *map(self.tier, KINDS)}:
             for key, default in (("prefetch_units", 2), ("disk", DiskConfig())):
                 if getattr(self, key) != default:
                     raise ValueError(f"offload.{key} has no effect while nothing is on disk; remove it")

@@ -1,4 +1,4 @@
-"""Block inputs that wait for backward on the host: the same bits, all of them moved, and nothing left behind."""
+"""Block inputs that wait for backward on the host or on disk: the same bits, all moved, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -24,24 +24,40 @@ from torch.utils.checkpoint import checkpoint
 
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
-from dzero.offload import activations
+from dzero.offload import waiting_room
 from dzero.offload.activations import Activations
+from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
 from dzero.offload.schedule import Key, Schedule
 from dzero.offload.swap import OffloadError, Swap
+from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import BlockConfig, apply_blocks, find_blocks
+from dzero.zero.tiers import KINDS, DiskConfig
 
 ALONE = OffloadConfig(activations="host")
 WITH_STATES = OffloadConfig(activations="host", grad="host", master="host", moments="host", overlap="backward")
 SAMPLES, TOKENS = 8, 16
+DEEP = 7
+"""Blocks enough for those on disk to come and go: with `on_disk`, host memory has room for the inputs of three."""
 LAYERS, WIDTH = nets.SHAPES["even"].layers, nets.SHAPES["even"].width
 BLOCK_BYTES = SAMPLES * TOKENS * WIDTH * 2  # bf16
 
 
+def on_disk(path: Path, *, states: str = "device", prefetch_units: int = 1) -> OffloadConfig:
+    disk = DiskConfig(paths=[str(path)], block_bytes=4096)
+    where = dict.fromkeys(KINDS if states == "disk" else KINDS[1:], states)
+    return OffloadConfig(activations="disk", prefetch_units=prefetch_units, disk=disk, **where)  # type: ignore[arg-type]
+
+
 def net(
-    offload: OffloadConfig | None, stage: int = 2, microbatches: int = 1, keep: str = "full", **block: bool
+    offload: OffloadConfig | None,
+    stage: int = 2,
+    microbatches: int = 1,
+    keep: str = "full",
+    layers: int | None = None,
+    **block: bool,
 ) -> tuple[Sharded, AdamW]:
-    model = nets.build("even")
+    model = nets.build("even", layers=layers)
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, **{"compile": False, **block}), "cpu")
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     sharded = shard(model, ZeroConfig(stage=stage), offload=offload, mesh=mesh, microbatches=microbatches)
@@ -78,12 +94,17 @@ def result(offload: OffloadConfig | None, before: Callable[[Key], None] | None =
     train(sharded, optim, 4, interrupted=interrupted)
     kept = {**params_of(sharded), **{f"state {key}": value for key, value in snapshot(sharded, optim).items()}}
     if offload is not None:
-        assert optim.offload.take_use()["EVICT"].moved_bytes > 0
+        use = optim.offload.take_use()
+        lanes = ["EVICT", "FETCH"] + (["SPILL activation", "LOAD activation"] if offload.activations == "disk" else [])
+        assert all(use[lane].moved_bytes > 0 for lane in lanes)
     return kept
 
 
-def compare(rank: int, ranks: int, offload: OffloadConfig, stage: int, microbatches: int, keep: str) -> list[str]:
+def compare(
+    rank: int, ranks: int, offload: OffloadConfig, stage: int, microbatches: int, keep: str, layers: int | None = None
+) -> list[str]:
     how: dict[str, Any] = {"stage": stage, "microbatches": microbatches, "keep": keep, "interrupted": True}
+    how["layers"] = layers
     return unequal(result(offload, **how), result(None, **how))
 
 
@@ -96,26 +117,45 @@ def test_parameters_masters_and_moments_have_the_same_bits(
     assert pool.run(compare, 2, offload, stage, microbatches, "full") == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "microbatches", "states"),
+    [(1, 3, 1, "device"), (2, 3, 3, "disk"), (2, 3, 1, "disk"), (2, 2, 3, "host"), (2, 0, 1, "device")],
+)
+def test_so_they_have_with_activations_on_disk(
+    pool: Pool, tmp_path: Path, ranks: int, stage: int, microbatches: int, states: str
+) -> None:
+    offload = on_disk(tmp_path, states=states)
+    assert pool.run(compare, ranks, offload, stage, microbatches, "full", DEEP) == ranks * [[]]
+
+
 @pytest.mark.parametrize("keep", ["none", "selective"])
 def test_so_they_have_where_blocks_keep_more_than_their_inputs(pool: Pool, keep: str) -> None:
     assert pool.run(compare, 2, ALONE, 3, 4, keep) == [[], []]
 
 
-def delayed(rank: int, ranks: int, seed: int) -> list[str]:
+def delayed(rank: int, ranks: int, seed: int, path: Path | None) -> list[str]:
     chance = random.Random(1000 * seed + rank)
     how = {"stage": (0, 2, 3)[seed % 3], "microbatches": (1, 4)[seed // 3 % 2]}
-    slow = ("FETCH", "EVICT", "FETCH EVICT")[seed % 3]
+    slow = ("FETCH LOAD", "EVICT SPILL", "FETCH EVICT SPILL LOAD")[seed % 3]
+    offload = (ALONE, WITH_STATES)[seed % 2]
+    if path is not None:
+        how["layers"], offload = DEEP, on_disk(path, states=("device", "host")[seed % 2])
 
     def before(key: Key) -> None:
         if str(key.kind) in slow:
             time.sleep(chance.choice([0.0, 0.001, 0.01]))
 
-    return unequal(result((ALONE, WITH_STATES)[seed % 2], before, **how), result(None, **how))
+    return unequal(result(offload, before, **how), result(None, **how))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
-    assert pool.run(delayed, 2, seed) == [[], []]
+    assert pool.run(delayed, 2, seed, None) == [[], []]
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_nor_do_they_on_the_way_to_the_disk(pool: Pool, tmp_path: Path, seed: int) -> None:
+    assert pool.run(delayed, 2, seed, tmp_path) == [[], []]
 
 
 def compiled(rank: int, ranks: int) -> list[str]:
@@ -142,12 +182,37 @@ def counted(rank: int, ranks: int, microbatches: int) -> None:
     assert "what blocks keep of their inputs" in line
 
 
+def counted_on_disk(rank: int, ranks: int, path: Path, microbatches: int, prefetch_units: int) -> None:
+    """Each block begins when every move has ended, so that all inputs but the last one's leave the device."""
+    offload = on_disk(path, prefetch_units=prefetch_units)
+    sharded, optim = net(offload, stage=3, microbatches=microbatches, layers=DEEP)
+    for _, block in find_blocks(sharded.model):
+        block.get_submodule("norm1").register_forward_pre_hook(lambda *_: optim.offload.swap.drain())
+    train(sharded, optim, 3)
+    use = {lane: use.moved_bytes / (3 * microbatches * BLOCK_BYTES) for lane, use in optim.offload.take_use().items()}
+    turns = 2 + prefetch_units
+    want = {"EVICT": DEEP, "FETCH": DEEP - 1, "SPILL activation": DEEP - turns + 1, "LOAD activation": DEEP - turns}
+    assert use == {lane: blocks for lane, blocks in want.items() if blocks > 0}
+    assert optim.offload.host_bytes == min(turns, DEEP) * BLOCK_BYTES  # not of every block
+    assert held(optim) == 0
+    where, what = optim.introduce()
+    assert where.startswith(f"offload: scratch space on {path} (100%)")
+    assert "leaves the device, to disk; its host memory and scratch space are taken" in what
+
+
+@pytest.mark.parametrize(("microbatches", "prefetch_units"), [(1, 1), (3, 2), (1, 6)])
+def test_the_disk_gets_what_a_few_slots_of_host_memory_do_not_hold(
+    pool: Pool, tmp_path: Path, microbatches: int, prefetch_units: int
+) -> None:
+    pool.run(counted_on_disk, 2, tmp_path, microbatches, prefetch_units)
+
+
 def held(optim: AdamW) -> int:
-    """Slots in use."""
+    """Seats in use."""
     moving = optim.offload.activations
     assert moving is not None
-    assert len(set(moving._free)) == len(moving._free)
-    return len(moving._slots) - len(moving._free)
+    assert len(set(moving.room.free)) == len(moving.room.free)
+    return len(moving.room.seat_bytes) - len(moving.room.free)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -155,12 +220,14 @@ def test_every_blocks_input_leaves_in_every_microbatch(pool: Pool, microbatches:
     pool.run(counted, 2, microbatches)
 
 
-def ordered(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[list[bool], list[str]]:
+def ordered(
+    rank: int, ranks: int, offload: OffloadConfig | None, layers: int | None = None
+) -> tuple[list[bool], list[str]]:
     """Which blocks' inputs are alive after a forward, and the order of fetches and recomputations in backward.
 
     Lanes are drained at the beginning of each block's work, so that all has happened which may have been started.
     """
-    sharded, optim = net(offload, stage=3)
+    sharded, optim = net(offload, stage=3, layers=layers)
     inputs: list[Callable[[], object]] = []
     events: list[str] = []
     optim.offload.swap.before = lambda key: events.append(f"{key.kind} {key.unit}")
@@ -186,37 +253,52 @@ def test_inputs_leave_the_device_and_come_back_one_block_ahead(pool: Pool) -> No
     assert events == ["FETCH 1", "block 2", "FETCH 0", "block 1", "block 0"]
 
 
-def dropped(rank: int, ranks: int) -> list[str]:
-    """Slots come back however a forward ends; what is still alive when all has been dropped."""
-    sharded, optim = net(ALONE, stage=3)
+def test_those_on_disk_are_loaded_ahead_of_that(pool: Pool, tmp_path: Path) -> None:
+    """Inputs 2, 3, 4 are still in host memory. Lanes run side by side, so each is looked at by itself."""
+    alive, events = pool.run(ordered, 1, on_disk(tmp_path), 5)[0]
+    assert alive == [False, False, False, False, True]
+    order = [event for event in events if event.startswith(("LOAD", "block"))]
+    assert order == ["block 4", "LOAD 1", "block 3", "LOAD 0", "block 2", "block 1", "block 0"]
+    order = [event for event in events if event.startswith(("FETCH", "block"))]
+    assert order == ["FETCH 3", "block 4", "FETCH 2", "block 3", "FETCH 1", "block 2", "FETCH 0", "block 1", "block 0"]
+
+
+def dropped(rank: int, ranks: int, offload: OffloadConfig, layers: int) -> list[str]:
+    """Seats come back however a forward ends; what is still alive when all has been dropped."""
+    sharded, optim = net(offload, stage=3, layers=layers)
     (one,), (two,) = batches(2)
     first, second = nets.loss_fn(sharded.model, one), nets.loss_fn(sharded.model, two)
-    assert held(optim) == 2 * LAYERS
+    assert held(optim) == 2 * layers
     del second
-    assert held(optim) == LAYERS
+    assert held(optim) == layers
     first.backward()  # type: ignore[no-untyped-call]
     del first
     assert held(optim) == 0
-    assert optim.offload.host_bytes == 2 * LAYERS * BLOCK_BYTES
+    assert optim.offload.host_bytes == (3 if offload.activations == "disk" else 2 * layers) * BLOCK_BYTES
     optim.step()
     watched = {"optimizer": optim, "activations": optim.offload.activations, "swap": optim.offload.swap}
-    watched |= {"model": sharded.model}
+    watched |= {"model": sharded.model} | ({"store": store} if (store := optim.offload.staging.store) else {})
     references = {name: weakref.ref(value) for name, value in watched.items()}
-    del sharded, optim, watched
+    del sharded, optim, watched, store
     gc.collect()
     return [name for name, reference in references.items() if reference() is not None]
 
 
-def test_slots_come_back_and_nothing_is_kept_alive(pool: Pool) -> None:
-    assert pool.run(dropped, 2) == [[], []]
+def test_seats_come_back_and_nothing_is_kept_alive(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(dropped, 2, ALONE, LAYERS) == [[], []]
+    assert pool.run(dropped, 2, on_disk(tmp_path), DEEP) == [[], []]
+    deadline = time.monotonic() + 10
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # the disk's threads let the file go just after a transfer's end
+    assert list(tmp_path.iterdir()) == []
 
 
-def orphaned(rank: int, ranks: int) -> None:
+def orphaned(rank: int, ranks: int, hosted: OffloadConfig, lanes: set[str]) -> None:
     """A graph brings its activations back without the optimizer; the model's next ones stay on the device."""
     losses = []
     (batch,) = batches(1)[0]
-    for offload in (None, ALONE):
-        sharded, optim = net(offload)
+    for offload in (None, hosted):
+        sharded, optim = net(offload, layers=DEEP)
         swap = optim.offload.swap
         loss = nets.loss_fn(sharded.model, batch)
         optim.synchronize()
@@ -227,20 +309,21 @@ def orphaned(rank: int, ranks: int) -> None:
         grads = {name: param.grad for name, param in sharded.named_params().items() if param.grad is not None}
         losses.append({name: grad.to_local().clone() for name, grad in grads.items()})  # type: ignore[attr-defined]
         if offload is not None:
-            assert swap.take_use().keys() == {"FETCH"}
+            assert swap.take_use().keys() == lanes
         nets.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
         assert swap.take_use() == {}
     assert losses[0]
     assert unequal(*losses) == []
 
 
-def test_a_model_without_its_optimizer_keeps_its_activations_on_the_device(pool: Pool) -> None:
-    pool.run(orphaned, 1)
+def test_a_model_without_its_optimizer_keeps_its_activations_on_the_device(pool: Pool, tmp_path: Path) -> None:
+    pool.run(orphaned, 1, ALONE, {"FETCH"})
+    pool.run(orphaned, 1, on_disk(tmp_path), {"FETCH", "LOAD activation"})
 
 
-def failing(rank: int, ranks: int, action: str) -> str:
+def failing(rank: int, ranks: int, offload: OffloadConfig, action: str) -> str:
     """What the loop gets to see of an exception in a lane."""
-    sharded, optim = net(ALONE, stage=3, microbatches=4)
+    sharded, optim = net(offload, stage=3, microbatches=4, layers=DEEP)
     train(sharded, optim, 1)
 
     def before(key: Key) -> None:
@@ -255,18 +338,27 @@ def failing(rank: int, ranks: int, action: str) -> str:
 
 @pytest.mark.parametrize("action", ["EVICT activation 0", "FETCH activation 0"])
 def test_what_fails_in_a_lane_is_raised_with_its_cause(pool: Pool, action: str) -> None:
-    for said in pool.run(failing, 2, action):
+    for said in pool.run(failing, 2, ALONE, action):
         assert f"{action} failed: the cable is out" in said
 
 
-def unused(rank: int, ranks: int) -> None:
-    sharded = shard(nn.Linear(8, 8), ZeroConfig(), offload=ALONE)
-    with pytest.raises(ValueError, match=r"offload\.activations=host has no effect: FSDPLinear has no blocks"):
+@pytest.mark.parametrize("action", ["SPILL activation 1", "LOAD activation 0"])
+def test_so_is_what_fails_on_the_way_to_the_disk(pool: Pool, tmp_path: Path, action: str) -> None:
+    for said in pool.run(failing, 2, on_disk(tmp_path), action):
+        assert f"{action} failed: the cable is out" in said
+
+
+def unused(rank: int, ranks: int, offload: OffloadConfig) -> None:
+    sharded = shard(nn.Linear(8, 8), ZeroConfig(), offload=offload)
+    with pytest.raises(
+        ValueError, match=rf"offload\.activations={offload.activations} has no effect: FSDPLinear has no blocks"
+    ):
         AdamW(sharded)
 
 
-def test_a_model_without_blocks_is_told(pool: Pool) -> None:
-    pool.run(unused, 1)
+def test_a_model_without_blocks_is_told(pool: Pool, tmp_path: Path) -> None:
+    pool.run(unused, 1, ALONE)
+    pool.run(unused, 1, on_disk(tmp_path))
 
 
 class Root(nn.Module):
@@ -300,9 +392,11 @@ class Scaled(nn.Module):
         return checkpoint(lambda x, table: (x * self.gain * table).tanh(), x, table, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def watched(root: Root) -> tuple[Activations, Swap]:
+def watched(root: Root, disk: Path | None = None) -> tuple[Activations, Swap]:
+    """disk: there, behind two slots of host memory."""
     swap = Swap(Schedule(), Arena(0), torch.device("cpu"))
-    moving = Activations(swap, pin=False)
+    store = None if disk is None else DiskStore(DiskConfig(paths=[str(disk)]), {})
+    moving = Activations(WaitingRoom(swap, pin=False, store=store), "cpu")
     moving.attach([*root.blocks])
     return moving, swap
 
@@ -354,16 +448,43 @@ def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
     assert swap.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_second_backward_over_the_same_graph_brings_them_again(beside: bool) -> None:
+def test_a_second_backward_over_the_same_graph_brings_them_again(tmp_path: Path, beside: bool, on_disk: bool) -> None:
     root = Root(beside)
     want = grads(root, retain=True)
-    moving, swap = watched(root)
+    moving, swap = watched(root, tmp_path if on_disk else None)
     root.after = lambda _: swap.drain()  # all but the newest have left before backward
     assert unequal(grads(root, retain=True), want) == []
     use = swap.take_use()
     assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
-    assert len(moving._free) == len(moving._slots)
+    assert ("LOAD activation" in use) == (on_disk and not beside)
+    assert len(moving.room.free) == len(moving.room.seat_bytes)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("latest_first", [False, True])
+def test_forwards_that_precede_their_backwards_keep_their_own(
+    tmp_path: Path, latest_first: bool, on_disk: bool
+) -> None:
+    """Pipelines run several forwards, of batches of several sizes, and then the backwards in either order."""
+    root, rows = Root(), (64, 32, 48)
+
+    def run() -> dict[str, Tensor]:
+        losses = [root(-X[:count] * count, TABLE[:count]).sum() for count in rows]
+        found: dict[str, Tensor] = {}
+        for turn in range(3):
+            root.zero_grad()
+            losses.pop(-1 if latest_first else 0).backward()
+            found |= {f"{turn} {name}": p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+        return found
+
+    want = run()
+    moving, swap = watched(root, tmp_path if on_disk else None)
+    assert unequal(run(), want) == []
+    assert unequal(run(), want) == []
+    assert ("LOAD activation" in swap.take_use()) == on_disk
+    assert len(moving.room.free) == len(moving.room.seat_bytes) == 12
 
 
 def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
@@ -371,7 +492,7 @@ def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
     moving, swap = watched(root)
     for rows, slots_bytes in ((32, 32 * 64 * 4), (64, 64 * 64 * 4), (16, 64 * 64 * 4)):
         grads(root, X[:rows])
-        assert moving.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
+        assert moving.room.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
     swap.drain()
     swap.take_use()
     grads(root, X[:15])  # 15 * 64 * 4 is less than LEAST_BYTES
@@ -414,23 +535,27 @@ def test_what_stays_is_checked_as_autograd_does() -> None:
 def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root()
     moving, _ = watched(root)
-    monkeypatch.setattr(activations, "host_available_bytes", lambda: X.nbytes - 1)
+    monkeypatch.setattr(waiting_room, "host_available_bytes", lambda: X.nbytes - 1)
     with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
         grads(root)
-    assert moving.host_bytes == 0
+    assert moving.room.host_bytes == 0
 
 
-def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path, tier: str) -> None:
     text = training.write_text(tmp_path / "text.txt")
     full = ["zero.stage=3", "train.accumulate=2", "block.activation_checkpoint=full", "block.compile=false"]
+    full.append(f"model.layers={DEEP}")
+    offload = [f"offload.activations={tier}"] + ([f"offload.disk.paths=[{tmp_path}]"] if tier == "disk" else [])
     runs = [
-        pool.run(training.train, 2, training.settled(text, *full, f"offload.activations={tier}"), tmp_path / tier)[0]
-        for tier in ("device", "host")
+        pool.run(training.train, 2, training.settled(text, *full, *each), tmp_path / f"{len(each)}")[0]
+        for each in ([], offload)
     ]
     assert runs[0].losses == runs[1].losses
     assert runs[0].held_out == runs[1].held_out
 
 
-def test_the_trainer_refuses_it_without_checkpointing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"offload\.activations=host with block\.activation_checkpoint=none"):
-        training.settled(training.write_text(tmp_path / "text.txt"), "offload.activations=host")
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_trainer_refuses_it_without_checkpointing(tmp_path: Path, tier: str) -> None:
+    with pytest.raises(ConfigError, match=rf"offload\.activations={tier} with block\.activation_checkpoint=none"):
+        training.settled(training.write_text(tmp_path / "text.txt"), f"offload.activations={tier}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from dzero.offload import run_folder
 from dzero.offload.disk import DiskStore
+from dzero.offload.disk_error import DiskError
 from dzero.offload.disk_file import Direction
 from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
@@ -107,6 +110,57 @@ def test_what_is_read_is_what_was_written_last(tmp_path: Path, seed: int) -> Non
     assert buffers.untouched()
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("sizes", [{}, SIZES], ids=["from nothing", "behind others"])
+def test_a_store_that_grows_keeps_what_it_has(tmp_path: Path, count: int, sizes: dict[str, int]) -> None:
+    """Pieces are added one by one, while those before them are being read."""
+    config, buffers = DiskConfig(paths=paths(tmp_path, count), block_bytes=BLOCK), Buffers()
+    with DiskStore(config, sizes) as store:
+        written = {name: buffers.take(size, seed=size) for name, size in sizes.items()}
+        for name, data in written.items():
+            store.write(name, data).result()
+        for number, size in enumerate((3, 2 * BLOCK, 0, 4 * BLOCK + 9, PAGE)):
+            read = {name: buffers.take(size_) for name, size_ in store.sizes.items()}
+            reading = [store.read(name, data) for name, data in read.items()]
+            store.add(f"more {number}", size)
+            for future in reading:
+                future.result()
+            assert all(torch.equal(read[name], written[name]) for name in read)
+            assert [os.fstat(file.fd).st_size for file in store.files] == list(store.striping.file_bytes)
+            assert all(os.fstat(file.fd).st_blocks * 512 >= os.fstat(file.fd).st_size for file in store.files)
+            into = buffers.take(size)
+            if size:
+                with pytest.raises(RuntimeError, match=f"piece 'more {number}' is not on disk"):
+                    store.read(f"more {number}", into)
+            written[f"more {number}"] = buffers.take(size, seed=100 + number)
+            store.write(f"more {number}", written[f"more {number}"]).result()
+        assert store.striping == DiskStore(config, store.sizes).striping
+        assert buffers.untouched()
+        with pytest.raises(ValueError, match="piece 'more 0' is there already, of 3 bytes: add it under another name"):
+            store.add("more 0", 5)
+
+
+def test_a_store_without_room_for_more_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(DiskConfig(paths=paths(tmp_path, 2), block_bytes=PAGE), {"a": 4 * PAGE}, rank=2) as store:
+        data = Buffers().take(4 * PAGE, seed=1)
+        store.write("a", data).result()
+        with monkeypatch.context() as patched:
+            patched.setattr(run_folder, "_available", lambda parent: 3 * PAGE)
+            with pytest.raises(DiskError, match=r"rank 2 needs 16\.0 KiB more of scratch space; 12\.0 KiB are") as told:
+                store.add("b", 8 * PAGE)
+            assert (told.value.errno, told.value.filename) == (errno.ENOSPC, store.files[0].path)
+            assert (list(store.sizes), store.striping.file_bytes) == (["a"], (2 * PAGE, 2 * PAGE))
+        store.add("b", 8 * PAGE)
+        into = Buffers().take(4 * PAGE)
+        store.read("a", into).result()
+        assert torch.equal(into, data)
+
+
+def test_a_store_of_nothing_says_where_it_will_be(tmp_path: Path) -> None:
+    with DiskStore(DiskConfig(paths=paths(tmp_path, 2), weights=[3, 1]), {}) as store:
+        assert f"{tmp_path}/disk0 (75%), {tmp_path}/disk1 (25%); direct I/O" in store.describe()
+
+
 def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> None:
     probe = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
     try:
@@ -116,6 +170,9 @@ def test_direct_io_is_really_on_where_the_file_system_has_it(tmp_path: Path) -> 
     finally:
         os.close(probe)
     with DiskStore(DiskConfig(paths=[str(tmp_path)]), {"a": 1}) as store:
+        assert fcntl.fcntl(store.files[0].fd, fcntl.F_GETFL) & os.O_DIRECT
+    with DiskStore(DiskConfig(paths=[str(tmp_path)]), {}) as store:
+        store.add("a", 1)
         assert fcntl.fcntl(store.files[0].fd, fcntl.F_GETFL) & os.O_DIRECT
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # asked for, not fallen back to

@@ -128,6 +128,38 @@ def test_more_than_there_is_fails_before_a_block_is_taken(tmp_path: Path) -> Non
         assert os.listdir(tmp_path) == [run.name]
 
 
+def test_a_run_that_grows_holds_more_and_keeps_what_it_has(tmp_path: Path) -> None:
+    with RunFolder(str(tmp_path), 4096) as run:
+        os.pwrite(run.fd, b"first", 0)
+        run.grow(3 * 4096)
+        assert holders(str(tmp_path)) == [(run.name, 3 * 4096)]
+        assert os.fstat(run.fd).st_blocks * 512 >= os.fstat(run.fd).st_size == 3 * 4096
+        with pytest.raises(DiskError, match="rank 0 needs 1024 PiB more of scratch space; ") as told:
+            run.grow((1 << 60) + 3 * 4096)
+        assert told.value.errno == errno.ENOSPC
+        assert holders(str(tmp_path)) == [(run.name, 3 * 4096)]
+        assert (os.fstat(run.fd).st_size, run.needed_bytes) == (3 * 4096, 3 * 4096)
+        assert os.pread(run.fd, 5, 0) == b"first"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_what_a_growth_took_before_it_failed_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    reserve = os.posix_fallocate
+
+    def half(fd: int, offset: int, count: int) -> None:
+        reserve(fd, offset, count // 2)
+        raise OSError(code, os.strerror(code))
+
+    with RunFolder(str(tmp_path), 4096) as run:
+        monkeypatch.setattr(os, "posix_fallocate", half)
+        with pytest.raises(DiskError) as told:
+            run.grow(9 * 4096)
+        assert (told.value.errno, told.value.count) == (code, 8 * 4096)
+        assert os.fstat(run.fd).st_size == 4096
+
+
 def test_a_run_whose_directory_was_deleted_goes_on_and_ends(tmp_path: Path) -> None:
     with RunFolder(str(tmp_path), 4096) as run:
         shutil.rmtree(tmp_path / run.name)

@@ -102,6 +102,12 @@ def test_a_step_prints_as_its_slots_and_actions() -> None:
     ]
 
 
+def test_what_the_device_waits_for_does_not_queue_behind_updates() -> None:
+    keys = [Key(kind, what, "0") for kind in (Kind.LOAD, Kind.SPILL) for what in ("states", "param", "activation")]
+    assert [key.lane for key in keys] == ["LOAD", "LOAD param", "LOAD activation", "SPILL", "SPILL", "SPILL activation"]
+    assert {Key(kind, "activation", "0").lane for kind in (Kind.EVICT, Kind.FETCH)} == {"EVICT", "FETCH"}
+
+
 def test_names_that_clash_or_do_not_exist_are_refused() -> None:
     key = Key(Kind.EVICT, "grad", "root")
     with pytest.raises(ValueError, match=r"EVICT grad root: no slot is called \['nowhere'\]"):
