@@ -15,6 +15,7 @@ from dzero.offload.schedule import Action, Key, Kind, Schedule
 from dzero.zero.shapes import UnitShape
 
 Unit = TypeVar("Unit")
+GRADS = ("grad", "passing")
 
 
 def schedule_of(places: Places) -> Schedule:
@@ -43,7 +44,7 @@ def _params(places: Places, unit: UnitShape) -> list[Action]:
 
 def _backward(places: Places, unit: UnitShape) -> list[Action]:
     used = {slot.split(" ")[0] for slot in places.slots_of(unit.name)}
-    actions = _on(places, Kind.EVICT, "grad", unit, ["grad"])
+    actions = _on(places, Kind.EVICT, "grad", unit, [*GRADS])
     if "landing" in used:
         actions += _on(places, Kind.EVICT, "landing", unit, ["landing"])
         actions += _from_disk(places, "grad", unit)
@@ -71,7 +72,7 @@ def _update(places: Places, unit: UnitShape) -> list[Action]:
         actions += _on(places, Kind.FETCH, "grad", unit, ["grad"])
     if here:
         in_place = [] if places.waiting or places.pairs("param", unit.name) else ["param"]
-        actions += _on(places, Kind.COMPUTE, "update", unit, ["grad", "master", "moments", "work", "stage", *in_place])
+        actions += _on(places, Kind.COMPUTE, "update", unit, [*GRADS, "master", "moments", "work", "stage", *in_place])
     actions += _to_disk(places, "states", unit)
     made = "master" if places.own else "work"
     if any(places.published(name) for name in names):

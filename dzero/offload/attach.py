@@ -182,7 +182,8 @@ class Offload:
         self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
     def put_back(self, unit: str, moves: Sequence[Move]) -> None:
-        """Start moving a unit's moments back, after that update."""
+        """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""
+        self.staging.load("states", unit)
         self.swap.move(Key(Kind.EVICT, "moments", unit), moves)
         self.staging.spill("states", unit)
 

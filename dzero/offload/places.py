@@ -10,8 +10,9 @@
     landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
     stage 0, 1        device moments while they are updated here           if only the master's tier is host
     undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
-    <kind> turn k     the same for units that take turns                   if the kind's tier is disk; and work, and
-                                                                           gradients on their way, of masters there
+    <kind> turn k     the same for units that take turns                   if the kind's tier is disk; and work of
+                                                                           masters there
+    passing turn k    device gradients on their way to an update           if only the master's tier is disk
     disk slot
     disk <kind> <unit>   what comes to the unit's turn slot; for param,    if the kind's tier is disk
                          what its new working copies go to
@@ -193,7 +194,7 @@ class Places:
         here, grad = self.updated_on_host(name), self.layout.grad.dtype
         if here or self.on_host("grad", name):
             passing = self.on_disk("master", name) and not self.on_host("grad", name)
-            slot = f"grad turn {index % DISK_TURNS}" if passing else own_slot("grad", unit, index, name)
+            slot = f"passing turn {index % DISK_TURNS}" if passing else own_slot("grad", unit, index, name)
             self._add(unit, name, "grad", slot, grad, elems, packed=True)
         if self.accumulates_on_host and self.on_host("grad", name):
             self._add(unit, name, "landing", f"landing {index % TURNS}", grad, elems, packed=True)

@@ -64,7 +64,15 @@ class Staging:
         self._held.update({pair.host: pair.disk for pair in self._places.pairs(what, unit)})
 
     def visit(self, what: str, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> Any:
-        """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them."""
+        """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them.
+
+        Raises RuntimeError between backward and step, where the states are those of an early update.
+        """
+        if what == "states" and unit in self._early:
+            raise RuntimeError(
+                f"the states of {unit} were updated ahead of the step's decision (offload.overlap=backward): call "
+                "optim.synchronize() before you read or write them between backward and step"
+            )
         self.hold(what, unit) if fresh else self.load(what, unit)
         found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
         visited = self._swap.compute(Key(Kind.COMPUTE, f"visit {what}", unit), partial(_append, found, work))

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,8 @@ from dzero.zero.tiers import KINDS, DiskConfig
 
 
 def everything(paths: list[str], **changes: Any) -> OffloadConfig:
-    """Every state on disk, units of few blocks."""
-    return OffloadConfig(**dict.fromkeys(KINDS, "disk"), disk=DiskConfig(paths=paths, block_bytes=8192), **changes)
+    """Every state on disk, but for `changes`; units of few blocks."""
+    return OffloadConfig(disk=DiskConfig(paths=paths, block_bytes=8192), **(dict.fromkeys(KINDS, "disk") | changes))
 
 
 def flip(fd: int, at: int) -> None:
@@ -124,6 +126,45 @@ def test_an_optimizer_of_some_parameters_leaves_the_others_alone(pool: Pool, tmp
     got = pool.run(partly, 2, everything([str(tmp_path)]), param)
     for ours, theirs in zip(got, want, strict=True):
         assert unequal(ours, theirs) == []
+
+
+def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Steps in which some parameters get no gradient; one is skipped. Counts early updates kept and taken back."""
+    sharded = sharded_net("even", stage=3, offload=offload)
+    optim = AdamW(sharded, lr=1e-2, max_norm=30.0)
+    undo, counts = optim.offload.undo, [0, 0]
+    keep, take_back = undo.keep, undo.take_back
+
+    def counted(index: int, method: Callable[[str], None], unit: str) -> None:
+        counts[index] += 1
+        method(unit)
+
+    undo.keep, undo.take_back = partial(counted, 0, keep), partial(counted, 1, take_back)  # type: ignore[method-assign]
+    norm = sharded.model.get_submodule("layers.1.norm2")
+    for step in range(8):
+        if step % 3 == 1:
+            norm.forward = lambda x: x
+        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
+        with sharded.microbatch():
+            loss = nets.loss_fn(sharded.model, batch[0]) * (float("nan") if step == 5 else 1.0)
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm.__dict__.pop("forward", None)
+        optim.step()
+    optim.synchronize()
+    kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
+    optim.offload.swap.close()
+    return kept, counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_without_gradients_keep_their_values(pool: Pool, tmp_path: Path, ranks: int) -> None:
+    want = pool.run(without_some, ranks, None)
+    for changes in ({}, {"overlap": "backward"}, {"master": "host"}, {"moments": "disk", "param": "device"}):
+        got = pool.run(without_some, ranks, everything([str(tmp_path)], **changes))
+        for (ours, (kept, undone)), (theirs, _) in zip(got, want, strict=True):
+            assert unequal(ours, theirs) == [], changes
+            early = "overlap" in changes
+            assert (kept > 0) == (undone > 0) == early, "early updates are kept in spare places, and taken back"
 
 
 def loaded(rank: int, ranks: int, path: str, folder: Path) -> list[str]:
