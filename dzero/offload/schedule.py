@@ -8,8 +8,9 @@
     SPILL     disk out    host -> disk
 
 Two rules order everything:
-    lane    actions of one kind run one after the other, in the order in which they were started. Parameters do not
-            queue up behind updates: what forward needs next has lanes of its own to and from the disk
+    lane    actions of one kind are taken up in the order in which they were started; the next one when the last has
+            ended, but to and from the disk as soon as its slots are free, a few at once. Parameters do not queue up
+            behind updates: what forward needs next has lanes of its own to and from the disk
     slot    an action waits for whoever used one of its slots, in host memory or on disk, before it
 Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
 waits for an action that a step left out (a unit without gradients).
@@ -45,7 +46,7 @@ class Key(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Actions of one lane run one after the other."""
+        """Actions of one lane are taken up in the order in which they were started."""
         return "LOAD param" if (self.kind, self.what) == (Kind.LOAD, "param") else str(self.kind)
 
     def __str__(self) -> str:
