@@ -8,8 +8,9 @@
     SPILL     disk out    host -> disk         the same; activations in a lane of their own
 
 Two rules order everything:
-    lane    actions of one kind run one after the other, in the order in which they were started. What forward and
-            backward need next does not queue up behind updates: it has lanes of its own to and from the disk
+    lane    actions of one kind are taken up in the order in which they were started; the next one when the last has
+            ended, but to and from the disk as soon as its slots are free, a few at once. What forward and backward
+            need next does not queue up behind updates: it has lanes of its own to and from the disk
     slot    an action waits for whoever used one of its slots, in host memory or on disk, before it
 Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
 waits for an action that a step left out (a unit without gradients).
@@ -49,7 +50,7 @@ class Key(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Actions of one lane run one after the other."""
+        """Actions of one lane are taken up in the order in which they were started."""
         return f"{self.kind} {self.what}" if (self.kind, self.what) in APART else str(self.kind)
 
     def __str__(self) -> str:

@@ -1,5 +1,8 @@
 """Runs a schedule: a lane per kind of action, each a thread and, where there is a GPU, a stream. Sole owner of both.
 
+Lanes of the disk have several threads: a unit's transfers start as soon as its slots are free, not when the unit before
+has come to its last block, so that the disk's queue does not run empty between two units.
+
 Why no copy meets freed or rewritten memory, under CUDA's caching allocator too:
     the caller's stream   an event is recorded there when an action is started, and the lane's stream waits for it: what
                           was computed is there, and whoever read the destination has read it
@@ -28,13 +31,15 @@ from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 
 PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
 LEAVING = 4
+AT_ONCE = {Kind.LOAD: 3, Kind.SPILL: 3}
+"""Actions under way in a lane: of the disk as many as units take turns in host memory, else one."""
 Move = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of one size and dtype."""
 
 
 @dataclass(frozen=True)
 class LaneUse:
-    """How a lane was used: seconds at work, seconds that callers stood waiting for it, bytes moved."""
+    """How a lane was used: seconds with work under way, seconds that callers stood waiting for it, bytes moved."""
 
     busy_s: float = 0.0
     waited_s: float = 0.0
@@ -60,6 +65,7 @@ class Swap:
             slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
         }
         self._use: dict[str, LaneUse] = {}
+        self._at_work: dict[str, tuple[int, float]] = {}
         self._counting = Lock()
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
@@ -129,7 +135,7 @@ class Swap:
         phase = PHASES.get(action.key.kind, Phase.COMPUTING)
         for lease in leases:
             lease.enter(phase)
-        began = time.perf_counter()
+        self._enter(action.key.lane)
         try:
             with record_function(str(action.key)):
                 if self.before is not None:
@@ -138,7 +144,7 @@ class Swap:
         except BaseException as error:
             raise OffloadError(f"{action.key} failed: {error}") from error
         finally:
-            self._count(action.key.lane, LaneUse(busy_s=time.perf_counter() - began))
+            self._leave(action.key.lane)
             for lease in leases:
                 lease.enter(Phase.HELD)
 
@@ -173,6 +179,19 @@ class Swap:
         with self._counting:
             self._use[lane] = self._use.get(lane, LaneUse()) + use
 
+    def _enter(self, lane: str) -> None:
+        """An action of the lane is at work; several at once count once."""
+        with self._counting:
+            actions, since = self._at_work.get(lane, (0, 0.0))
+            self._at_work[lane] = actions + 1, since if actions else time.perf_counter()
+
+    def _leave(self, lane: str) -> None:
+        with self._counting:
+            actions, since = self._at_work[lane]
+            self._at_work[lane] = actions - 1, since
+        if actions == 1:
+            self._count(lane, LaneUse(busy_s=time.perf_counter() - since))
+
     def close(self) -> None:
         """End the threads, after what was started has ended."""
         for lane in self._lanes.values():
@@ -180,13 +199,14 @@ class Swap:
 
 
 class _Lane:
-    """One thread, and on CUDA one stream."""
+    """A thread or several, and on CUDA one stream."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
         copies = device.type == "cuda" and name in (Kind.FETCH, Kind.EVICT)
         self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"offload {name}")
+        at_once = AT_ONCE.get(Kind(name.split(" ")[0]), 1)
+        self.thread = ThreadPoolExecutor(at_once, thread_name_prefix=f"offload {name}")
 
     def ready(self) -> torch.cuda.Event | None:
         """What the caller's stream has done so far."""
