@@ -37,7 +37,7 @@ UNDER_WAY = 2
 FILL_STEPS = 1
 MATMUL_ELEMS = 1024
 DEEPSPEED_AIO = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
-"""Its defaults: larger blocks, deeper queues and more threads were no faster."""
+"""Its defaults: larger blocks, deeper queues and more threads were not clearly faster."""
 Found = dict[str, Any]
 Turn = Callable[[], Found]
 
