@@ -15,7 +15,8 @@ from dzero.offload.pinned import Arena
 from dzero.zero.tiers import DiskConfig
 
 SAMPLE_BYTES = 512 << 20
-QUICK_BYTES = 64 << 20
+QUICK_BYTES = 8 << 20
+QUICK_ROUNDS = 5
 ROUNDS = 3
 BLOCKS_BYTES = (4 << 20, 16 << 20, 64 << 20)
 THREADS = (1, 4, 8)
@@ -50,10 +51,10 @@ def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int
 
 
 def weighed(config: DiskConfig) -> DiskConfig:
-    """`config` with weights: measured, where there are several paths and none are given."""
+    """`config` with weights: measured in little memory, where there are several paths and none are given."""
     if config.weights is not None or len(config.paths) == 1:
         return config
-    speeds = measure(config, sample_bytes=QUICK_BYTES, rounds=1)
+    speeds = measure(config, sample_bytes=QUICK_BYTES, rounds=QUICK_ROUNDS)
     return replace(config, weights=[speed.both_bytes_per_s for speed in speeds])
 
 
