@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from dzero.offload.places import Places, goes_back
+from dzero.offload.places import Places
 from dzero.offload.schedule import Action, Key, Kind, Schedule
 from dzero.zero.shapes import UnitShape
 
@@ -96,8 +96,7 @@ def _from_disk(places: Places, what: str, unit: UnitShape) -> list[Action]:
 
 
 def _to_disk(places: Places, what: str, unit: UnitShape) -> list[Action]:
-    pairs = [pair for pair in places.pairs(what, unit.name) if what != "states" or goes_back(pair)]
-    slots = tuple(slot for pair in pairs for slot in (pair.host, pair.disk))
+    slots = tuple(slot for pair in places.going(what, unit.name) for slot in (pair.host, pair.disk))
     return [Action(Key(Kind.SPILL, what, unit.name), slots)] if slots else []
 
 

@@ -119,9 +119,7 @@ class Offload:
 
         Of what is on disk, where it comes to lie.
         """
-        place = self.places.at[name, key]
-        lease = self.swap.leases[place.slot]
-        return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
+        return self.swap.view(self.places.at[name, key], elems)
 
     def on_disk(self, name: str, view: torch.Tensor) -> HostMemory:
         """A parameter's state that is on disk, by its view on the host."""

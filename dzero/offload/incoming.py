@@ -58,8 +58,7 @@ class Incoming:
             memory.home = OnDisk(self._staging, "param", name, views[each])
 
     def _view(self, name: str) -> torch.Tensor:
-        place = self._places.at[name, "param"]
-        return self._swap.leases[place.slot].view(place.dtype, place.elems, place.start_bytes)
+        return self._swap.view(self._places.at[name, "param"])
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The unit's padded shards [elems] on the device, for the stream that is current now."""

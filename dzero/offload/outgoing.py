@@ -97,8 +97,7 @@ class Outgoing:
         self._staging.spill("param", unit)
 
     def _home(self, work: Work) -> torch.Tensor:
-        place = self._places.at[work.name, "param"]
-        return self._swap.leases[place.slot].view(place.dtype, work.made.numel(), place.start_bytes)
+        return self._swap.view(self._places.at[work.name, "param"], work.made.numel())
 
     def _outdate(self, unit: str) -> None:
         """Its parameters off the device are about to change."""

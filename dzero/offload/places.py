@@ -143,6 +143,10 @@ class Places:
         found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
         return [Pair(slot, piece) for slot, piece in found if piece is not None]
 
+    def going(self, what: str, unit: str) -> list[Pair]:
+        """Those of `pairs` that go back to disk: of states not a working copy that a remainder belongs to."""
+        return [pair for pair in self.pairs(what, unit) if what != "states" or pair.disk.split(" ")[1] in UPDATED]
+
     def makes_all(self, unit: str, names: Collection[str]) -> bool:
         """Whether an update of `names` makes all working copies that a unit has on disk, but for frozen ones."""
         if unit not in self._makes_param:
@@ -153,7 +157,7 @@ class Places:
     def piece_bytes(self) -> dict[str, int]:
         """Size of every disk slot, spare ones included."""
         sizes = {piece: self._used[of] for of, piece in self._pieces.items()}
-        spares = [pair.disk for unit in self.early for pair in self.pairs("states", unit) if goes_back(pair)]
+        spares = [pair.disk for unit in self.early for pair in self.going("states", unit)]
         return sizes | {spare_of(piece): sizes[piece] for piece in spares}
 
     def slots(self) -> tuple[Slot, ...]:
@@ -172,8 +176,8 @@ class Places:
             trained = [param.name for param in unit.params if param.trainable]
             here = all(self._moments and self.on_host(kind, name) for name in trained for kind in ("grad", *UPDATED))
             on_host = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
-            going = [pair.host for pair in self.pairs("states", unit.name) if goes_back(pair)]
-            size = on_host + sum(aligned(self._used[unit.name, slot]) for slot in going)
+            going = self.going("states", unit.name)
+            size = on_host + sum(aligned(self._used[unit.name, pair.host]) for pair in going)
             if here and 0 < size <= left:
                 early.add(unit.name)
                 left -= size
@@ -258,11 +262,6 @@ class Places:
         start = -(-self._used.get((unit, slot), 0) // grain) * grain
         self.at[name, key] = Place(slot, start, dtype, elems)
         self._used[unit, slot] = start + elems * dtype.itemsize
-
-
-def goes_back(pair: Pair) -> bool:
-    """Whether an update changes what came from disk: not a working copy that a remainder belongs to."""
-    return pair.disk.split(" ")[1] in UPDATED
 
 
 def spare_of(piece: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dzero.offload.disk import DiskStore
-from dzero.offload.places import Pair, Places, goes_back, spare_of
+from dzero.offload.places import Pair, Places, spare_of
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import Swap
 
@@ -41,7 +41,7 @@ class Staging:
 
     def spill(self, what: str, unit: str, *, early: bool = False) -> None:
         """Start to take back what a unit's slots hold. early: to the spare slots, until `keep` or `drop`."""
-        pairs = [pair for pair in self._places.pairs(what, unit) if what != "states" or goes_back(pair)]
+        pairs = self._places.going(what, unit)
         if not pairs:
             return
         if early:

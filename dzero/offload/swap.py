@@ -27,6 +27,7 @@ import torch
 from torch.profiler import record_function
 
 from dzero.offload.pinned import Arena, Lease, Phase
+from dzero.offload.places import Place
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 
 PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
@@ -99,6 +100,11 @@ class Swap:
                     smaller.release()
                 self.leases[slot.name] = lease
         self._open_lanes(actions)
+
+    def view(self, place: Place, elems: int | None = None) -> torch.Tensor:
+        """What a slot holds at `place`, flat: its first `elems`, or all with the padding."""
+        lease = self.leases[place.slot]
+        return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
 
     def move(self, key: Key, moves: Sequence[Move]) -> Future[Any]:
         """Start copying. Sources must not change, and destinations not be used, until `wait(key)`, or the future's end.

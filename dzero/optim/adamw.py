@@ -174,7 +174,7 @@ class AdamW(MasterOptimizer):
         """Bytes of this rank's param, master and moments between steps; frozen parameters included."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for stored in self._stored.values():
-            for kind, count in stored.bytes_by_kind("device").items():
+            for kind, count in stored.device_bytes().items():
                 totals[kind] += count
         for param in self._sharded.named_params().values():
             if param not in self._stored:

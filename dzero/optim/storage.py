@@ -250,16 +250,11 @@ class Stored:
         view = self.views.get(key)
         return local_of(self.tensors[key]).view(-1) if view is None else view
 
-    def bytes_by_kind(self, tier: str) -> dict[str, int]:
-        """Bytes of this rank's states on the "device" (whole storages) or off it, by the table's kinds."""
-        kinds = {"param": 0, "master": 0, "moments": 0}
-        if tier == "device":
-            kinds["param"] = device_bytes(self.param)
-        elif self.work is not None:
-            kinds["master" if self.work.dtype == torch.float32 else "param"] = self.work.nbytes
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes that this rank's states keep on the device, whole storages, by the table's kinds."""
+        kinds = {"param": device_bytes(self.param), "master": 0, "moments": 0}
         for key, tensor in self.tensors.items():
-            if key != "step" and (key in self.off_device) == (tier != "device"):
-                local = local_of(tensor)
-                count = local.nbytes if tier != "device" else local.untyped_storage().nbytes()
-                kinds["master" if key in ("master", "remainder") else "moments"] += count
+            if key != "step" and key not in self.off_device:
+                kind = "master" if key in ("master", "remainder") else "moments"
+                kinds[kind] += local_of(tensor).untyped_storage().nbytes()
         return kinds
