@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing as mp
-import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from children import Children, process_group
+
 RANKS = 2
 WARM_STEPS = 2
-TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> 
         pairs = {}
         try:
             for side in sides:
-                pairs[side] = _Pair(side, workload, Path(folder))
+                pairs[side] = _Side(side, workload, Path(folder))
             results = {side: Measured(side, losses=list(pair.warm_losses)) for side, pair in pairs.items()}
             order, shuffle = list(sides), random.Random(0)
             for done in range(rounds):
@@ -70,79 +67,39 @@ def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> 
                 pair.close()
 
 
-class _Pair:
-    """The parent's end of one side's processes."""
+class _Side(Children):
+    """A side's processes."""
 
     def __init__(self, side: str, workload: Any, folder: Path) -> None:
-        context = mp.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            args = (theirs, side, workload, rank, f"file://{folder / side}")
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self.warm_losses = _mean_by_step(self._receive())
-
-    def _ask(self, request: Any) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send(request)
-        return self._receive()
-
-    def _receive(self) -> list[Any]:
-        answers = [pipe.recv() for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        super().__init__(RANKS, _serve, side, workload, str(folder / side))
+        self.warm_losses = _mean_by_step(self.first)
 
     def round(self, steps: int, into: Measured) -> None:
         """Train `steps` steps and add what they took."""
-        seconds, cpu_s, losses = zip(*self._ask(steps), strict=True)
+        seconds, cpu_s, losses = zip(*self.ask(steps), strict=True)
         into.step_s.append(max(seconds) / steps)
         into.cpu_s.append(sum(cpu_s) / RANKS / steps)
         into.losses.extend(_mean_by_step(losses))
 
     def finish(self, measured: Measured) -> Measured:
         """Add the worst rank's memory and end the processes."""
-        memories = self._ask(None)
+        memories = self.ask(None)
         worst = {key: max(memory[key] for memory in memories) for key in memories[0]}
         return replace(measured, **worst)
-
-    def close(self) -> None:
-        for process in self._processes:
-            process.join(timeout=10)
-            process.kill()
 
 
 def _mean_by_step(by_rank: Sequence[list[float]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
 
 
-def _serve(pipe: Connection, side: str, workload: Any, rank: int, rendezvous: str) -> None:
+def _serve(pipe: Connection, side: str, workload: Any, rendezvous: str, rank: int) -> None:
     """A child process: rank `rank` of `side`."""
     try:
-        with _group(rank, rendezvous):
+        with process_group(rank, RANKS, rendezvous):
             _train(pipe, side, workload, rank)
     except BaseException as error:
         pipe.send(RuntimeError(f"{side}, rank {rank}: {type(error).__name__}: {error}"))
         raise
-
-
-@contextmanager
-def _group(rank: int, rendezvous: str) -> Iterator[None]:
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=TIMEOUT)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:

@@ -1,9 +1,8 @@
-"""What infinity.py compares, as its child processes run it: each builds sides and gives them turns when told.
+"""What infinity.py compares, as its child processes run it.
 
 group       sides                                              one turn
 update      disk, host; transfer, load, spill; matmul          one step of a net of equal units, batch 1
 deepspeed   deepspeed                                          the same
-train       compute, device, host, disk, all_disk              steps of a llama
 """
 
 from __future__ import annotations
@@ -11,75 +10,25 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from infinity_rounds import Found, LeftOutError, Series, Setting, Turn
 from sides import ADAM
 from torch import nn
-from workload import Batches, Workload, loss_of
 
-from dzero import AdamW, OffloadConfig, ZeroConfig, shard
-from dzero.models.llama import Llama, LlamaShape
+from dzero import AdamW, ZeroConfig, shard
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_file import Direction
 from dzero.offload.pinned import Arena, aligned
-from dzero.zero.tiers import DiskConfig
 
 WIDTH = 2048
 UNDER_WAY = 2
-FILL_STEPS = 1
 MATMUL_ELEMS = 1024
 DEEPSPEED_AIO = {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "overlap_events": True}
 """Its defaults: larger blocks, deeper queues and more threads were not clearly faster."""
-Found = dict[str, Any]
-Turn = Callable[[], Found]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """units x elems: of the net. threads: of kernels, per rank. block_bytes, io_threads: of dzero's store."""
-
-    path: str
-    units: int
-    elems: int
-    threads: int
-    block_bytes: int
-    io_threads: int
-    tokens: int
-    samples: int
-    steps: int
-    small_llama: bool
-
-    @property
-    def params(self) -> int:
-        """Of the net."""
-        return self.units * self.elems
-
-    @property
-    def disk(self) -> DiskConfig:
-        """Of every store."""
-        return DiskConfig(paths=[self.path], block_bytes=self.block_bytes, threads=self.io_threads)
-
-    def offload(self, tier: str) -> OffloadConfig | None:
-        """As conf/offload: host, disk, or all_disk (infinity)."""
-        disk = {"disk": self.disk} if tier != "host" else {}
-        kinds = {
-            "host": {"grad": "host", "master": "host", "moments": "host"},
-            "disk": {"grad": "host", "master": "disk", "moments": "disk"},
-            "all_disk": {"param": "disk", "grad": "disk", "master": "disk", "moments": "disk"},
-        }
-        return OffloadConfig(**kinds[tier], **disk) if tier in kinds else None  # type: ignore[arg-type]
-
-
-class LeftOutError(Exception):
-    """A group of sides cannot run here."""
 
 
 def net(setting: Setting) -> nn.Module:
@@ -132,6 +81,14 @@ class Transfers:
         for way in Direction:  # what is read must have been written
             self._lane(way, Direction.WRITE)
 
+    @classmethod
+    def like(cls, optim: AdamW, setting: Setting) -> Transfers:
+        """Of the pieces of states that `optim` keeps on disk, unit by unit."""
+        places = optim.offload.places
+        sizes = places.piece_bytes()
+        units = [[sizes[pair.disk] for pair in places.pairs("states", unit.name)] for unit in places.units]
+        return cls(setting, [unit for unit in units if unit])
+
     def turn(self, *ways: Direction) -> Found:
         """All units in these ways at once."""
         dist.barrier()
@@ -161,10 +118,7 @@ def _end(futures: list[Future[None]]) -> None:
 def update_sides(setting: Setting) -> dict[str, Turn]:
     """dzero's, and what bounds it."""
     disk, host = Step(setting, "disk"), Step(setting, "host")
-    places = disk.optim.offload.places
-    sizes = places.piece_bytes()
-    units = [[sizes[pair.disk] for pair in places.pairs("states", unit.name)] for unit in places.units]
-    alone = Transfers(setting, [unit for unit in units if unit])
+    alone = Transfers.like(disk.optim, setting)
     square = torch.ones(MATMUL_ELEMS, MATMUL_ELEMS, dtype=torch.bfloat16)
 
     def matmul() -> Found:
@@ -220,81 +174,6 @@ def deepspeed_sides(setting: Setting) -> dict[str, Turn]:
     return {"deepspeed": turn}
 
 
-class Training:
-    """A llama with its states somewhere. `compute`: without an optimizer."""
-
-    def __init__(self, setting: Setting, side: str) -> None:
-        workload = Workload(model="21m", samples=setting.samples, tokens=setting.tokens)
-        shape = LlamaShape(vocab_size=256, hidden_size=64, layers=2, heads=2, kv_heads=2, ffn_size=128)
-        torch.manual_seed(0)
-        model = Llama(shape) if setting.small_llama else workload.build()
-        self.params = sum(param.numel() for param in model.parameters())
-        zero = ZeroConfig(stage=3 if side == "all_disk" else 2)
-        self._sharded = shard(model, zero, offload=setting.offload(side))
-        self._optim = None if side == "compute" else AdamW(self._sharded, **ADAM, threads=setting.threads)
-        self._batches, self._done, self._steps = Batches(workload), 0, setting.steps
-
-    def __call__(self) -> Found:
-        for _ in range(FILL_STEPS):
-            self._step()
-        if self._optim is not None:
-            self._optim.offload.take_use()
-        start = time.perf_counter()
-        losses = [self._step() for _ in range(self._steps)]
-        found: Found = {"step_s": (time.perf_counter() - start) / self._steps, "params": self.params}
-        if self._optim is not None:
-            found["losses"] = [float(loss) for loss in losses]
-            use = self._optim.offload.take_use()
-            found["bytes"] = sum(use[lane].moved_bytes for lane in use if lane.startswith(("LOAD", "SPILL")))
-            found["bytes"] /= self._steps
-            found["waited_s"] = sum(each.waited_s for each in use.values()) / self._steps
-            self._optim.synchronize()
-        return found
-
-    def _step(self) -> torch.Tensor:
-        loss = loss_of(self._sharded.model, self._batches.get(self._done, dist.get_rank()))
-        self._done += 1
-        loss.backward()  # type: ignore[no-untyped-call]
-        if self._optim is None:
-            self._sharded.model.zero_grad()
-        else:
-            self._optim.step()
-        return loss.detach()
-
-
-def train_sides(setting: Setting) -> dict[str, Turn]:
-    """Every tier, and the model alone."""
-    return {side: Training(setting, side) for side in ("compute", "device", "host", "disk", "all_disk")}
-
-
-GROUPS = {"update": update_sides, "deepspeed": deepspeed_sides, "train": train_sides}
-
-
-def serve(pipe: Connection, group: str, setting: Setting, rank: int, ranks: int, rendezvous: str) -> None:
-    """A child process: rank `rank` of `group`. Says what its sides are called, then gives turns to those it is sent."""
-    try:
-        torch.set_num_threads(setting.threads)
-        with _process_group(rank, ranks, rendezvous):
-            sides = GROUPS[group](setting)
-            pipe.send([*sides])
-            while (side := pipe.recv()) is not None:
-                pipe.send(sides[side]())
-            pipe.send(None)
-            sides.clear()
-    except BaseException as error:
-        kind = LeftOutError if isinstance(error, LeftOutError) else RuntimeError
-        pipe.send(kind(f"{group}, rank {rank}: {error if kind is LeftOutError else repr(error)}"))
-        raise
-
-
-@contextmanager
-def _process_group(rank: int, ranks: int, rendezvous: str) -> Iterator[None]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(minutes=5)
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+def bandwidth(series: Series) -> float:
+    """Bytes per second of the store alone, both ways together."""
+    return float(series["transfer"]["bytes"][0] / median(series["transfer"]["update_s"]))
