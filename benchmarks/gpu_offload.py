@@ -3,15 +3,16 @@
     python benchmarks/gpu_offload.py --rounds 7        # speed
     python benchmarks/gpu_offload.py --largest         # size
 
-Speed (sides: offload_sides.py): tokens/s over dzero_resident's. Goal: 0.9 for dzero's sides wherever the host's update
-(busy time of its lane, where that side runs) takes no longer than the compute (a step of dzero_resident, its own update
-included). A step is one batch of `--samples` sequences, since torchao does not accumulate; activations are recomputed,
-since who offloads is short of memory (`--checkpoint none` for the harder case). One process, one rank, the same weights
-and tokens for all. Sides take turns in shuffled order; a turn visits every batch size: 2 steps that fill the pipeline,
-then `--steps` on the clock, which stops with updates under way as it started. Sides stay alive between turns where all
-of them fit the memory, since page-locking takes longer than a turn; else each is built anew for its turn, and its
-losses start over. The report says which. What is out of memory or cannot run is left out with a note. `clipped`: part
-of dzero's steps whose norm was above the limit; there overlap=backward undoes what it did early.
+Speed (sides: offload_sides.py): tokens/s over dzero_resident's. Goal: 0.9 for dzero's sides on the host wherever its
+update (busy time of its lane, where that side runs) takes no longer than the compute (a step of dzero_resident, its own
+update included). Sides on disk have no goal here: `disk, ms` is the busy time of their busiest lane of the disk. A step
+is one batch of `--samples` sequences, since torchao does not accumulate; activations are recomputed, since who offloads
+is short of memory (`--checkpoint none` for the harder case). One process, one rank, the same weights and tokens for
+all. Sides take turns in shuffled order; a turn visits every batch size: 2 steps that fill the pipeline, then `--steps`
+on the clock, which stops with updates under way as it started. Sides stay alive between turns where all of them fit the
+memory, since page-locking takes longer than a turn; else each is built anew for its turn, and its losses start over.
+The report says which. What is out of memory or cannot run is left out with a note. `clipped`: part of dzero's steps
+whose norm was above the limit; there overlap=backward undoes what it did early.
 
 Size: bisection over the layers of a llama (offload_largest.py), every candidate in a process of its own: built on meta,
 filled part by part, two steps, finite losses. Goal: 16 bytes per parameter (bf16 weight and gradient, fp32 master and
@@ -48,6 +49,7 @@ from dzero.hardware import device_memory_bytes, format_bytes, host_available_byt
 from dzero.models.build import build, count
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig
+from dzero.zero.tiers import DiskConfig
 
 GOAL, RESIDENT, PEER, BATCHES = 0.9, "dzero_resident", "fsdp2_cpu", 8
 TINY = ModelConfig(vocab_size=256, hidden_size=64, layers=2, heads=2, ffn_size=128)
@@ -68,8 +70,8 @@ def main() -> None:
     name = "llama_8b" if options.largest else "llama_1b"
     config = TINY if on_cpu else replace(_model(name), vocab_size=options.vocab)
     blocks = BlockConfig(activation_checkpoint=options.checkpoint, compile=options.compile)
-    setting = Setting(config, device, blocks, options.max_norm)
-    with _group(device), _results(temporary=on_cpu):
+    with _group(device), _results(temporary=on_cpu), tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        setting = Setting(config, device, blocks, options.max_norm, DiskConfig(paths=[folder]))
         if options.largest:
             candidate(options, setting)
         else:
@@ -89,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpoint", default="full", help="activation checkpointing: none, selective, full")
     parser.add_argument("--compile", action="store_true", help="blocks")
     parser.add_argument("--max-norm", type=float, default=1.0)
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on the disk of dzero_disk")
     parser.add_argument("--largest", action="store_true", help="find the largest model instead")
     parser.add_argument("--layers-max", type=int, help="--largest: try no more")
     parser.add_argument("--timeout-s", type=float, default=900, help="--largest: of a candidate, which then failed")
@@ -220,12 +223,12 @@ def show(options: argparse.Namespace, setting: Setting, series: Series, notes: l
             speed = ratio_of_medians(resident_s, found["step_s"])
             over_peer = ratio_of_medians(sides[PEER]["step_s"], found["step_s"]) if PEER in sides else ""
             bars[name], verdict, update_s = speed.value, "", middle.get("update_s", 0.0)
-            if name.startswith("dzero") and name != RESIDENT:
+            if SIDES[name].goal:
                 asked, met = update_s <= median(resident_s), speed.value >= GOAL
                 goal = {"side": name, "tokens": tokens, "update_s": update_s, "compute_s": median(resident_s)}
                 goals.append({**goal, **vars(speed), "bound": GOAL, "asked": asked, "met": met})
                 verdict = ("met" if met else "missed") if asked else "update > compute"
-            shown = [f"{middle[key] * 1e3:.0f}" if key in middle else "" for key in ("update_s", "waited_s")]
+            shown = [f"{middle[key] * 1e3:.0f}" if key in middle else "" for key in ("update_s", "disk_s", "waited_s")]
             shown += [f"{middle['clipped']:.2f}" if "clipped" in middle else ""]
             shown += [f"{middle['work_bytes'] / 2**30:.1f}" if "work_bytes" in middle else ""]
             speeds = [f"{tokens / middle['step_s']:.0f}", f"{middle['step_s'] * 1e3:.0f}", speed, over_peer]
@@ -236,7 +239,7 @@ def show(options: argparse.Namespace, setting: Setting, series: Series, notes: l
     facts = {"part": "speed", "config": vars(options), "params": elems, "gpu": gpu, "memory_bytes": memory}
     append_row("gpu_offload", {**facts, "sides": series, "goals": goals, "notes": notes})
     title = f"{gpu}, {elems / 1e6:.0f} M parameters, bf16, clipped at {options.max_norm:g}"
-    header = ["tokens", "side", "tokens/s", "step, ms", "over resident", f"over {PEER}", "host update, ms"]
+    header = ["tokens", "side", "tokens/s", "step, ms", "over resident", f"over {PEER}", "host update, ms", "disk, ms"]
     header += ["waited, ms", "clipped", "device GiB beside states", "last loss", f"goal ≥ {GOAL}"]
     write_table("gpu_offload", "\n".join([title, "", table(header, rows), *(f"- {note}" for note in notes)]))
     plot_bars("gpu_offload", title, panels)

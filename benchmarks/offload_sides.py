@@ -5,6 +5,8 @@
     dzero_forward      grad, master, moments; overlap=forward      2 + 16    with new weights on their way
     dzero_backward     the same; overlap=backward                  2 + 28    and room to undo every unit
     dzero_host_all     parameters too; stage 3, overlap=forward    0 + 16
+    dzero_disk         grad; master and moments are on disk        2 + 2     and room for the units under way
+    dzero_infinity     none; stage 3, all four kinds on disk       0 + 0     the same
     fsdp2_cpu          all: CPUOffloadPolicy, fp32 parameters      0 + 16    torch's fused AdamW on the host
     torchao_cpu        CPUOffloadOptimizer, gradients too          2 + 8     all bf16: no masters, half the traffic
 
@@ -30,9 +32,12 @@ from dzero import AdamW, OffloadConfig, ZeroConfig, make_mesh, shard
 from dzero.models.build import build, count, materialiser
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.zero.tiers import DiskConfig
 
 FILL_STEPS = 2
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
+DISK: dict[str, Any] = {"grad": "host", "master": "disk", "moments": "disk"}
+ALL_DISK: dict[str, Any] = {"param": "disk", "grad": "disk", "master": "disk", "moments": "disk"}
 
 
 class LeftOutError(Exception):
@@ -41,12 +46,13 @@ class LeftOutError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sides train, where, and how."""
+    """What all sides train, where, and how. `disk`: of the sides that use one."""
 
     config: ModelConfig
     device: torch.device
     blocks: BlockConfig
     max_norm: float
+    disk: DiskConfig
 
     def model(self) -> tuple[nn.Module, Callable[[nn.Module], None]]:
         """On meta, and what fills it; the same values every time."""
@@ -98,7 +104,9 @@ class Side:
         found = {"step_s": [(time.perf_counter() - began) / steps], "losses": [float(loss) for loss in losses]}
         if optim is not None:
             use = optim.offload.take_use()
-            found["update_s"] = [sum(lane.busy_s for kind, lane in use.items() if kind == "COMPUTE") / steps]
+            found["update_s"] = [use["COMPUTE"].busy_s / steps if "COMPUTE" in use else 0.0]
+            disk = [lane.busy_s / steps for name, lane in use.items() if name.startswith(("LOAD", "SPILL"))]
+            found |= {"disk_s": [max(disk)]} if disk else {}
             found["waited_s"] = [sum(lane.waited_s for lane in use.values()) / steps]
             found["clipped"] = [sum(norm > self.setting.max_norm for norm in self.norms) / steps]
             optim.synchronize()
@@ -111,7 +119,7 @@ def dzero_side(setting: Setting, **offload: Any) -> Side:
     if offload.get("overlap") == "backward":
         offload["undo_bytes"] = 16 * count(model)
     zero = ZeroConfig(stage=3 if "param" in offload else 2)
-    where = OffloadConfig(**offload) if offload else None
+    where = OffloadConfig(**offload, disk=setting.disk) if offload else None
     sharded = shard(model, zero, offload=where, mesh=make_mesh(setting.device.type), materialise=fill)
     return Side(setting, sharded.model, AdamW(sharded, **ADAM, max_norm=setting.max_norm))
 
@@ -157,18 +165,21 @@ def torchao_side(setting: Setting) -> Side:
 @dataclass(frozen=True)
 class Recipe:
     """How a side is built, and the bytes of device and host per parameter that it takes at most between steps (torch
-    rounds its page-locked memory up to powers of two)."""
+    rounds its page-locked memory up to powers of two). `goal`: whether it is held to gpu_offload's."""
 
     build: Callable[[Setting], Side]
     device_bytes: int
     host_bytes: int
+    goal: bool = False
 
 
 SIDES = {
     "dzero_resident": Recipe(dzero_side, 16, 0),
-    "dzero_forward": Recipe(partial(dzero_side, **HOST, overlap="forward"), 4, 16),
-    "dzero_backward": Recipe(partial(dzero_side, **HOST, overlap="backward"), 4, 28),
-    "dzero_host_all": Recipe(partial(dzero_side, **HOST, param="host", overlap="forward"), 0, 18),
+    "dzero_forward": Recipe(partial(dzero_side, **HOST, overlap="forward"), 4, 16, goal=True),
+    "dzero_backward": Recipe(partial(dzero_side, **HOST, overlap="backward"), 4, 28, goal=True),
+    "dzero_host_all": Recipe(partial(dzero_side, **HOST, param="host", overlap="forward"), 0, 18, goal=True),
+    "dzero_disk": Recipe(partial(dzero_side, **DISK, overlap="forward"), 4, 8),
+    "dzero_infinity": Recipe(partial(dzero_side, **ALL_DISK, overlap="forward"), 0, 8),
     "fsdp2_cpu": Recipe(fsdp2_side, 0, 32),
     "torchao_cpu": Recipe(torchao_side, 4, 16),
 }
