@@ -34,8 +34,8 @@ import torch
 from report import append_row, table, write_table
 from stats import Goal, judge, ratio_of_medians
 
+from dzero.offload.direct import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_file import Direction
 from dzero.offload.pinned import Arena
 from dzero.zero.tiers import DiskConfig
 

@@ -20,8 +20,8 @@ from sides import ADAM
 from torch import nn
 
 from dzero import AdamW, ZeroConfig, shard
+from dzero.offload.direct import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_file import Direction
 from dzero.offload.pinned import Arena, aligned
 
 WIDTH = 2048

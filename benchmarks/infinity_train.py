@@ -33,7 +33,7 @@ from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
 from dzero.models.llama import Llama, LlamaShape
-from dzero.offload.disk_file import Direction
+from dzero.offload.direct import Direction
 
 FILL_STEPS = 1
 TIERS = ("device", "host", "disk", "all_disk")

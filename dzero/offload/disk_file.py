@@ -1,43 +1,16 @@
-"""The scratch file of one path: whole blocks in and out by direct I/O, and what they cost.
-
-Direct I/O wants memory, offsets and sizes in whole pages. Memory comes from the arena, offsets from the striping; the
-ragged end of a piece goes through a page of its own in the same call, so that nothing beyond the buffer is read or
-written, and no caller needs to leave room there.
-
-A short transfer goes on where it stopped; one that moves less than a page is a fault. Python itself repeats calls that
-a signal interrupted.
-"""
+"""The scratch file of one path: whole blocks in and out by direct I/O (direct.py), and what they cost."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import mmap
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from threading import Lock
 
-import numpy as np
-import numpy.typing as npt
-
+from dzero.offload.direct import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
 from dzero.offload.disk_error import DiskError, telling
-from dzero.offload.pinned import ALIGNMENT_BYTES
 from dzero.offload.run_folder import RunFolder
-
-Bytes = npt.NDArray[np.uint8]
-"""uint8 [bytes], contiguous, from a 4096-aligned address on."""
-EMPTY: Bytes = np.empty(0, np.uint8)
-
-
-class Direction(StrEnum):
-    """Which way a block goes."""
-
-    WRITE = "write"
-    READ = "read"
 
 
 @dataclass(frozen=True)
@@ -81,78 +54,22 @@ class DiskFile:
 
     def _write_first_page(self) -> None:
         with telling(self.path, "writing a first page"):
-            self.is_direct = self._direct and _make_direct(self.fd)
+            self.is_direct = self._direct and make_direct(self.fd)
 
-    def write(self, offset: int, data: Bytes, piece: str) -> None:
-        """Write all of `data` at `offset`. Raises DiskError with errno, path, piece, offset and bytes."""
-        whole, rest = _whole_pages(data)
-        self._transfer(Direction.WRITE, offset, [whole, _page(rest)] if rest.size else [whole], piece)
-
-    def read(self, offset: int, data: Bytes, piece: str) -> None:
-        """Fill all of `data` from `offset`. Raises DiskError with errno, path, piece, offset and bytes."""
-        whole, rest = _whole_pages(data)
-        parts = [whole, _page(EMPTY)] if rest.size else [whole]
-        self._transfer(Direction.READ, offset, parts, piece)
-        rest[:] = parts[-1][: rest.size]
+    def move(self, direction: Direction, offset: int, data: Bytes, piece: str) -> None:
+        """Write all of `data` at `offset`, or fill it. Raises DiskError with errno, path, piece, offset and bytes."""
+        with self._meters[direction].moving(whole_pages(data.size)):
+            try:
+                transfer(direction, self.fd, offset, data)
+            except TransferError as error:
+                at, left = offset + error.done, error.count - error.done
+                what = f"{direction} of piece {piece!r}, {left} bytes at offset {at} of the scratch file"
+                what = f"{what}: {error.strerror}"
+                raise DiskError(error.errno or 0, self.path, what, piece=piece, offset=at, count=left) from error
 
     def use(self, direction: Direction) -> DiskUse:
         """Since the file was made."""
         return self._meters[direction].use()
-
-    def _transfer(self, direction: Direction, offset: int, parts: list[Bytes], piece: str) -> None:
-        """Move whole pages between `parts`, one after the other, and the file from `offset` on."""
-        call = os.pwritev if direction is Direction.WRITE else os.preadv
-        count, done = sum(part.size for part in parts), 0
-        with self._meters[direction].moving(count):
-            while done < count:
-                try:
-                    moved = call(self.fd, _after(parts, done), offset + done)
-                    moved -= moved % ALIGNMENT_BYTES
-                    if not moved:
-                        raise OSError(errno.EIO, "no page was moved: the file was cut short, or takes no more")
-                except OSError as error:
-                    at, left = offset + done, count - done
-                    what = f"{direction} of piece {piece!r}, {left} bytes at offset {at} of the scratch file"
-                    what = f"{what}: {error.strerror}"
-                    raise DiskError(error.errno or 0, self.path, what, piece=piece, offset=at, count=left) from error
-                done += moved
-
-
-def _after(parts: list[Bytes], done: int) -> list[memoryview]:
-    """What is left of `parts` when `done` bytes have moved."""
-    left = []
-    for part in parts:
-        if part.size > done:
-            left.append(part[done:].data)
-        done = max(0, done - part.size)
-    return left
-
-
-def _whole_pages(data: Bytes) -> tuple[Bytes, Bytes]:
-    """`data` up to its last whole page, and the rest."""
-    at = data.size - data.size % ALIGNMENT_BYTES
-    return data[:at], data[at:]
-
-
-def _page(start: Bytes) -> Bytes:
-    """An aligned page that begins with `start`; zeros behind it."""
-    page: Bytes = np.frombuffer(mmap.mmap(-1, ALIGNMENT_BYTES), np.uint8)
-    page[: start.size] = start
-    return page
-
-
-def _make_direct(fd: int) -> bool:
-    """Switch direct I/O on. False, and off again, where the file system refuses at once or at the first page."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwritev(fd, [_page(EMPTY).data], 0)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return False
-    return True
 
 
 class _Meter:

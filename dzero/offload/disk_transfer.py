@@ -14,8 +14,9 @@ from threading import Lock
 
 import xxhash
 
+from dzero.offload.direct import Bytes, Direction
 from dzero.offload.disk_error import DiskError
-from dzero.offload.disk_file import Bytes, DiskFile
+from dzero.offload.disk_file import DiskFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,13 @@ class Move:
 
     def write(self) -> None:
         """Raises DiskError."""
-        self.file.write(self.offset, self.data, self.piece)
+        self.file.move(Direction.WRITE, self.offset, self.data, self.piece)
         # Afterwards: if the first blocks of a piece were all summed before they are written, the disk would stand idle.
         self.sums[self.index] = self._digest()
 
     def read(self) -> None:
         """Raises DiskError, with errno EBADMSG where the block is not what was written."""
-        self.file.read(self.offset, self.data, self.piece)
+        self.file.move(Direction.READ, self.offset, self.data, self.piece)
         if (found := self._digest()) != self.sums[self.index]:
             what = (
                 f"block {self.index} of piece {self.piece!r}, {self.data.size} bytes at offset {self.offset} of the "

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from dzero.offload import run_folder
+from dzero.offload.direct import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_error import DiskError
-from dzero.offload.disk_file import Direction
 from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
 from dzero.offload.pinned import Arena, aligned

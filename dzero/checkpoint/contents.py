@@ -1,0 +1,143 @@
+"""A checkpoint that is opened: what it holds, and any box of it, from whichever ranks wrote it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.folder import Folder
+from dzero.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    Index,
+    Manifest,
+    Part,
+    check_together,
+    index_name,
+    unseal,
+)
+from dzero.checkpoint.reader import Files, Want
+
+COLUMNS_BYTES = 64 << 20
+"""Of whole rows that are read at a time where only some columns are wanted."""
+
+
+class Checkpoint:
+    """Everything about a checkpoint but its tensors, which `read` gives. Raises CheckpointError; nothing is trusted."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        with ExitStack() as undo:
+            self._folder = undo.enter_context(Folder(self.path))
+            self.manifest = unseal(self._folder.read(MANIFEST), Manifest, str(self.path / MANIFEST))
+            self._checked(MANIFEST, self.manifest.check)
+            self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
+            self._checked(MANIFEST, lambda: check_together(self.indexes))
+            self._files = undo.enter_context(Files(self._folder, self.indexes))
+            self._undo = undo.pop_all()
+        self._where: dict[str, list[tuple[int, Part]]] = {}
+        for index in self.indexes:
+            for name, part in index.parts.items():
+                if not part.local:
+                    self._where.setdefault(name, []).append((index.rank, part))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._undo.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that ranks share."""
+        return sorted(self._where)
+
+    def part(self, name: str) -> Part:
+        """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
+        if name not in self._where:
+            raise CheckpointError(str(self.path), f"it holds no {name}")
+        return self._where[name][0][1]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, in its dtype, on the CPU."""
+        return self.read_all([(name, box)])[0]
+
+    def read_all(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Several at once: a block of a file that holds parts of several is read once."""
+        found = [torch.empty(box.size, dtype=DTYPES[self.part(name).dtype]) for name, box in boxes]
+        wanted: dict[int, list[Want]] = {}
+        for (name, box), out in zip(boxes, found, strict=True):
+            self._check_box(name, box)
+            for rank, part in self._where[name]:
+                if (common := part.box.common(box)) is None:
+                    continue
+                if _is_slab(common, part.box) and _is_slab(common, box):
+                    first, last = common.rows(box)
+                    data = _bytes(out.view(-1)[first:last])
+                    wanted.setdefault(rank, []).append((_start(part, common), data))
+                else:
+                    self._read_columns(rank, part, common, out[common.slices(box)])
+        self._files.read(wanted)
+        return found
+
+    def read_local(self, rank: int) -> dict[str, torch.Tensor]:
+        """What a rank saved of its own."""
+        parts = {name: part for name, part in self.indexes[rank].parts.items() if part.local}
+        found = {name: torch.empty(part.size, dtype=DTYPES[part.dtype]) for name, part in parts.items()}
+        self._files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
+        return found
+
+    def verify(self) -> Iterator[int]:
+        """Read everything, one rank's file after the other, and yield the bytes of each. Raises CheckpointError."""
+        for index in self.indexes:
+            self._files.verify(index.rank)
+            yield index.file_bytes
+
+    def _read_columns(self, rank: int, part: Part, common: Box, out: torch.Tensor) -> None:
+        """A box that is not whole rows of what was written: the rows that hold it, some at a time."""
+        row_bytes = math.prod(part.size[1:]) * DTYPES[part.dtype].itemsize
+        most_rows = max(1, COLUMNS_BYTES // row_bytes)
+        for first in range(0, common.size[0], most_rows):
+            rows = common.narrow(first, min(most_rows, common.size[0] - first))
+            wide = Box((rows.offset[0], *part.offset[1:]), (rows.size[0], *part.size[1:]))
+            found = torch.empty(wide.size, dtype=DTYPES[part.dtype])
+            self._files.read({rank: [(_start(part, wide), _bytes(found))]})
+            out[first : first + rows.size[0]] = found[rows.slices(wide)]
+
+    def _index(self, rank: int, sealed: str) -> Index:
+        name = index_name(rank)
+        index = unseal(self._folder.read(name), Index, str(self.path / name), sealed)
+        self._checked(name, lambda: index.check(rank))
+        return index
+
+    def _check_box(self, name: str, box: Box) -> None:
+        shape = self.part(name).shape
+        if len(shape) != len(box.size) or Box.whole(shape).common(box) not in (box, None):
+            raise CheckpointError(str(self.path), f"{name} is {list(shape)}; {box} is not within it")
+
+    def _checked(self, name: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except ValueError as error:
+            raise CheckpointError(str(self.path / name), str(error)) from error
+
+
+def _is_slab(box: Box, within: Box) -> bool:
+    """Whether `box` is whole rows of `within`, so that its elements lie one after the other."""
+    return box.offset[1:] == within.offset[1:] and box.size[1:] == within.size[1:]
+
+
+def _start(part: Part, box: Box) -> int:
+    """Where the first of `box`, whole rows of `part`, lies in the file's data."""
+    return part.start + box.rows(part.box)[0] * DTYPES[part.dtype].itemsize
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

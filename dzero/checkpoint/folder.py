@@ -1,0 +1,211 @@
+"""Folders of checkpoints: what becomes durable in which order, and what counts as there.
+
+    runs/checkpoints/
+        .lock                      held by the run that saves here
+        latest.json                the newest checkpoint that was verified
+        step_00000200/             a checkpoint: only renamed to this name when all of it is on disk
+        step_00000400.partial/     being written, or left by a run that died: never read, removed by the next one
+
+    order       what is on disk when it has ended
+    1 data      every rank's tensors and index, each synchronised       (rank by rank)
+    2 metadata  the manifest, synchronised
+    3 folder    the entries of the partial folder; then its new name, and the entries of the folder above
+    4 latest    the pointer, by a rename, after the new checkpoint was read back
+
+Symbolic links are followed nowhere below the folder that the user named: every file is opened relative to a handle of
+the folder that holds it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import MOST_JSON_BYTES, seal, unseal
+
+STEP = re.compile(r"step_(\d{8,})(?:_(\d+))?")
+PARTIAL, GOING = ".partial", ".going"
+LATEST, LOCK = "latest.json", ".lock"
+REPAIRS = {
+    errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
+    errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
+    errno.EACCES: "this user may not; change the permissions, or checkpoint.folder",
+    errno.EROFS: "choose a checkpoint.folder that can be written",
+    errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
+    errno.ENOTDIR: "name a folder, and no link to one",
+    errno.ENOENT: "it is missing; take another checkpoint",
+}
+
+
+class _Latest(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class Folder:
+    """A handle of a directory: files in it by name, none of them through a link. Raises CheckpointError."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        with told(self.path):
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self.fd)
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a regular file."""
+        with told(self.path / name):
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=self.fd)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise OSError(None, "it is no regular file")
+        return fd
+
+    def read(self, name: str) -> bytes:
+        """A small file. Raises CheckpointError for one beyond `MOST_JSON_BYTES`."""
+        fd = self.open(name, os.O_RDONLY)
+        with told(self.path / name), os.fdopen(fd, "rb") as file:
+            if os.fstat(fd).st_size > MOST_JSON_BYTES:
+                raise OSError(None, f"{os.fstat(fd).st_size} bytes, more than any index has")
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, on disk when this returns; whoever reads `name` sees all of it or what was there before."""
+        temporary = name + PARTIAL
+        fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with told(self.path / name), os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        with told(self.path / name):
+            os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        self.sync()
+
+    def sync(self) -> None:
+        """Its entries are on disk when this returns."""
+        with told(self.path):
+            os.fsync(self.fd)
+
+
+class Shelf:
+    """The folder that holds a run's checkpoints."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def names(self) -> list[str]:
+        """Of the checkpoints that are whole, the oldest first."""
+        found = [(match, entry.name) for entry in self._entries() if (match := STEP.fullmatch(entry.name))]
+        return [name for _, name in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0)))]
+
+    def latest(self) -> str | None:
+        """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
+        if not (self.path / LATEST).exists():
+            return None
+        with Folder(self.path) as folder:
+            name = unseal(folder.read(LATEST), _Latest, str(self.path / LATEST)).name
+        if not STEP.fullmatch(name):
+            raise CheckpointError(str(self.path / LATEST), f"{name!r} is no name of a checkpoint")
+        return name
+
+    def begin(self, step: int) -> str:
+        """A new, empty partial folder for `step`; the name that it will have."""
+        base, attempt = f"step_{step:08d}", 1
+        names = {entry.name for entry in self._entries()}
+        name = base
+        while name in names:
+            attempt += 1
+            name = f"{base}_{attempt}"
+        with told(self.path / (name + PARTIAL)):
+            os.mkdir(self.path / (name + PARTIAL))
+        return name
+
+    def partial(self, name: str) -> Path:
+        """Where a checkpoint is while it is written."""
+        return self.path / (name + PARTIAL)
+
+    def publish(self, name: str) -> None:
+        """Everything in the partial folder is on disk: give it its name."""
+        with told(self.path / name), Folder(self.partial(name)) as partial, Folder(self.path) as folder:
+            partial.sync()
+            os.rename(name + PARTIAL, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            folder.sync()
+
+    def point(self, name: str) -> None:
+        """`name` was verified: it is the latest."""
+        with Folder(self.path) as folder:
+            folder.write(LATEST, seal(_Latest(name))[0])
+
+    def keep(self, count: int) -> list[str]:
+        """Remove the oldest but `count`, never the latest; the names removed."""
+        names, latest = self.names(), self.latest()
+        going = [name for name in names[: max(0, len(names) - count)] if name != latest]
+        for name in going:
+            self.remove(name)
+        return going
+
+    def remove(self, name: str) -> None:
+        """Rename it first, so that nobody finds half of it."""
+        with told(self.path / name):
+            os.rename(self.path / name, self.path / (name + GOING))
+            shutil.rmtree(self.path / (name + GOING))
+
+    def clean(self) -> list[str]:
+        """Remove what runs that died left half-written or half-removed; call it under `locked`."""
+        left = [entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING))]
+        for name in left:
+            if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING)):
+                with told(self.path / name):
+                    shutil.rmtree(self.path / name)
+        return left
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone in saving here. Raises CheckpointError where another run is."""
+        with told(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with Folder(self.path) as folder:
+            fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(fd)
+                raise CheckpointError(
+                    str(self.path), "another run saves its checkpoints here: give this one a folder of its own"
+                ) from error
+            try:
+                yield
+            finally:
+                os.close(fd)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        if not self.path.exists():
+            return []
+        with told(self.path), os.scandir(self.path) as entries:
+            return [entry for entry in entries if not entry.is_symlink()]
+
+
+@contextmanager
+def told(path: Path | str) -> Iterator[None]:
+    """Errors of the system as CheckpointError, with the file and what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        repair = REPAIRS.get(error.errno or 0)
+        raise CheckpointError(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

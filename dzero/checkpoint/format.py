@@ -1,0 +1,192 @@
+"""What lies in a checkpoint: JSON beside safetensors files, read without trusting it.
+
+    step_00000200/
+        manifest.json          how many ranks wrote it, the seals of their indexes, and what is no tensor
+        rank_00000.json        an index: which part of which tensor lies where in the rank's file, and its checksums
+        rank_00000.safetensors the parts, one after the other, in the order of the index
+
+Tensors are called `<kind>.<parameter>`: `master` in fp32 whichever kind of master wrote it, the moments in the dtype
+they were kept in, `param` for what has no master. Scalars and settings are in the manifest. Names of files follow from
+the number of a rank, so no path comes out of a file.
+
+JSON files are sealed: `{"body": …, "xxh3": "…"}`, the checksum of the body's bytes. It finds what disks and cables do
+to a file; against who writes one on purpose stand the checks in `Index.check` and `Manifest.check`: sizes, offsets and
+shapes must fit each other and the file before anything is allocated or read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import xxhash
+
+from dzero.checkpoint.boxes import Box, covered
+from dzero.checkpoint.errors import CheckpointError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+MOST_JSON_BYTES = 256 << 20
+MOST_BLOCK_BYTES = 256 << 20
+MOST_DIMS = 16
+DTYPES = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By safetensors' names."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SUM = re.compile(r"[0-9a-f]{16}")
+T = TypeVar("T")
+
+
+def index_name(rank: int) -> str:
+    """Of a rank's index."""
+    return f"rank_{rank:05d}.json"
+
+
+def data_name(rank: int) -> str:
+    """Of a rank's tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor of `shape`, row-major at bytes [start, end) of the file's data.
+
+    `local`: it is no part of a tensor that all ranks share, but this rank's own.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    start: int
+    end: int
+    local: bool = False
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the tensor."""
+        return Box(self.offset, self.size)
+
+    def check(self, name: str) -> None:
+        """Raises ValueError for one that contradicts itself."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{name}: dtype {self.dtype!r}, not one of {list(DTYPES)}")
+        if not len(self.shape) == len(self.offset) == len(self.size) <= MOST_DIMS:
+            raise ValueError(f"{name}: shape {self.shape}, offset {self.offset} and size {self.size} differ in dims")
+        if any(o < 0 or n < 0 or o + n > dim for o, n, dim in zip(self.offset, self.size, self.shape, strict=True)):
+            raise ValueError(f"{name}: a part at {self.offset} of size {self.size} is not within {self.shape}")
+        if self.start < 0 or self.end - self.start != math.prod(self.size) * DTYPES[self.dtype].itemsize:
+            raise ValueError(f"{name}: bytes {self.start} to {self.end} are not {self.dtype} {list(self.size)}")
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's file: its size, where its data begins, the checksum of every block of `block_bytes`, and its parts."""
+
+    rank: int
+    file_bytes: int
+    data_start: int
+    block_bytes: int
+    sums: tuple[str, ...]
+    parts: dict[str, Part]
+
+    def check(self, rank: int) -> None:
+        """Raises ValueError where its numbers do not fit each other."""
+        if self.rank != rank:
+            raise ValueError(f"it says it is rank {self.rank}'s")
+        if not 1 <= self.block_bytes <= MOST_BLOCK_BYTES or not 0 <= self.data_start <= self.file_bytes:
+            raise ValueError(f"blocks of {self.block_bytes} bytes, data from {self.data_start} of {self.file_bytes}")
+        if len(self.sums) != -(-self.file_bytes // self.block_bytes) or not all(map(SUM.fullmatch, self.sums)):
+            raise ValueError(f"{len(self.sums)} checksums for {self.file_bytes} bytes in blocks of {self.block_bytes}")
+        at = 0
+        for name, part in sorted(self.parts.items(), key=lambda item: (item[1].start, item[1].end)):
+            part.check(name)
+            if part.start != at:
+                raise ValueError(f"{name} starts at byte {part.start} where the part before ends at {at}")
+            at = part.end
+        if self.data_start + at != self.file_bytes:
+            raise ValueError(f"its parts end at byte {self.data_start + at} of {self.file_bytes}")
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`seals`: the checksums of the ranks' indexes, by rank. `state`: what is no tensor; plain JSON."""
+
+    version: int
+    step: int
+    seals: tuple[str, ...]
+    state: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        """How many wrote it."""
+        return len(self.seals)
+
+    def check(self) -> None:
+        """Raises ValueError for another version, or no ranks."""
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version} of the format, this dzero reads {VERSION}: install a newer one")
+        if not self.seals or self.step < 0 or not all(map(SUM.fullmatch, self.seals)):
+            raise ValueError(f"step {self.step} of {len(self.seals)} ranks")
+
+
+def check_together(indexes: list[Index]) -> None:
+    """Raises ValueError where the ranks' parts do not make up whole tensors, each element once."""
+    boxes: dict[str, list[Box]] = {}
+    first: dict[str, Part] = {}
+    for index in indexes:
+        for name, part in index.parts.items():
+            if part.local:
+                continue
+            like = first.setdefault(name, part)
+            if (part.shape, part.dtype) != (like.shape, like.dtype):
+                raise ValueError(f"{name} is {like.dtype} {list(like.shape)} and {part.dtype} {list(part.shape)}")
+            boxes.setdefault(name, []).append(part.box)
+    for name, of_name in boxes.items():
+        try:
+            there, all_of_it = covered([box for box in of_name if box.elems]), math.prod(first[name].shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if there != all_of_it:
+            raise ValueError(f"{name}: {there} of {all_of_it} elements are there")
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3 in hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+    body: msgspec.Raw
+    xxh3: str
+
+
+def seal(body: Any) -> tuple[bytes, str]:
+    """The bytes of a file that holds `body`, and its seal."""
+    encoded = msgspec.json.encode(body, order="sorted")
+    found = digest(encoded)
+    return b'{"body":' + encoded + b',"xxh3":"' + found.encode() + b'"}\n', found
+
+
+def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> T:
+    """What `seal` was given. `sealed`: the seal that it must have. Raises CheckpointError."""
+    try:
+        outer = msgspec.json.decode(data, type=_Sealed)
+        found = digest(bytes(outer.body))
+        if found != outer.xxh3:
+            raise ValueError(f"its checksum is {found}, not {outer.xxh3}: it was damaged")
+        if sealed is not None and found != sealed:
+            raise ValueError(f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
+        return msgspec.json.decode(bytes(outer.body), type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise CheckpointError(path, str(error)) from error

@@ -1,0 +1,150 @@
+"""Writes one rank's tensors as they come, in bounded memory: into blocks, which threads checksum and write.
+
+    put(name, tensor)     fill a block --> full: a thread sums and writes it, the next free block is taken
+    finish()              the last block, the file's size, fsync; the index
+
+The file is a safetensors file: its header, padded to a page, then the parts without gaps. `put` waits where all blocks
+are on their way to the disk, so a rank never holds more than `blocks` of them, however large its states are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from types import TracebackType
+
+import torch
+
+from dzero.checkpoint.folder import Folder, told
+from dzero.checkpoint.format import DTYPES, Index, Part, data_name, digest
+from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
+from dzero.offload.pinned import Arena
+
+BLOCK_BYTES = 16 << 20
+THREADS = 4
+
+
+def laid_out(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """`parts` one after the other, in their order."""
+    at, placed = 0, {}
+    for name, part in parts.items():
+        end = at + part.box.elems * DTYPES[part.dtype].itemsize
+        placed[name] = Part(part.dtype, part.shape, part.offset, part.size, at, end, part.local)
+        at = end
+    return placed
+
+
+def header(parts: Mapping[str, Part]) -> bytes:
+    """safetensors': its length in 8 bytes, then JSON, filled up with spaces to a whole page."""
+    tensors = {
+        name: {"dtype": part.dtype, "shape": list(part.size), "data_offsets": [part.start, part.end]}
+        for name, part in parts.items()
+    }
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text = text.ljust(whole_pages(8 + len(text)) - 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Blocks:
+    """Memory for what is on its way to the disk; `count` blocks, used by one writer after the other."""
+
+    def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self.block_bytes = block_bytes
+        arena = Arena(count * block_bytes)
+        self.free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for number in range(count):
+            lease = arena.lease(block_bytes, f"checkpoint block {number}")
+            arena.touch(lease)
+            self.free.put(lease.data)
+
+
+class ShardWriter:
+    """One rank's file in `folder`. `parts`: what will be put, in that order. Raises CheckpointError."""
+
+    def __init__(self, folder: Folder, rank: int, parts: Mapping[str, Part], blocks: Blocks) -> None:
+        self.rank, self.parts, self._blocks = rank, laid_out(parts), blocks
+        self._path = folder.path / data_name(rank)
+        self._due = iter(self.parts.items())
+        start = header(self.parts)
+        data_bytes = max((part.end for part in self.parts.values()), default=0)
+        self._index = Index(rank, len(start) + data_bytes, len(start), blocks.block_bytes, (), self.parts)
+        self._fd = folder.open(data_name(rank), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._pool = ThreadPoolExecutor(THREADS, "checkpoint write")
+        self._under_way: list[Future[str]] = []
+        self._block, self._filled = self._blocks.free.get(), 0
+        try:
+            with told(self._path):
+                if self._index.file_bytes:
+                    os.posix_fallocate(self._fd, 0, whole_pages(self._index.file_bytes))
+                make_direct(self._fd)
+            self._append(torch.frombuffer(bytearray(start), dtype=torch.uint8))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.abandon()
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """The next part, from any device; it may change when this returns. Waits while no block is free."""
+        due, part = next(self._due)
+        if (name, tensor.dtype, tensor.numel()) != (due, DTYPES[part.dtype], part.box.elems):
+            raise ValueError(
+                f"{name}, {tensor.numel()} of {tensor.dtype}, where {due}, {part.box.elems} of {part.dtype}, is due"
+            )
+        self._append(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+    def finish(self) -> Index:
+        """Everything is on disk when this returns, but the folder's entry."""
+        if (left := next(self._due, None)) is not None:
+            raise ValueError(f"{left[0]} was not put")
+        if self._filled:
+            self._send()
+        sums = tuple(future.result() for future in self._under_way)
+        with told(self._path):
+            os.ftruncate(self._fd, self._index.file_bytes)
+            os.fsync(self._fd)
+        self.abandon()
+        return Index(
+            self.rank, self._index.file_bytes, self._index.data_start, self._blocks.block_bytes, sums, self.parts
+        )
+
+    def abandon(self) -> None:
+        """Give back the memory and the file's handle. The second time nothing happens."""
+        if self._fd >= 0:
+            self._pool.shutdown()
+            self._blocks.free.put(self._block)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _append(self, data: torch.Tensor) -> None:
+        at = 0
+        while at < data.numel():
+            count = min(data.numel() - at, self._block.numel() - self._filled)
+            self._block[self._filled : self._filled + count].copy_(data[at : at + count])
+            at, self._filled = at + count, self._filled + count
+            if self._filled == self._block.numel():
+                self._send()
+
+    def _send(self) -> None:
+        """Write the block that is being filled; take a free one."""
+        for future in self._under_way:
+            if future.done():
+                future.result()  # what failed is told early
+        self._under_way.append(self._pool.submit(self._write, len(self._under_way), self._block, self._filled))
+        self._block, self._filled = self._blocks.free.get(), 0
+
+    def _write(self, number: int, block: torch.Tensor, count: int) -> str:
+        try:
+            offset, data = number * self._blocks.block_bytes, block[:count].numpy()
+            with told(self._path):
+                transfer(Direction.WRITE, self._fd, offset, data)
+            return digest(data.data)
+        finally:
+            self._blocks.free.put(block)
