@@ -60,3 +60,8 @@ def covered(boxes: list[Box]) -> int:
             raise ValueError(f"two parts overlap at {list(box.offset)}")
         active.append(box)
     return sum(box.elems for box in boxes)
+
+
+def is_slab(box: Box, within: Box) -> bool:
+    """Whether `box` is whole rows of `within`, so that its elements lie one after the other."""
+    return box.offset[1:] == within.offset[1:] and box.size[1:] == within.size[1:]

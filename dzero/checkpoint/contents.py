@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.boxes import Box, is_slab
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.folder import Folder
 from dzero.checkpoint.format import (
@@ -40,13 +40,13 @@ class Checkpoint:
             self._checked(MANIFEST, self.manifest.check)
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
-            self._files = undo.enter_context(Files(self._folder, self.indexes))
+            self._files = undo.enter_context(Files(self._folder, dict(enumerate(self.indexes))))
             self._undo = undo.pop_all()
         self._where: dict[str, list[tuple[int, Part]]] = {}
         for index in self.indexes:
-            for name, part in index.parts.items():
-                if not part.local:
-                    self._where.setdefault(name, []).append((index.rank, part))
+            for part in index.parts.values():
+                if part.of is not None:
+                    self._where.setdefault(part.of, []).append((index.rank, part))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -55,15 +55,40 @@ class Checkpoint:
         self._undo.close()
 
     @property
-    def names(self) -> list[str]:
+    def names(self) -> Collection[str]:
         """Of the tensors that ranks share."""
-        return sorted(self._where)
+        return self._where.keys()
+
+    def moments(self, param: str) -> list[str]:
+        """Keys of an optimizer's states of a parameter besides the master; one for the parts of an 8-bit one."""
+        kinds = {kind for kind, _, of in (name.partition(".") for name in self.names) if of == param}
+        return sorted({kind.removesuffix("_codes") for kind in kinds} - {"master", "param"})
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError where a tensor has another shape."""
+        if self.part(name).shape != shape:
+            saved = list(self.part(name).shape)
+            raise CheckpointError(
+                str(self.path), f"{name} is {saved}, this model's {list(shape)}: it was saved from another model"
+            )
 
     def part(self, name: str) -> Part:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
+        return self._parts(name)[0][1]
+
+    def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
+        """Rank, entry and part of all that hold something of a box of a tensor."""
+        return [
+            (index.rank, entry, part)
+            for index in self.indexes
+            for entry, part in index.parts.items()
+            if part.of == name and part.box.common(box) is not None
+        ]
+
+    def _parts(self, name: str) -> list[tuple[int, Part]]:
         if name not in self._where:
-            raise CheckpointError(str(self.path), f"it holds no {name}")
-        return self._where[name][0][1]
+            raise CheckpointError(str(self.path), f"it holds no {name}: it was saved from another model or optimizer")
+        return self._where[name]
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """A box of a tensor, in its dtype, on the CPU."""
@@ -78,7 +103,7 @@ class Checkpoint:
             for rank, part in self._where[name]:
                 if (common := part.box.common(box)) is None:
                     continue
-                if _is_slab(common, part.box) and _is_slab(common, box):
+                if is_slab(common, part.box) and is_slab(common, box):
                     first, last = common.rows(box)
                     data = _bytes(out.view(-1)[first:last])
                     wanted.setdefault(rank, []).append((_start(part, common), data))
@@ -87,9 +112,9 @@ class Checkpoint:
         self._files.read(wanted)
         return found
 
-    def read_local(self, rank: int) -> dict[str, torch.Tensor]:
-        """What a rank saved of its own."""
-        parts = {name: part for name, part in self.indexes[rank].parts.items() if part.local}
+    def read_entries(self, rank: int, entries: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Entries of a rank's file, whole. Raises CheckpointError for one that is not there."""
+        parts = {name: self._entry(rank, name) for name in entries}
         found = {name: torch.empty(part.size, dtype=DTYPES[part.dtype]) for name, part in parts.items()}
         self._files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
         return found
@@ -122,16 +147,16 @@ class Checkpoint:
         if len(shape) != len(box.size) or Box.whole(shape).common(box) not in (box, None):
             raise CheckpointError(str(self.path), f"{name} is {list(shape)}; {box} is not within it")
 
+    def _entry(self, rank: int, name: str) -> Part:
+        if name not in self.indexes[rank].parts:
+            raise CheckpointError(str(self.path / index_name(rank)), f"it holds no {name}")
+        return self.indexes[rank].parts[name]
+
     def _checked(self, name: str, check: Callable[[], None]) -> None:
         try:
             check()
         except ValueError as error:
             raise CheckpointError(str(self.path / name), str(error)) from error
-
-
-def _is_slab(box: Box, within: Box) -> bool:
-    """Whether `box` is whole rows of `within`, so that its elements lie one after the other."""
-    return box.offset[1:] == within.offset[1:] and box.size[1:] == within.size[1:]
 
 
 def _start(part: Part, box: Box) -> int:

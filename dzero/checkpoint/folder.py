@@ -25,7 +25,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -137,6 +137,11 @@ class Shelf:
     def partial(self, name: str) -> Path:
         """Where a checkpoint is while it is written."""
         return self.path / (name + PARTIAL)
+
+    def discard(self, name: str) -> None:
+        """It will not be finished."""
+        with suppress(OSError):
+            shutil.rmtree(self.partial(name))
 
     def publish(self, name: str) -> None:
         """Everything in the partial folder is on disk: give it its name."""

@@ -5,9 +5,8 @@
         rank_00000.json        an index: which part of which tensor lies where in the rank's file, and its checksums
         rank_00000.safetensors the parts, one after the other, in the order of the index
 
-Tensors are called `<kind>.<parameter>`: `master` in fp32 whichever kind of master wrote it, the moments in the dtype
-they were kept in, `param` for what has no master. Scalars and settings are in the manifest. Names of files follow from
-the number of a rank, so no path comes out of a file.
+What the tensors are: states.py. Scalars and settings are in the manifest. Names of files follow from the number of a
+rank, so no path comes out of a file.
 
 JSON files are sealed: `{"body": …, "xxh3": "…"}`, the checksum of the body's bytes. It finds what disks and cables do
 to a file; against who writes one on purpose stand the checks in `Index.check` and `Manifest.check`: sizes, offsets and
@@ -61,18 +60,18 @@ def data_name(rank: int) -> str:
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of a tensor of `shape`, row-major at bytes [start, end) of the file's data.
+    """A box of the tensor `of`, which has `shape`, row-major at bytes [start, end) of the file's data.
 
-    `local`: it is no part of a tensor that all ranks share, but this rank's own.
+    Where `of` is None it is no part of a tensor that ranks share, but the rank's own.
     """
 
+    of: str | None
     dtype: str
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     size: tuple[int, ...]
     start: int
     end: int
-    local: bool = False
 
     @property
     def box(self) -> Box:
@@ -145,13 +144,13 @@ def check_together(indexes: list[Index]) -> None:
     boxes: dict[str, list[Box]] = {}
     first: dict[str, Part] = {}
     for index in indexes:
-        for name, part in index.parts.items():
-            if part.local:
+        for part in index.parts.values():
+            if part.of is None:
                 continue
-            like = first.setdefault(name, part)
+            like = first.setdefault(part.of, part)
             if (part.shape, part.dtype) != (like.shape, like.dtype):
-                raise ValueError(f"{name} is {like.dtype} {list(like.shape)} and {part.dtype} {list(part.shape)}")
-            boxes.setdefault(name, []).append(part.box)
+                raise ValueError(f"{part.of} is {like.dtype} {list(like.shape)} and {part.dtype} {list(part.shape)}")
+            boxes.setdefault(part.of, []).append(part.box)
     for name, of_name in boxes.items():
         try:
             there, all_of_it = covered([box for box in of_name if box.elems]), math.prod(first[name].shape)

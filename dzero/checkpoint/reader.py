@@ -26,16 +26,16 @@ Block = tuple[int, int]
 
 
 class Files:
-    """The files of `indexes`, one per rank, in `folder`; opened when first needed.
+    """The files of `indexes`, by rank, in `folder`; opened when first needed.
 
     Raises CheckpointError for a file that is missing or of another size, and for a block that is damaged.
     """
 
-    def __init__(self, folder: Folder, indexes: Sequence[Index]) -> None:
+    def __init__(self, folder: Folder, indexes: Mapping[int, Index]) -> None:
         self._folder, self._indexes = folder, indexes
         self._fds: dict[int, int] = {}
         self._last: tuple[Block, torch.Tensor] | None = None
-        most = max(min(index.block_bytes, index.file_bytes) for index in indexes)
+        most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
         arena = Arena(THREADS * whole_pages(most))
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for number in range(THREADS):

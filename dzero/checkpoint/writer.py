@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
 
+import msgspec
 import torch
 
 from dzero.checkpoint.folder import Folder, told
@@ -32,7 +33,7 @@ def laid_out(parts: Mapping[str, Part]) -> dict[str, Part]:
     at, placed = 0, {}
     for name, part in parts.items():
         end = at + part.box.elems * DTYPES[part.dtype].itemsize
-        placed[name] = Part(part.dtype, part.shape, part.offset, part.size, at, end, part.local)
+        placed[name] = msgspec.structs.replace(part, start=at, end=end)
         at = end
     return placed
 

@@ -126,10 +126,10 @@ class Offload:
         home = OnDisk(self.staging, "states", self._unit_of[name], view)
         return HostMemory(name, home, view.dtype, view.numel(), view.device)
 
-    def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False) -> None:
-        """Between steps: let `work` change a unit's states, wherever they are. fresh: it gives all of them values."""
+    def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> None:
+        """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
         if self.places.pairs("states", unit):
-            self.staging.visit("states", unit, work, fresh=fresh)
+            self.staging.visit("states", unit, work, fresh=fresh, changes=changes)
             give_back_freed_memory()
         else:
             work()
@@ -217,6 +217,18 @@ class Offload:
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
         return self.swap.take_use()
+
+    def held_back(self, unit: str) -> bool:
+        """Whether, with overlap=delayed, a unit's new working copy waits for the next step."""
+        return self._outgoing.held_back(unit)
+
+    def hold_back(self, unit: str, work: Sequence[Work]) -> None:
+        """Let it wait, as in the run that saved it."""
+        self._outgoing.hold_back(unit, work)
+
+    def await_updates(self) -> None:
+        """Return when everything that was started has ended; what is held back stays so. Raises OffloadError."""
+        self.swap.drain()
 
     def synchronize(self) -> None:
         """Return when everything that was started has ended, and every working copy is where it lives.

@@ -52,9 +52,17 @@ class Outgoing:
     def send(self, unit: str, work: Sequence[Work]) -> None:
         """Working copies that the update makes, as soon as it has."""
         if self._delays:
-            self._held_back.append((unit, [*work]))
+            self.hold_back(unit, work)
         else:
             self._send(unit, work)
+
+    def hold_back(self, unit: str, work: Sequence[Work]) -> None:
+        """Until the next step's updates, or `release`."""
+        self._held_back.append((unit, [*work]))
+
+    def held_back(self, unit: str) -> bool:
+        """Whether something of a unit is."""
+        return any(name == unit for name, _ in self._held_back)
 
     def begin(self, updates: int) -> None:
         """The updates of a step follow, after `updates` earlier ones: what was held back is due."""

@@ -11,14 +11,15 @@ from torch import nn
 
 from dzero.offload.swap import copy_all
 from dzero.optim.ahead import Ahead
-from dzero.optim.master import MasterOptimizer
+from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.storage import Homes, Initial, Stored, device_bytes, local_of, read
-from dzero.optim.tiered import Pending, TieredUpdates
+from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
+from dzero.zero.working import to_working
 
 Value = TypeVar("Value")
 How = dict[str, tuple[int, Coefficients]]
@@ -78,7 +79,7 @@ class AdamW(MasterOptimizer):
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
 
     def _follow(self, unit: Unit) -> None:
-        values = [(s, s.values()) for param in unit.params.values() if (s := self._stored.get(param)) is not None]
+        values = [(stored, stored.values()) for stored in self._of(unit)]
         if values:
             self.offload.visit(unit.shape.name, partial(_each, Stored.follow, values))
 
@@ -163,12 +164,61 @@ class AdamW(MasterOptimizer):
     def _load_states(self, unit: Unit, saved_of: Mapping[nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
         copies = [
             (stored.tensors["step"], value) if key == "step" else (stored.flat(key), read(local_of(value)).reshape(-1))
-            for param in unit.params.values()
-            if (stored := self._stored.get(param)) is not None
-            for key, value in saved_of[param].items()
+            for stored in self._of(unit)
+            for key, value in saved_of[stored.param].items()
         ]
         if copies:
             self.offload.visit(unit.shape.name, partial(copy_all, copies))
+
+    def carried(self, unit: Unit) -> list[State]:
+        """As `MasterOptimizer.carried`."""
+        of_unit = self._of(unit)
+        states = [State(stored.name, key, *kind) for stored in of_unit for key, kind in stored.carried().items()]
+        if self.offload.held_back(unit.shape.name):
+            states += [State(stored.name, "param", stored.dtype, stored.local.numel()) for stored in of_unit]
+        return states
+
+    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """As `MasterOptimizer.carry`."""
+
+        def carry_all() -> None:
+            for stored in self._of(unit):
+                for key, tensor in stored.carry():
+                    put(stored.name, key, tensor)
+
+        self.offload.visit(unit.shape.name, carry_all, changes=False)
+        if self.offload.held_back(unit.shape.name):
+            for stored in self._of(unit):
+                put(stored.name, "param", stored.values())
+
+    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+        """As `MasterOptimizer.take`."""
+        taking = [(stored, carried[stored.name]) for stored in self._of(unit)]
+
+        def take_all() -> None:
+            for stored, each in taking:
+                stored.take(each.tensors, each.blocks)
+
+        self.offload.visit(unit.shape.name, take_all)
+        for stored, each in taking:
+            stored.tensors["step"].fill_(each.scalars["step"])
+            stored.local.copy_(each.tensors.get("param", to_working(each.tensors["master"], stored.dtype)))
+        if taking and all("param" in each.tensors for _, each in taking):
+            self.offload.hold_back(unit.shape.name, work_of([stored for stored, _ in taking]))
+
+    def scalars(self) -> dict[str, Any]:
+        """As `MasterOptimizer.scalars`."""
+        return super().scalars() | {
+            "states": {stored.name: {"step": int(stored.tensors["step"])} for stored in self._stored.values()}
+        }
+
+    @property
+    def rule_name(self) -> str:
+        """As `MasterOptimizer.rule_name`."""
+        return "adamw"
+
+    def _of(self, unit: Unit) -> list[Stored]:
+        return [stored for param in unit.params.values() if (stored := self._stored.get(param)) is not None]
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's param, master and moments between steps; frozen parameters included."""

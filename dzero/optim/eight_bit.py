@@ -11,11 +11,31 @@ both moments.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 BLOCK_ELEMS = 256
+
+
+def blocks_of(elems: int) -> int:
+    """Blocks that hold a shard of `elems`, without padding."""
+    return -(-elems // BLOCK_ELEMS)
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """fp32 [elems] of uint8 codes [elems] and the fp32 scale of each block of them."""
+    whole = EightBit.zeros(codes.numel(), codes.numel(), signed=signed, device=codes.device)
+    whole.put(codes, scale)
+    return whole.load()
+
+
+class Blocks(NamedTuple):
+    """Which blocks are `known` as they were stored, bool [blocks]; uint8 `codes` [elems], fp32 `scale` [blocks]."""
+
+    known: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
 
 
 def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
@@ -63,3 +83,23 @@ class EightBit:
         padded = torch.zeros(self.state.codes.numel(), device=value.device)
         padded[: self.elems] = value
         self.state.copy_(padded)
+
+    def carry(self) -> dict[str, torch.Tensor]:
+        """What is stored, without padding; see `put`."""
+        blocks = blocks_of(self.elems)
+        return {"codes": self.state.codes[: self.elems], "scale": self.state.scale[:blocks]}
+
+    def put(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """The way back, on any rank whose shard begins at the same element."""
+        self.clear()
+        self.state.codes[: self.elems] = codes
+        self.state.scale[: scale.numel()] = scale
+
+    def take(self, value: torch.Tensor, blocks: Blocks | None) -> None:
+        """As `store`; but blocks that are known stay what they were, since encoding is not the inverse of decoding."""
+        self.store(value)
+        if blocks is not None:
+            known = blocks.known.repeat_interleave(BLOCK_ELEMS)[: self.elems]
+            own = self.carry()
+            own["codes"].copy_(torch.where(known, blocks.codes, own["codes"].cpu()))
+            own["scale"].copy_(torch.where(blocks.known, blocks.scale, own["scale"].cpu()))

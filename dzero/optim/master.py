@@ -14,18 +14,38 @@ parameter's or the file's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
 
 from dzero.offload.attach import Offload
+from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
 from dzero.optim.scaler import LossScaler, ScalerConfig
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit, as_module
+
+
+class State(NamedTuple):
+    """A state of the parameter `name` as it is carried: dtype and elements [shard]."""
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    elems: int
+
+
+class Carried(NamedTuple):
+    """A parameter's states on their way between layouts, flat [shard] on the CPU. `tensors`: `master` in fp32, the
+    moments in any dtype, and `param` where forward still uses older values than the master's (overlap=delayed).
+    `blocks`: of 8-bit moments, what is known as it was stored. `scalars`: what is no tensor, e.g. `step`."""
+
+    tensors: Mapping[str, torch.Tensor]
+    blocks: Mapping[str, Blocks]
+    scalars: Mapping[str, float]
 
 
 class MasterOptimizer(torch.optim.Optimizer):
@@ -170,6 +190,56 @@ class MasterOptimizer(torch.optim.Optimizer):
         """As any optimizer's; see `synchronize`."""
         self.synchronize()
         return super().state_dict()
+
+    def carried(self, unit: Unit) -> list[State]:
+        """What `carry` gives for a unit, in that order."""
+        raise NotImplementedError
+
+    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """Give each state of a unit to `put(parameter, key, tensor)`, flat [shard], in a form that any layout can take.
+
+        Between steps, after `await_updates`. The tensors are the states themselves: copy what is to stay as it is.
+        """
+        raise NotImplementedError
+
+    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+        """Become what was carried, by parameter; the parameters too. Between steps, after `synchronize`."""
+        raise NotImplementedError
+
+    def await_updates(self) -> None:
+        """Return when the last step's updates have ended; what overlap=delayed holds back stays where it is."""
+        self.offload.await_updates()
+
+    def scalars(self) -> dict[str, Any]:
+        """What is no tensor, as JSON takes it; parameters by name."""
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
+            for group in self.param_groups
+        ]
+        counts = {"skipped_steps": self.skipped_steps, "consecutive_skips": self.consecutive_skips}
+        return {"rule": self.rule_name, "groups": groups, "scaler": self.scaler.state_dict(), **counts}
+
+    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Continue where `scalars` was taken; the groups' settings stay this optimizer's own.
+
+        Raises ValueError for another rule's.
+        """
+        if scalars["rule"] != self.rule_name:
+            raise ValueError(
+                f"the states are of rule {scalars['rule']}, this optimizer is {self.rule_name}: take "
+                f"optim.rule={scalars['rule']}"
+            )
+        self.skipped_steps = int(scalars["skipped_steps"])
+        self.consecutive_skips = int(scalars["consecutive_skips"])
+        self.scaler.load_state_dict(scalars["scaler"])
+
+    @property
+    def rule_name(self) -> str:
+        """As in `optim.rule`."""
+        raise NotImplementedError
+
+    def _names_of(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[param] for param in group["params"]]
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's param, master and moments on the device between steps."""

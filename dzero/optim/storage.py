@@ -13,7 +13,7 @@ load into the same number of ranks only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dzero.mesh import SHARD, host_mesh
 from dzero.offload.attach import Offload
-from dzero.optim.eight_bit import EightBit
+from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
 from dzero.optim.update import ParamStates
 from dzero.zero.hosted import HostShard, memory_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
-from dzero.zero.working import to_working
+from dzero.zero.working import join, to_working
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -217,6 +217,51 @@ class Stored:
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
             if self.moments8:
                 self.moments8[key].store(value)
+
+    def carried(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and elements of what `carry` gives, by key: the states as any layout can take them.
+
+        master                  fp32 [shard], from whichever kind of master
+        exp_avg, exp_avg_sq     as they are kept [shard]
+        exp_avg_codes, _scale   8-bit ones: uint8 [shard], and the fp32 scale of each 256 of them
+        """
+        elems = self.local.numel()
+        carried = {"master": (torch.float32, elems)}
+        for key in MOMENTS:
+            if self.moments8:
+                carried |= {f"{key}_codes": (torch.uint8, elems), f"{key}_scale": (torch.float32, blocks_of(elems))}
+            else:
+                carried[key] = (self.flat(key).dtype, elems)
+        return carried
+
+    def carry(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The states one by one, flat, where they are; called where updates find them."""
+        yield "master", self._carried_master()
+        for key in MOMENTS:
+            if self.moments8:
+                for part, tensor in self.moments8[key].carry().items():
+                    yield f"{key}_{part}", tensor
+            else:
+                yield key, self.flat(key)
+
+    def _carried_master(self) -> torch.Tensor:
+        if "master" in self.tensors:
+            return self.flat("master")
+        work = self.local if self.work is None else self.work
+        return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
+
+    def take(self, values: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks]) -> None:
+        """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
+
+        values: `master`, and the moments by key, flat [shard]. blocks: of 8-bit moments, by key.
+        """
+        master = values["master"]
+        self.fill(Initial(to_working(master, self.dtype), master))
+        for key in MOMENTS:
+            if self.moments8:
+                self.moments8[key].take(values[key], blocks.get(key))
+            else:
+                self.flat(key).copy_(values[key])
 
     def follow(self, local: torch.Tensor) -> None:
         """Take a parameter's `values`, where others were loaded, as the new master.

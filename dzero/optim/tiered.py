@@ -108,8 +108,7 @@ class TieredUpdates(Generic[States]):
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
 
     def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
-        stored = [each.stored for each in pending]
-        self._offload.send(unit, [Work(s.name, s.work, s.local) for s in stored if s.work is not None])
+        self._offload.send(unit, work_of([each.stored for each in pending]))
 
     def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
         at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]
@@ -149,3 +148,8 @@ class TieredUpdates(Generic[States]):
             self._offload.bring("grad", unit, grads)
         if moments:
             self._offload.bring("moments", unit, moments)
+
+
+def work_of(stored: Sequence[Updated]) -> list[Work]:
+    """The working copies that updates make on the host."""
+    return [Work(each.name, each.work, each.local) for each in stored if each.work is not None]

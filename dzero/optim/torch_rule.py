@@ -8,7 +8,7 @@ unless nothing is sharded (stage 0).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.optim.master import MasterOptimizer
+from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, device_bytes, local_of, sharded_like, still_of
-from dzero.optim.tiered import Pending, TieredUpdates
+from dzero.optim.storage import Homes, device_bytes, local_of, read, sharded_like, still_of
+from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
@@ -156,6 +156,76 @@ class TorchOptimizer(MasterOptimizer):
                     for key, value in values.items()
                 }
         self._show_states()
+
+    def carried(self, unit: Unit) -> list[State]:
+        """As `MasterOptimizer.carried`."""
+        return [
+            State(mastered.name, key, tensor.dtype, tensor.numel())
+            for mastered in self._of(unit)
+            for key, tensor in self._carried(unit, mastered)
+        ]
+
+    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """As `MasterOptimizer.carry`."""
+        for mastered in self._of(unit):
+            for key, tensor in self._carried(unit, mastered):
+                put(mastered.name, key, tensor)
+
+    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+        """As `MasterOptimizer.take`."""
+        for mastered in (of_unit := self._of(unit)):
+            master, each = mastered.master, carried[mastered.name]
+            tensors = {key: value.view(master.shape) for key, value in each.tensors.items()}
+            stale = tensors.pop("param", None)
+            master.data.copy_(tensors.pop("master"))
+            mastered.write_back()
+            mastered.local.copy_(
+                to_working(master.data, mastered.param.dtype).view(-1) if stale is None else stale.view(-1)
+            )
+            if stale is not None:
+                self.offload.hold_back(unit.shape.name, work_of([mastered]))
+            moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
+            numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
+            if moments or numbers:
+                self.inner.state[master] = {**numbers, **moments}
+        if of_unit:
+            self._show_states()
+
+    def scalars(self) -> dict[str, Any]:
+        """As `MasterOptimizer.scalars`."""
+        states = {
+            mastered.name: {
+                key: float(value)
+                for key, value in self.inner.state.get(mastered.master, {}).items()
+                if isinstance(value, torch.Tensor) and value.ndim == 0
+            }
+            for mastered in self._mastered.values()
+        }
+        return super().scalars() | {"states": states, "updates": self.param_groups[0]["updates"]}
+
+    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """As `MasterOptimizer.take_scalars`."""
+        super().take_scalars(scalars)
+        for group in self.param_groups:
+            group["updates"] = int(scalars["updates"])
+
+    @property
+    def rule_name(self) -> str:
+        """As `MasterOptimizer.rule_name`."""
+        return type(self.inner).__name__
+
+    def _of(self, unit: Unit) -> list[Mastered]:
+        return [mastered for param in unit.params.values() if (mastered := self._mastered.get(param)) is not None]
+
+    def _carried(self, unit: Unit, mastered: Mastered) -> Iterator[tuple[str, torch.Tensor]]:
+        """By key, flat: the master, the class's own states of its shape, and an older parameter that forward uses."""
+        master = mastered.master
+        yield "master", master.detach().view(-1)
+        for key, value in self.inner.state.get(master, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape:
+                yield key, value.view(-1)
+        if self.offload.held_back(unit.shape.name):
+            yield "param", read(mastered.local)
 
     def state_bytes(self) -> dict[str, int]:
         """As `MasterOptimizer.state_bytes`; the class's states count as moments."""

@@ -71,7 +71,7 @@ def join_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any
     """
     state, groups = dict(packed["state"]), packed["param_groups"]
     names = {}
-    for whole, cut, parts in _tiled(model):
+    for whole, cut, parts in tiled(model):
         names.update({part: whole if index == 0 else None for index, part in enumerate(parts)})
         kept = [state.pop(part) for part in parts if part in state]
         if kept:
@@ -91,7 +91,7 @@ def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]
     """The way back, for `set_optimizer_state_dict(model, optim, …)`. Collective."""
     state, groups = dict(packed["state"]), packed["param_groups"]
     names = {}
-    for whole, cut, parts in _tiled(model):
+    for whole, cut, parts in tiled(model):
         names[whole] = parts
         if (kept := state.pop(whole, None)) is not None:
             for index, part in enumerate(parts):
@@ -107,7 +107,7 @@ def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
+def tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
     """(untiled name, cut, names of the parts) of every parameter that was tiled."""
     for name, tiles in model.named_modules():
         if isinstance(tiles, Tiles):

@@ -1,0 +1,146 @@
+"""What a training loop uses: save now and then, resume at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dzero.checkpoint.config import CheckpointConfig
+from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.format import MANIFEST, NAMES, Part
+from dzero.checkpoint.saver import Saver
+from dzero.checkpoint.states import Put, States
+from dzero.optim.master import MasterOptimizer
+from dzero.zero.shard import Sharded
+
+AUTO, LOCAL = "auto", "local."
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What came out of a checkpoint besides the states: `local` only where as many ranks saved it. `notes`: for the
+    log."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    local: dict[str, torch.Tensor] | None
+    notes: list[str]
+
+
+class Checkpoints:
+    """Of a sharded model and its optimizer. Collective, as `Saver`: every rank makes one and calls the same methods.
+
+    checkpoints = Checkpoints(CheckpointConfig(folder="checkpoints"), sharded, optim)
+    extra = checkpoints.resume("auto")                # None where there is nothing to resume from
+    checkpoints.save(step, {"schedule": …})           # returns when training may go on
+    checkpoints.finish()                              # the last one is whole, and verified
+    """
+
+    def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
+        self.config, self._optim = config, optim
+        self._states = States(sharded, optim)
+        self._saver = Saver(config)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._saver.__exit__(kind, error, at)
+
+    def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Save everything as it is now. `extra`: plain JSON, rank 0's counts; `local`: small tensors of this rank.
+
+        Raises CheckpointError for the save before this one.
+        """
+        self._optim.await_updates()
+        own = {f"{LOCAL}{name}": tensor for name, tensor in (local or {}).items()}
+
+        def write(put: Put) -> None:
+            self._states.write(put)
+            for name, tensor in own.items():
+                put(name, tensor)
+
+        parts = self._states.parts() | {name: _own(tensor) for name, tensor in own.items()}
+        self._saver.save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
+
+    def finished(self) -> str | None:
+        """The name of a checkpoint that became whole since the last call. Raises CheckpointError if it failed."""
+        return self._saver.finished()
+
+    def resume(self, which: str) -> Resumed | None:
+        """Become what a checkpoint holds: `auto` for the latest in the folder, None where there is none; or its folder.
+
+        Raises CheckpointError on all ranks alike.
+        """
+        path, notes = self._find(which)
+        if path is None:
+            return None
+        why, found = "", None
+        try:
+            with Checkpoint(path) as checkpoint:
+                self._optim.synchronize()
+                self._states.take(checkpoint, checkpoint.manifest.state["optim"])
+                found = Resumed(
+                    path=path,
+                    step=checkpoint.manifest.step,
+                    extra=checkpoint.manifest.state["extra"],
+                    local=self._local(checkpoint),
+                    notes=notes,
+                )
+        except (CheckpointError, ValueError, KeyError) as error:
+            why = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
+        self._saver.agree(why)
+        return found
+
+    def _find(self, which: str) -> tuple[Path | None, list[str]]:
+        """Which checkpoint, the same on every rank: the latest, or the newest that opens where the pointer is lost."""
+        if which != AUTO:
+            path = Path(which)
+            name = None if (path / MANIFEST).exists() else Shelf(path).latest()
+            return path / name if name else path, []
+        shelf, notes, name = Shelf(self.config.folder), list[str](), ""
+        if dist.get_rank() == 0:
+            try:
+                name = shelf.latest() or ""
+            except CheckpointError as error:
+                notes.append(f"{error}; the newest checkpoint that opens is taken instead")
+            name = name or _newest(shelf, notes)
+        name = self._saver.agree("", name)[0]
+        return shelf.path / name if name else None, notes
+
+    def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:
+        """What this rank saved of its own; None where another number of ranks did."""
+        rank = dist.get_rank()
+        if checkpoint.manifest.ranks != dist.get_world_size():
+            return None
+        entries = [entry for entry in checkpoint.indexes[rank].parts if entry.startswith(LOCAL)]
+        return {k.removeprefix(LOCAL): v for k, v in checkpoint.read_entries(rank, entries).items()}
+
+    def finish(self) -> str | None:
+        """Wait for a save that is under way; the checkpoint's name. Raises CheckpointError."""
+        return self._saver.finish()
+
+
+def _own(tensor: torch.Tensor) -> Part:
+    shape = tuple(tensor.shape)
+    return Part(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)
+
+
+def _newest(shelf: Shelf, notes: list[str]) -> str:
+    """The newest that opens, or nothing."""
+    for name in reversed(shelf.names()):
+        try:
+            with Checkpoint(shelf.path / name):
+                return name
+        except CheckpointError as error:
+            notes.append(f"passed over: {error}")
+    return ""

@@ -1,0 +1,67 @@
+"""Which part of which tensor of a checkpoint a rank's shard is.
+
+A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
+rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from dzero.checkpoint.boxes import Box
+from dzero.mesh import REPLICATE, SHARD
+from dzero.parallel.tile_dicts import tiled
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter of the sharded model, and this rank's box of the tensor `name` of `shape`.
+
+    `saves`: whether this rank saves it, and no copy of it elsewhere.
+    """
+
+    param: nn.Parameter
+    own_name: str
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    saves: bool
+
+
+class Places:
+    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own."""
+
+    def __init__(self, sharded: Sharded) -> None:
+        self._sharded = sharded
+        self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
+        self._copy, self._copies = sharded.mesh[REPLICATE].get_local_rank(), sharded.mesh[REPLICATE].size()
+        self._number = {name: number for number, name in enumerate(sharded.named_params())}
+        self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
+        for whole, cut, parts in tiled(sharded.model):
+            for index, part in enumerate(parts):
+                start, _ = (0, 0) if cut.dim is None else cut.span(index)
+                self._tiles[part] = whole, cut.dim, start, sum(cut.sizes)
+
+        self.whole = {name: self._tiles[name][0] if name in self._tiles else name for name in self._number}
+
+    def of(self, unit: Unit) -> Iterator[Place]:
+        """A unit's, in its order."""
+        for shape in unit.shape.params:
+            rows = -(-shape.shape[0] // self._ranks)
+            first = min(self._rank * rows, shape.shape[0])
+            offset = [first, *(0 for _ in shape.shape[1:])]
+            size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
+            whole, name = [*shape.shape], shape.name
+            if name in self._tiles:
+                name, dim, start, total = self._tiles[name]
+                if dim is not None:
+                    offset[dim] += start
+                    whole[dim] = total
+            saves = self._number[shape.name] % self._copies == self._copy  # copies take turns
+            box = Box(tuple(offset), tuple(size))
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, saves)
