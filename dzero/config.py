@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.collectives import is_exact
 from dzero.data.corpus import DataConfig
 from dzero.data.files import find
@@ -100,6 +101,9 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     block: BlockConfig = field(default_factory=BlockConfig)
     launch: LauncherConfig = field(default_factory=LauncherConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str | None = None
+    """A checkpoint's folder, `auto` for the latest in checkpoint.folder, None to start afresh."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
@@ -114,6 +118,9 @@ class RunConfig:
         if self.data.held_out == 0.0:
             keys = ["evaluate_every_steps", "evaluate_batches"]
             _refuse_changed("train", self.train, keys, "with data.held_out=0")
+        if self.checkpoint.every is None:
+            keys = ["keep", "last", "staging_bytes", "verify", "on_error"]
+            _refuse_changed("checkpoint", self.checkpoint, keys, "without checkpoint.every")
         if self.offload.activations != "device" and self.block.activation_checkpoint == "none":
             raise ValueError(
                 f"offload.activations={self.offload.activations} with block.activation_checkpoint=none: only what a "

@@ -23,7 +23,9 @@ from dzero.zero.shard import Sharded
 
 
 class Recorder:
-    """One worker's figures; `losses` of its steps. `flops_per_token`: of forward and backward, None where unknown."""
+    """One worker's figures; `losses` of its steps. `flops_per_token`: of forward and backward, None where unknown.
+
+    done_steps: made before, by the run that this one goes on from."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Recorder:
         memory: MemoryMeter,
         device: torch.device,
         flops_per_token: float | None,
+        done_steps: int = 0,
     ) -> None:
         self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
         self._scaled = config.precision.param == "fp16"
@@ -41,11 +44,12 @@ class Recorder:
         self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
         self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
         self._meter = Meter(
-            total_steps=config.train.steps,
+            total_steps=config.train.steps - done_steps,
             flops_per_token=flops_per_token,
             peak_flops=self._peak_flops,
             ranks=dist.get_world_size(),
         )
+        self._tokens_before = done_steps * self._step_tokens
         self._across = [GatherScalars(sharded.mesh.get_group(axis), axis, sharded.ledger) for axis in AXES]
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
@@ -87,7 +91,7 @@ class Recorder:
             loss=mean_loss,
             lr=self._lr,
             grad_norm=decision.norm,
-            tokens=self._meter.tokens,
+            tokens=self._tokens_before + self._meter.tokens,
             seconds=seconds,
             loss_scale=self._scale if self._scaled else None,
             speed=self._meter.now(),

@@ -29,6 +29,7 @@ from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
 from dzero.recorder import Recorder
+from dzero.saves import Saves
 from dzero.zero.shard import shard
 
 
@@ -52,6 +53,7 @@ class Trainer:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         config.check_ranks(ranks)
         memory = MemoryMeter(device)
+        torch.manual_seed(config.train.seed + self.rank)  # dropout; weights and data have seeds of their own
         self.corpus: Corpus = load(config.data)
         replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
         self.mesh = make_mesh(device.type, replicate=replicate, shard=degree)
@@ -84,7 +86,13 @@ class Trainer:
         )
         if self._evaluates:
             self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
-        self.recorder = Recorder(config, self.sharded, self.optim, memory, device, flops)
+        self.saves = Saves(config, self.sharded, self.optim, self.schedule, self.stream, device)
+        self.done_steps = self.saves.resume()
+        if self.done_steps >= config.train.steps:
+            raise TrainingStopped(
+                f"nothing is left to train: {self.done_steps} steps were made, train.steps={config.train.steps}"
+            )
+        self.recorder = Recorder(config, self.sharded, self.optim, memory, device, flops, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
@@ -95,15 +103,15 @@ class Trainer:
         monitor = Monitor(
             config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
         )
-        with monitor, self.profiler:
-            monitor.note(0, self._introduce())
-            for line in self.optim.introduce():
-                monitor.note(0, line)
+        with monitor, self.profiler, self.saves:
+            for line in [self._introduce(), *self.optim.introduce(), *self.saves.notes]:
+                monitor.note(self.done_steps, line)
             self.recorder.begin_run()
             held_out = None
-            for step in range(1, steps + 1):
+            for step in range(self.done_steps + 1, steps + 1):
                 monitor.step(self._step(step, monitor))
                 self.profiler.step()
+                self.saves.after(step, monitor)
                 if step == steps or step % config.train.evaluate_every_steps == 0:
                     held_out = self._evaluate()
                     if held_out is not None:

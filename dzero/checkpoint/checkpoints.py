@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dzero.checkpoint.agreement import Agreement
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
@@ -48,13 +50,24 @@ class Checkpoints:
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
         self.config, self._optim = config, optim
         self._states = States(sharded, optim)
-        self._saver = Saver(config)
+        self._undo = ExitStack()
+        self._ranks = Agreement(config.folder)
+        self._undo.callback(self._ranks.close)
+        self._saver: Saver | None = None
+        if config.every is not None:
+            self._open()
+
+    def _open(self) -> Saver:
+        """Take the folder for this run's saves."""
+        if self._saver is None:
+            self._saver = self._undo.enter_context(Saver(self.config, self._ranks))
+        return self._saver
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._saver.__exit__(kind, error, at)
+        self._undo.close()
 
     def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
         """Save everything as it is now. `extra`: plain JSON, rank 0's counts; `local`: small tensors of this rank.
@@ -70,11 +83,11 @@ class Checkpoints:
                 put(name, tensor)
 
         parts = self._states.parts() | {name: _own(tensor) for name, tensor in own.items()}
-        self._saver.save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
+        self._open().save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
 
     def finished(self) -> str | None:
         """The name of a checkpoint that became whole since the last call. Raises CheckpointError if it failed."""
-        return self._saver.finished()
+        return None if self._saver is None else self._saver.finished()
 
     def resume(self, which: str) -> Resumed | None:
         """Become what a checkpoint holds: `auto` for the latest in the folder, None where there is none; or its folder.
@@ -98,7 +111,7 @@ class Checkpoints:
                 )
         except (CheckpointError, ValueError, KeyError) as error:
             why = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-        self._saver.agree(why)
+        self._ranks.reach(why)
         return found
 
     def _find(self, which: str) -> tuple[Path | None, list[str]]:
@@ -114,7 +127,7 @@ class Checkpoints:
             except CheckpointError as error:
                 notes.append(f"{error}; the newest checkpoint that opens is taken instead")
             name = name or _newest(shelf, notes)
-        name = self._saver.agree("", name)[0]
+        name = self._ranks.reach("", name)[0]
         return shelf.path / name if name else None, notes
 
     def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:
@@ -127,7 +140,7 @@ class Checkpoints:
 
     def finish(self) -> str | None:
         """Wait for a save that is under way; the checkpoint's name. Raises CheckpointError."""
-        return self._saver.finish()
+        return None if self._saver is None else self._saver.finish()
 
 
 def _own(tensor: torch.Tensor) -> Part:

@@ -6,8 +6,9 @@ from dzero.errors import RunError
 
 
 class CheckpointError(RunError):
-    """A file or folder of a checkpoint is missing, damaged, or not what it says. `path`: which."""
+    """A file or folder of a checkpoint is missing, damaged, or not what it says. `path`: which; empty where `what` says
+    it."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(f"{path}: {what}")
+        super().__init__(f"{path}: {what}" if path else what)
         self.path = path

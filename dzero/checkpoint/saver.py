@@ -9,8 +9,8 @@
                                                                                      remove what is too old
     the next step asks      <--            done, or what went wrong
 
-The ranks agree over a gloo group of their own, so nothing waits for training and training for nothing. One that dies
-meanwhile leaves a partial folder, which the next run removes; the checkpoint before is untouched.
+The ranks agree over a group of their own (agreement.py). One that dies meanwhile leaves a partial folder, which the
+next run removes; the checkpoint before is untouched.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dzero.checkpoint.agreement import Agreement
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
@@ -32,20 +33,15 @@ from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, Part, i
 from dzero.checkpoint.reader import Files
 from dzero.checkpoint.writer import BLOCK_BYTES, Blocks, ShardWriter
 
-SAY_BYTES, WHY_BYTES = 64, 1024
 Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
 class Saver:
-    """A run's checkpoints. Every rank makes one, in the same order as other groups; collective.
+    """A run's checkpoints. Collective: every rank makes one. Raises CheckpointError where another run saves there."""
 
-    Raises CheckpointError where another run saves in the same folder.
-    """
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config, self._shelf = config, Shelf(config.folder)
+    def __init__(self, config: CheckpointConfig, ranks: Agreement) -> None:
+        self._config, self._ranks, self._shelf = config, ranks, Shelf(config.folder)
         self._rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo")
         self._blocks: Blocks | None = None
         self._under_way: Future[str] | None = None
         with ExitStack() as undo:
@@ -57,7 +53,7 @@ class Saver:
                     self._shelf.clean()
                 except CheckpointError as error:
                     why = str(error)
-            self.agree(why)
+            ranks.reach(why)
             self._undo = undo.pop_all()
 
     def __enter__(self) -> Saver:
@@ -112,15 +108,15 @@ class Saver:
                         files.verify(self._rank)
         except CheckpointError as error:
             why = str(error)
-        seals = self.agree(why, sealed, name)
+        seals = self._agree(name, why, sealed)
         if self._rank == 0:
             why = self._publish(name, Manifest(VERSION, step, tuple(seals), state))
-        self.agree(why, "", name)
+        self._agree(name, why)
         return name
 
     def _give_up(self, name: str, error: BaseException) -> str:
         """In the background: tell the others that this rank's part will not come."""
-        self.agree(f"rank {self._rank}: {error}", "", name)
+        self._agree(name, f"rank {self._rank}: {error}")
         raise AssertionError("unreachable: the ranks have agreed that it failed")
 
     def _publish(self, name: str, manifest: Manifest) -> str:
@@ -144,30 +140,16 @@ class Saver:
                 name = self._shelf.begin(step)
             except CheckpointError as error:
                 why = str(error)
-        return self.agree(why, name)[0]
+        return self._ranks.reach(why, name)[0]
 
-    def agree(self, why: str, say: str = "", name: str = "") -> list[str]:
-        """What every rank says. Raises CheckpointError for all where one has a reason `why` not to go on.
-
-        Then the partial folder of `name` is removed.
-        """
-        mine = torch.zeros(SAY_BYTES + WHY_BYTES, dtype=torch.uint8)
-        for start, size, text in ((0, SAY_BYTES, say), (SAY_BYTES, WHY_BYTES, why)):
-            encoded = text.encode()[:size]
-            mine[start : start + len(encoded)] = torch.tensor([*encoded], dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(self._group.size())]
+    def _agree(self, name: str, why: str, say: str = "") -> list[str]:
+        """As `Agreement.reach`; where it fails, what was written of `name` is removed."""
         try:
-            dist.all_gather(every, mine, group=self._group)
-        except RuntimeError as error:
-            raise CheckpointError(str(self._shelf.path / name), f"a rank left while it was saved: {error}") from error
-        texts = [bytes(each.tolist()) for each in every]
-        said, reasons = [text[:SAY_BYTES] for text in texts], [text[SAY_BYTES:] for text in texts]
-        for reason in (_text(reason) for reason in reasons):
-            if reason:
-                if name and self._rank == 0:
-                    self._shelf.discard(name)
-                raise CheckpointError(str(self._shelf.path / name), reason)
-        return [_text(each) for each in said]
+            return self._ranks.reach(why, say)
+        except CheckpointError:
+            if self._rank == 0:
+                self._shelf.discard(name)
+            raise
 
     def _staging(self, parts: Mapping[str, Part]) -> Blocks:
         """Blocks for all of it, or as many as may be taken; kept for the next save."""
@@ -177,7 +159,3 @@ class Saver:
             most = max(2, self._config.staging_bytes // block_bytes)
             self._blocks = Blocks(min(most, needed // block_bytes + 2), block_bytes=block_bytes)
         return self._blocks
-
-
-def _text(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,147 @@
+"""A run's saves: what they hold besides the states, when they are made, what is told of them, and how a run goes on.
+
+So that a run that goes on has the bits of one that was never stopped, a checkpoint also holds the position in the data,
+the number of steps (which says the learning rate), the loss scale, and every rank's random generators. Settings are
+never taken from a checkpoint: those of the command line count, and what changed is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import LambdaLR
+
+from dzero.checkpoint.checkpoints import Checkpoints, Resumed
+from dzero.checkpoint.errors import CheckpointError
+from dzero.config import RunConfig
+from dzero.data.stream import TokenStream
+from dzero.monitor.sink import Monitor
+from dzero.optim.master import MasterOptimizer
+from dzero.zero.shard import Sharded
+
+NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
+"""Groups whose settings change no result."""
+
+
+class Saves:
+    """Of one worker's run. Does nothing where nothing is saved and nothing resumed. Raises CheckpointError."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sharded: Sharded,
+        optim: MasterOptimizer,
+        schedule: LambdaLR,
+        stream: TokenStream,
+        device: torch.device,
+    ) -> None:
+        self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
+        self._optim = optim
+        wanted = config.checkpoint.every is not None or config.resume is not None
+        self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.__exit__(kind, error, at)
+
+    def resume(self) -> int:
+        """The number of steps that were made before, 0 where the run starts afresh. `notes` says what was found."""
+        if self._checkpoints is None or self._config.resume is None:
+            return 0
+        resumed = self._checkpoints.resume(self._config.resume)
+        if resumed is None:
+            self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
+            return 0
+        self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
+        self._stream.load_state_dict(resumed.extra["stream"])
+        self._check_batch(resumed)
+        self._set_steps(resumed.step)
+        if resumed.local is None:
+            self.notes.append("resume: other ranks than those that saved; random generators start afresh (dropout)")
+        else:
+            self._set_generators(resumed.local)
+        return resumed.step
+
+    def after(self, step: int, monitor: Monitor) -> None:
+        """Save if it is time to; tell of a save that has become whole."""
+        if self._checkpoints is None:
+            return
+        every, last = self._config.checkpoint.every, step == self._config.train.steps and self._config.checkpoint.last
+        self._tell(step, monitor, self._checkpoints.finished)
+        if every is not None and (step % every == 0 or last):
+            self._tell(step, monitor, lambda: self._save(step))
+        if step == self._config.train.steps:
+            self._tell(step, monitor, self._checkpoints.finish)
+
+    def _save(self, step: int) -> None:
+        assert self._checkpoints is not None
+        extra = {
+            "stream": self._stream.state_dict(),
+            "step_sequences": self._config.train.sequences(dist.get_world_size()),
+            "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
+        }
+        self._checkpoints.save(step, extra, self._generators())
+
+    def _tell(self, step: int, monitor: Monitor, do: Callable[[], str | None]) -> None:
+        try:
+            name = do()
+        except CheckpointError as error:
+            if self._config.checkpoint.on_error == "stop":
+                raise
+            monitor.note(step, f"NOT SAVED, training goes on (checkpoint.on_error=warn): {error}")
+        else:
+            if name is not None:
+                monitor.note(step, f"saved {self._config.checkpoint.folder}/{name}")
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        states = {"rng.cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
+        torch.set_rng_state(states["rng.cpu"])
+        if self._device.type == "cuda" and "rng.cuda" in states:
+            torch.cuda.set_rng_state(states["rng.cuda"], self._device)
+
+    def _set_steps(self, steps: int) -> None:
+        """The learning rates are those of this run's settings after `steps`."""
+        schedule = self._schedule
+        schedule.last_epoch = steps
+        rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(self._optim.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+    def _check_batch(self, resumed: Resumed) -> None:
+        """Raises CheckpointError where a step would be another number of sequences."""
+        train, ranks = self._config.train, dist.get_world_size()
+        was, now = resumed.extra["step_sequences"], train.sequences(ranks)
+        if was != now:
+            per_rank = train.microbatch_sequences * ranks
+            repair = f"train.accumulate={was // per_rank}" if was % per_rank == 0 else "other ranks or microbatches"
+            raise CheckpointError(
+                str(resumed.path), f"a step was {was} sequences and is {now} with these ranks: take {repair}"
+            )
+
+    def _drift(self, resumed: Resumed) -> list[str]:
+        """What is set otherwise than in the run that saved."""
+        was = _flat(resumed.extra["config"])
+        now = _flat(OmegaConf.to_container(OmegaConf.structured(self._config)))
+        keys = [key for key in sorted({*was, *now}) if key.split(".")[0] not in NO_NEWS]
+        return [f"resume: {key} was {was.get(key)}, is {now.get(key)}" for key in keys if was.get(key) != now.get(key)]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, each in tree.items() for key, value in _flat(each, f"{prefix}{name}.").items()}
