@@ -24,9 +24,9 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
-from dzero.offload.disk_error import DiskError, telling
 from dzero.offload.pinned import ALIGNMENT_BYTES
 from dzero.offload.run_folder import RunFolder
+from dzero.scratch import DiskError, telling
 
 Bytes = npt.NDArray[np.uint8]
 """uint8 [bytes], contiguous, from a 4096-aligned address on."""

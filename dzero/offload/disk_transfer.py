@@ -14,8 +14,8 @@ from threading import Lock
 
 import xxhash
 
-from dzero.offload.disk_error import DiskError
 from dzero.offload.disk_file import Bytes, DiskFile
+from dzero.scratch import DiskError
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class AdamW(MasterOptimizer):
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or self.offload.places.on_disk("master", name):
                 stored = Stored.create(shapes[name], param, self._sharded.layout, homes)
-                initial.append((stored, stored.initial(unit.origin.pop(name, None))))
+                initial.append((stored, stored.initial(unit.take_origin(name))))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
