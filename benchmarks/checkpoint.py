@@ -249,8 +249,8 @@ def report(series: Series, restarts: list[float], options: argparse.Namespace) -
     stall = median(series["saving"]["stall_s"]) / median(seconds["train"])
     slower = ratio_of_medians(seconds["saving"], seconds["train"])
     lines = [
-        f"stall / ({options.every} steps) = {stall:.3f}, goal at most {STALL}; with the save going on beside them those "
-        f"steps take {slower}.",
+        f"stall / ({options.every} steps) = {stall:.3f}, goal at most {STALL}; with the save going on beside them they "
+        f"take {slower} of their time.",
         f"dcp's time over dzero's: saving {ratio_of_medians(seconds['dcp_save'], seconds['save'])}, "
         f"loading {ratio_of_medians(seconds['dcp_load'], seconds['load'])}.",
         f"Restart to the first step, the default model: {median(restarts):.1f} s, goal at most {RESTART_S:.0f}.",
