@@ -216,6 +216,8 @@ class Shelf:
 
 def _regular(found: os.stat_result) -> os.stat_result:
     """It, if it is of a regular file. Raises OSError."""
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(None, "it is no regular file")
     return found
