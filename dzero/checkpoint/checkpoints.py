@@ -122,7 +122,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             try:
                 if auto:
-                    name = _latest(shelf, notes)
+                    name = chosen(shelf, notes)
                 elif not os.path.lexists(shelf.path / MANIFEST):
                     name = shelf.latest() or ""
             except CheckpointError as error:
@@ -148,7 +148,7 @@ def _own(tensor: torch.Tensor) -> Part:
     return Part(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)
 
 
-def _latest(shelf: Shelf, notes: list[str]) -> str:
+def chosen(shelf: Shelf, notes: list[str]) -> str:
     """The latest, or the newest that opens where the pointer is lost; nothing where nothing was saved.
 
     Raises CheckpointError where something was saved and nothing opens: to start anew is for the user to choose.
