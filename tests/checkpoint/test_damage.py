@@ -108,6 +108,10 @@ def swap(one: Path, other: Path) -> None:
     other.write_bytes(kept)
 
 
+def digit(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"step":1', b'"step":2'))
+
+
 def from_another(folder: Path, name: str) -> None:
     """A file of a checkpoint that is whole, too: of another step of the same run."""
     tensors = {name: bits(tensor.dtype, tuple(tensor.shape), 9) for name, tensor in mixed().items()}
@@ -131,6 +135,11 @@ DAMAGE: dict[str, tuple[Change, str, str]] = {
     "index empty": (lambda f: cut(f / INDEX, 0), INDEX, "truncated"),
     "index missing": (lambda f: (f / INDEX).unlink(), INDEX, "No such file or directory: it is missing"),
     "manifest missing": (lambda f: (f / MANIFEST).unlink(), MANIFEST, "No such file or directory: it is missing"),
+    "manifest with a digit that changed": (
+        lambda f: digit(f / MANIFEST),
+        MANIFEST,
+        "its checksum is .*: it was damaged",
+    ),
     "manifest empty": (lambda f: cut(f / MANIFEST, 0), MANIFEST, "truncated"),
     "folder missing": (shutil.rmtree, "", "No such file or directory: it is missing"),
     "indexes exchanged": (lambda f: swap(f / index_name(0), f / INDEX), index_name(0), "it is of another checkpoint"),
