@@ -156,6 +156,31 @@ def test_nothing_is_unpickled_evaluated_or_run_in_a_shell() -> None:
     assert wrong == []
 
 
+def test_nothing_that_unpickles_a_file_is_imported_or_called_under_any_name() -> None:
+    """Under any alias: these modules are not imported at all, of others no reader of pickles is taken or called."""
+    modules = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    modules |= {"torch.distributed.checkpoint", "torch.package", "torch.serialization"}
+    readers = {
+        f"torch.{name}" for name in ("load", "jit.load", "export.load", "hub.load", "hub.load_state_dict_from_url")
+    }
+    wrong = []
+    for path in SOURCES:
+        for node in ast.walk(tree(path)):
+            taken: set[str] = set()
+            if isinstance(node, ast.Import):
+                taken = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                taken = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+            elif isinstance(node, ast.Attribute):
+                taken = {dotted(node)}
+            elif isinstance(node, ast.Call) and dotted(node.func) in ("np.load", "numpy.load"):
+                safe = any(keyword.arg == "allow_pickle" for keyword in node.keywords)  # and false, by the test above
+                taken = set() if safe else {"pickle"}
+            if any(name == bad or name.startswith(f"{bad}.") for name in taken for bad in modules | readers):
+                wrong.append(where(path, node))
+    assert wrong == []
+
+
 def test_fully_shard_and_its_switches_are_used_in_one_file() -> None:
     switches = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook", "reshard", "unshard"}
     switches |= {"set_requires_gradient_sync", "set_reshard_after_backward", "set_gradient_divide_factor"}

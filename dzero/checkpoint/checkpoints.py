@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -97,7 +98,6 @@ class Checkpoints:
         path, notes = self._find(which)
         if path is None:
             return None
-        why, found = "", None
         try:
             with Checkpoint(path) as checkpoint:
                 self._optim.synchronize()
@@ -109,26 +109,26 @@ class Checkpoints:
                     local=self._local(checkpoint),
                     notes=notes,
                 )
-        except (CheckpointError, ValueError, KeyError) as error:
-            why = str(error) if isinstance(error, CheckpointError) else f"{path}: {error}"
-        self._ranks.reach(why)
+        except Exception as error:  # whatever it is, the others wait for an answer
+            self._ranks.reach(str(error) if isinstance(error, CheckpointError) else f"{path}: {error!r}")
+            raise
+        self._ranks.reach("")
         return found
 
     def _find(self, which: str) -> tuple[Path | None, list[str]]:
-        """Which checkpoint, the same on every rank: the latest, or the newest that opens where the pointer is lost."""
-        if which != AUTO:
-            path = Path(which)
-            name = None if (path / MANIFEST).exists() else Shelf(path).latest()
-            return path / name if name else path, []
-        shelf, notes, name = Shelf(self.config.folder), list[str](), ""
+        """Which checkpoint, the same on every rank, and what the log should say of it."""
+        auto, notes, name, why = which == AUTO, list[str](), "", ""
+        shelf = Shelf(self.config.folder if auto else which)
         if dist.get_rank() == 0:
             try:
-                name = shelf.latest() or ""
+                if auto:
+                    name = chosen(shelf, notes)
+                elif not os.path.lexists(shelf.path / MANIFEST):
+                    name = shelf.latest() or ""
             except CheckpointError as error:
-                notes.append(f"{error}; the newest checkpoint that opens is taken instead")
-            name = name or _newest(shelf, notes)
-        name = self._ranks.reach("", name)[0]
-        return shelf.path / name if name else None, notes
+                why = str(error)
+        name = self._ranks.reach(why, name)[0]
+        return None if auto and not name else shelf.path / name, notes
 
     def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:
         """What this rank saved of its own; None where another number of ranks did."""
@@ -148,12 +148,22 @@ def _own(tensor: torch.Tensor) -> Part:
     return Part(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)
 
 
-def _newest(shelf: Shelf, notes: list[str]) -> str:
-    """The newest that opens, or nothing."""
+def chosen(shelf: Shelf, notes: list[str]) -> str:
+    """The latest, or the newest that opens where the pointer is lost; nothing where nothing was saved.
+
+    Raises CheckpointError where something was saved and nothing opens: to start anew is for the user to choose.
+    """
+    try:
+        if name := shelf.latest():
+            return name
+    except CheckpointError as error:
+        notes.append(f"{error}; the newest checkpoint that opens is taken instead")
     for name in reversed(shelf.names()):
         try:
             with Checkpoint(shelf.path / name):
                 return name
         except CheckpointError as error:
             notes.append(f"passed over: {error}")
+    if notes:
+        raise CheckpointError(str(shelf.path), f"no checkpoint opens; move it away to start anew. {'; '.join(notes)}")
     return ""

@@ -16,6 +16,8 @@ from dzero.checkpoint.folder import Folder
 from dzero.checkpoint.format import (
     DTYPES,
     MANIFEST,
+    MOST_INDEX_BYTES,
+    MOST_MANIFEST_BYTES,
     Index,
     Manifest,
     Part,
@@ -36,7 +38,9 @@ class Checkpoint:
         self.path = Path(path)
         with ExitStack() as undo:
             self._folder = undo.enter_context(Folder(self.path))
-            self.manifest = unseal(self._folder.read(MANIFEST), Manifest, str(self.path / MANIFEST))
+            self.manifest = unseal(
+                self._folder.read(MANIFEST, MOST_MANIFEST_BYTES), Manifest, str(self.path / MANIFEST)
+            )
             self._checked(MANIFEST, self.manifest.check)
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
@@ -138,7 +142,7 @@ class Checkpoint:
 
     def _index(self, rank: int, sealed: str) -> Index:
         name = index_name(rank)
-        index = unseal(self._folder.read(name), Index, str(self.path / name), sealed)
+        index = unseal(self._folder.read(name, MOST_INDEX_BYTES), Index, str(self.path / name), sealed)
         self._checked(name, lambda: index.check(rank))
         return index
 

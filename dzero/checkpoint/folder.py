@@ -32,16 +32,20 @@ from types import TracebackType
 import msgspec
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import MOST_JSON_BYTES, seal, unseal
+from dzero.checkpoint.format import seal, unseal
 
-STEP = re.compile(r"step_(\d{8,})(?:_(\d+))?")
+STEP = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,9}))?")
 PARTIAL, GOING = ".partial", ".going"
 LATEST, LOCK = "latest.json", ".lock"
+LEFT = re.compile(rf"({STEP.pattern}|{re.escape(LATEST)})({re.escape(PARTIAL)}|{re.escape(GOING)})")
+MOST_LATEST_BYTES = 4096
 REPAIRS = {
     errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
     errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
     errno.EACCES: "this user may not; change the permissions, or checkpoint.folder",
     errno.EROFS: "choose a checkpoint.folder that can be written",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EEXIST: "another file is in the way; remove it",
     errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
     errno.ENOTDIR: "name a folder, and no link to one",
     errno.ENOENT: "it is missing; take another checkpoint",
@@ -70,17 +74,24 @@ class Folder:
         """A descriptor of a regular file."""
         with told(self.path / name):
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=self.fd)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            try:
+                _regular(os.fstat(fd))
+            except OSError:
                 os.close(fd)
-                raise OSError(None, "it is no regular file")
+                raise
         return fd
 
-    def read(self, name: str) -> bytes:
-        """A small file. Raises CheckpointError for one beyond `MOST_JSON_BYTES`."""
+    def size(self, name: str) -> int:
+        """Bytes of a regular file."""
+        with told(self.path / name):
+            return _regular(os.stat(name, dir_fd=self.fd, follow_symlinks=False)).st_size
+
+    def read(self, name: str, most_bytes: int) -> bytes:
+        """A small file. Raises CheckpointError for one beyond `most_bytes`."""
         fd = self.open(name, os.O_RDONLY)
         with told(self.path / name), os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > MOST_JSON_BYTES:
-                raise OSError(None, f"{os.fstat(fd).st_size} bytes, more than any index has")
+            if os.fstat(fd).st_size > most_bytes:
+                raise OSError(None, f"{os.fstat(fd).st_size} bytes, more than the {most_bytes} that it may have")
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -109,15 +120,16 @@ class Shelf:
 
     def names(self) -> list[str]:
         """Of the checkpoints that are whole, the oldest first."""
-        found = [(match, entry.name) for entry in self._entries() if (match := STEP.fullmatch(entry.name))]
-        return [name for _, name in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0)))]
+        entries = [entry for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
+        found = [match for entry in entries if (match := STEP.fullmatch(entry.name))]
+        return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
 
     def latest(self) -> str | None:
         """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
-        if not (self.path / LATEST).exists():
+        if not os.path.lexists(self.path / LATEST):
             return None
         with Folder(self.path) as folder:
-            name = unseal(folder.read(LATEST), _Latest, str(self.path / LATEST)).name
+            name = unseal(folder.read(LATEST, MOST_LATEST_BYTES), _Latest, str(self.path / LATEST)).name
         if not STEP.fullmatch(name):
             raise CheckpointError(str(self.path / LATEST), f"{name!r} is no name of a checkpoint")
         return name
@@ -125,9 +137,9 @@ class Shelf:
     def begin(self, step: int) -> str:
         """A new, empty partial folder for `step`; the name that it will have."""
         base, attempt = f"step_{step:08d}", 1
-        names = {entry.name for entry in self._entries()}
+        taken = {entry.name.removesuffix(PARTIAL).removesuffix(GOING) for entry in self._entries()}
         name = base
-        while name in names:
+        while name in taken:
             attempt += 1
             name = f"{base}_{attempt}"
         with told(self.path / (name + PARTIAL)):
@@ -165,24 +177,23 @@ class Shelf:
 
     def remove(self, name: str) -> None:
         """Rename it first, so that nobody finds half of it."""
-        with told(self.path / name):
-            os.rename(self.path / name, self.path / (name + GOING))
-            shutil.rmtree(self.path / (name + GOING))
+        with told(self.path / name), Folder(self.path) as folder:
+            os.rename(name, name + GOING, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            folder.sync()
+            shutil.rmtree(name + GOING, dir_fd=folder.fd)
 
     def clean(self) -> list[str]:
         """Remove what runs that died left half-written or half-removed; call it under `locked`."""
-        left = [entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING))]
-        for name in left:
-            if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING)):
-                with told(self.path / name):
-                    shutil.rmtree(self.path / name)
-        return left
+        left = [entry for entry in self._entries() if LEFT.fullmatch(entry.name)]
+        for entry in left:
+            with told(entry.path):
+                (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
+        return [entry.name for entry in left]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Alone in saving here. Raises CheckpointError where another run is."""
-        with told(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+        _make(self.path)
         with Folder(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             try:
@@ -198,10 +209,28 @@ class Shelf:
                 os.close(fd)
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        if not self.path.exists():
-            return []
-        with told(self.path), os.scandir(self.path) as entries:
-            return [entry for entry in entries if not entry.is_symlink()]
+        with told(self.path), suppress(FileNotFoundError), os.scandir(self.path) as entries:
+            return [*entries]
+        return []
+
+
+def _regular(found: os.stat_result) -> os.stat_result:
+    """It, if it is of a regular file. Raises OSError."""
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(None, "it is no regular file")
+    return found
+
+
+def _make(path: Path) -> None:
+    """A folder and those above it, their names on disk."""
+    if not os.path.lexists(path):
+        _make(path.parent)
+        with told(path), suppress(FileExistsError):
+            path.mkdir()
+        with Folder(path.parent.resolve()) as above:  # links above are the user's own
+            above.sync()
 
 
 @contextmanager

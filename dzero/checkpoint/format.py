@@ -25,11 +25,12 @@ import xxhash
 
 from dzero.checkpoint.boxes import Box, covered
 from dzero.checkpoint.errors import CheckpointError
+from dzero.offload.pinned import ALIGNMENT_BYTES
 
 VERSION = 1
 MANIFEST = "manifest.json"
-MOST_JSON_BYTES = 256 << 20
-MOST_BLOCK_BYTES = 256 << 20
+MOST_INDEX_BYTES, MOST_MANIFEST_BYTES = 64 << 20, 16 << 20
+MOST_BLOCK_BYTES = 64 << 20
 MOST_DIMS = 16
 DTYPES = {
     "F32": torch.float32,
@@ -86,6 +87,8 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{name}: shape {self.shape}, offset {self.offset} and size {self.size} differ in dims")
         if any(o < 0 or n < 0 or o + n > dim for o, n, dim in zip(self.offset, self.size, self.shape, strict=True)):
             raise ValueError(f"{name}: a part at {self.offset} of size {self.size} is not within {self.shape}")
+        if math.prod(max(1, dim) for dim in self.shape) * DTYPES[self.dtype].itemsize >= 1 << 63:
+            raise ValueError(f"{name}: no memory holds {self.dtype} {list(self.shape)}")
         if self.start < 0 or self.end - self.start != math.prod(self.size) * DTYPES[self.dtype].itemsize:
             raise ValueError(f"{name}: bytes {self.start} to {self.end} are not {self.dtype} {list(self.size)}")
 
@@ -104,7 +107,11 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ValueError where its numbers do not fit each other."""
         if self.rank != rank:
             raise ValueError(f"it says it is rank {self.rank}'s")
-        if not 1 <= self.block_bytes <= MOST_BLOCK_BYTES or not 0 <= self.data_start <= self.file_bytes:
+        if (
+            not 1 <= self.block_bytes <= MOST_BLOCK_BYTES
+            or self.block_bytes % ALIGNMENT_BYTES
+            or not 8 <= self.data_start <= self.file_bytes
+        ):
             raise ValueError(f"blocks of {self.block_bytes} bytes, data from {self.data_start} of {self.file_bytes}")
         if len(self.sums) != -(-self.file_bytes // self.block_bytes) or not all(map(SUM.fullmatch, self.sums)):
             raise ValueError(f"{len(self.sums)} checksums for {self.file_bytes} bytes in blocks of {self.block_bytes}")
@@ -186,6 +193,9 @@ def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> 
             raise ValueError(f"its checksum is {found}, not {outer.xxh3}: it was damaged")
         if sealed is not None and found != sealed:
             raise ValueError(f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
-        return msgspec.json.decode(bytes(outer.body), type=kind)
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        body = msgspec.json.decode(bytes(outer.body), type=kind)
+        if seal(body)[0] != data:
+            raise ValueError("it says the same in other words than dzero: keys twice, spaces, or numbers out of range")
+        return body
+    except (ValueError, ArithmeticError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise CheckpointError(path, str(error)) from error

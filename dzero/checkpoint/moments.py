@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from dzero.checkpoint.boxes import Box, is_slab
+from dzero.checkpoint.boxes import is_slab
 from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.places import Place
 from dzero.optim.eight_bit import BLOCK_ELEMS, Blocks, blocks_of, decode
 
 CODES, SCALE = "_codes.", "_scale."
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-def read_moment(checkpoint: Checkpoint, key: str, name: str, box: Box) -> tuple[torch.Tensor, Blocks | None]:
-    """A box of the moment `key` of a parameter, flat; decoded if it was in 8 bits, then with the blocks as stored."""
-    if f"{key}.{name}" in checkpoint.names:
+def read_moment(checkpoint: Checkpoint, key: str, place: Place) -> tuple[torch.Tensor, Blocks | None]:
+    """The moment `key` of a place, flat; decoded if it was in 8 bits, then with the blocks as stored."""
+    name, box = place.name, place.box
+    stored = f"{key}.{name}" if f"{key}.{name}" in checkpoint.names else f"{key}{CODES}{name}"
+    checkpoint.check_shape(stored, place.shape)
+    if stored == f"{key}.{name}":
         return checkpoint.read(f"{key}.{name}", box).view(-1), None
     values = torch.zeros(box.size)
     blocks = Blocks(
@@ -22,10 +27,12 @@ def read_moment(checkpoint: Checkpoint, key: str, name: str, box: Box) -> tuple[
         codes=torch.zeros(box.elems, dtype=torch.uint8),
         scale=torch.zeros(blocks_of(box.elems)),
     )
-    for rank, entry, part in checkpoint.meeting(f"{key}{CODES}{name}", box):
+    for rank, entry, part in checkpoint.meeting(stored, box):
         beside = entry.replace(CODES, SCALE, 1)
         found = checkpoint.read_entries(rank, [entry, beside])
         codes, scale = found[entry].view(-1), found[beside]
+        if (codes.dtype, scale.dtype, *scale.shape) != (torch.uint8, torch.float32, blocks_of(codes.numel())):
+            raise CheckpointError(str(checkpoint.path), f"{entry} and {beside} do not fit each other")
         common = part.box.common(box)
         assert common is not None
         decoded = decode(codes, scale, signed=SIGNED[key]).view(part.size)

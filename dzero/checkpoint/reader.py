@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from queue import SimpleQueue
 from types import TracebackType
@@ -26,7 +26,7 @@ Block = tuple[int, int]
 
 
 class Files:
-    """The files of `indexes`, by rank, in `folder`; opened when first needed.
+    """The files of `indexes`, by rank, in `folder`; their sizes are checked now, they are opened when first needed.
 
     Raises CheckpointError for a file that is missing or of another size, and for a block that is damaged.
     """
@@ -35,6 +35,8 @@ class Files:
         self._folder, self._indexes = folder, indexes
         self._fds: dict[int, int] = {}
         self._last: tuple[Block, torch.Tensor] | None = None
+        for rank, index in indexes.items():
+            self._check_size(rank, index.file_bytes)
         most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
         arena = Arena(THREADS * whole_pages(most))
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -69,8 +71,13 @@ class Files:
         for rank in {rank for rank, _ in blocks}:
             self._open(rank)
         ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
-        for end in ends:
-            self._last = end.result() or self._last  # where the next read goes on
+        try:
+            for end in ends:
+                self._last = end.result() or self._last  # where the next read goes on
+        finally:  # after an error nobody reads on, from a file that is closed by then
+            for end in ends:
+                end.cancel()
+            wait(ends)
 
     def _serve(self, block: Block, wanted: Sequence[Want], *, keep: bool) -> tuple[Block, torch.Tensor] | None:
         """Copy what is wanted out of a block; the block, if it is to be kept."""
@@ -105,13 +112,14 @@ class Files:
             return
         path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)
         self._undo.callback(os.close, fd)
-        size, said = os.fstat(fd).st_size, self._indexes[rank].file_bytes
-        if size != said:
-            what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
-            raise CheckpointError(str(path), what)
         with told(path):
             make_direct(fd, Direction.READ)
         self._fds[rank] = fd
+
+    def _check_size(self, rank: int, said: int) -> None:
+        if (size := self._folder.size(data_name(rank))) != said:
+            what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
+            raise CheckpointError(str(self._folder.path / data_name(rank)), what)
 
 
 def _copy(block: torch.Tensor, begin: int, wanted: Sequence[Want]) -> None:

@@ -32,6 +32,7 @@ from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, Part, index_name, seal
 from dzero.checkpoint.reader import Files
 from dzero.checkpoint.writer import BLOCK_BYTES, Blocks, ShardWriter
+from dzero.offload.pinned import ALIGNMENT_BYTES
 
 Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
@@ -106,8 +107,8 @@ class Saver:
                 if self._config.verify:
                     with Files(folder, {self._rank: index}) as files:
                         files.verify(self._rank)
-        except CheckpointError as error:
-            why = str(error)
+        except Exception as error:  # whatever it is, the others wait for an answer
+            why = _why(error)
         seals = self._agree(name, why, sealed)
         if self._rank == 0:
             why = self._publish(name, Manifest(VERSION, step, tuple(seals), state))
@@ -124,12 +125,12 @@ class Saver:
         try:
             with Folder(self._shelf.partial(name)) as folder:
                 folder.write(MANIFEST, seal(manifest)[0])
-            self._shelf.publish(name)
-            with Checkpoint(self._shelf.path / name):  # the ranks' parts make up whole tensors
-                self._shelf.point(name)
+            with Checkpoint(self._shelf.partial(name)):  # the ranks' parts make up whole tensors
+                self._shelf.publish(name)
+            self._shelf.point(name)
             self._shelf.keep(self._config.keep)
-        except CheckpointError as error:
-            return str(error)
+        except Exception as error:
+            return _why(error)
         return ""
 
     def _begin(self, step: int) -> str:
@@ -155,7 +156,11 @@ class Saver:
         """Blocks for all of it, or as many as may be taken; kept for the next save."""
         if self._blocks is None:
             needed = sum(part.box.elems * DTYPES[part.dtype].itemsize for part in parts.values())
-            block_bytes = min(BLOCK_BYTES, self._config.staging_bytes // 2)
+            block_bytes = min(BLOCK_BYTES, self._config.staging_bytes // (2 * ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
             most = max(2, self._config.staging_bytes // block_bytes)
             self._blocks = Blocks(min(most, needed // block_bytes + 2), block_bytes=block_bytes)
         return self._blocks
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

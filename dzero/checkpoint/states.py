@@ -99,19 +99,21 @@ class States:
                     local_of(place.param.detach()).copy_(self._values(checkpoint, place, place.param.dtype))
             self._optim.take(unit, carried)
         for name, buffer in self._buffers(everywhere=True):
+            checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
 
     def _carried(self, checkpoint: Checkpoint, place: Place, scalars: dict[str, float]) -> Carried:
         tensors = {MASTER: self._values(checkpoint, place, torch.float32).view(-1)}
         blocks: dict[str, Blocks] = {}
         for key in checkpoint.moments(place.name):
-            tensors[key], stored = read_moment(checkpoint, key, place.name, place.box)
+            tensors[key], stored = read_moment(checkpoint, key, place)
             blocks |= {} if stored is None else {key: stored}
         if (
             self._delayed
             and f"{MASTER}.{place.name}" in checkpoint.names
             and f"{PARAM}.{place.name}" in checkpoint.names
         ):
+            checkpoint.check_shape(f"{PARAM}.{place.name}", place.shape)
             tensors[PARAM] = checkpoint.read(f"{PARAM}.{place.name}", place.box).view(-1)
         return Carried(tensors, blocks, scalars)
 

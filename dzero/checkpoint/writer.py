@@ -94,7 +94,9 @@ class ShardWriter:
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """The next part, from any device; it may change when this returns. Waits while no block is free."""
-        due, part = next(self._due)
+        due, part = next(self._due, ("", None))
+        if part is None:
+            raise ValueError(f"{name} is one more than was laid out")
         if (name, tensor.dtype, tensor.numel()) != (due, DTYPES[part.dtype], part.box.elems):
             raise ValueError(
                 f"{name}, {tensor.numel()} of {tensor.dtype}, where {due}, {part.box.elems} of {part.dtype}, is due"

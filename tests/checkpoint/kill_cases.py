@@ -1,0 +1,202 @@
+"""Runs that save again and again and are killed at random: python kill_cases.py FOLDER KILLS SEED.
+
+    this process                    two ranks of a run, forked             a reader, forked
+    imports, starts no thread
+    waits for `opening`     <--     a gloo group; the folder is taken
+    sleeps a while                  begun 1, finished 1, begun 2 …
+    SIGKILL to one, or both -->     the other is told, and ends
+    notes what is left                                                     what a run would resume from, bit by bit;
+                                                                           so is all that has a checkpoint's name
+    next                            what was left is gone before a save
+
+Prints as its last line, in JSON: the kills, what each left, and in `wrong` every promise that was broken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shelves import entry, raw
+
+from dzero.checkpoint.agreement import Agreement
+from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.checkpoints import chosen
+from dzero.checkpoint.config import CheckpointConfig
+from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.folder import LATEST, LOCK, Shelf
+from dzero.checkpoint.format import MANIFEST
+from dzero.checkpoint.saver import Saver
+
+RANKS, ROWS, SPAN_S, DEADLINE_S = 2, 1000, 0.3, 60.0
+Say = Callable[[Any], None]
+
+
+def states(step: int) -> torch.Tensor:
+    """What step `step` holds: int32 [ROWS, 301], of which a rank has half the rows; 3 blocks in all."""
+    return (torch.arange(ROWS * 301, dtype=torch.int32) + 1_000_003 * step).view(ROWS, 301)
+
+
+def forked(work: Callable[[Say], None]) -> tuple[int, int]:
+    """A child that does `work`; its number, and where what it says can be read, a line of JSON each."""
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(ours)
+
+        def say(what: Any) -> None:
+            os.write(theirs, json.dumps(what).encode() + b"\n")
+
+        try:
+            work(say)
+        except BaseException:
+            say(["ended", traceback.format_exc()])
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    return child, ours
+
+
+def run_of(rank: int, folder: Path, store: str, start: int) -> Callable[[Say], None]:
+    """Save the steps from `start` on, for ever."""
+
+    def work(say: Say) -> None:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, RANKS),
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=DEADLINE_S),
+        )
+        agreement = Agreement(str(folder))
+        agreement.reach("")
+        say(["opening"])
+        with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
+            if rank == 0 and (
+                left := [name for name in os.listdir(folder) if name not in (LOCK, LATEST, *Shelf(folder).names())]
+            ):
+                say(["left", left])
+            for step in count(start):
+                say(["begun", step])
+                part, tensor = entry("a", states(step), Box((rank * ROWS // RANKS, 0), (ROWS // RANKS, 301)))
+                saver.save(step, {"a": part}, lambda put, tensor=tensor: put("a", tensor), {})  # type: ignore[misc]
+                saver.finish()
+                say(["finished", step])
+
+    return work
+
+
+def reader_of(folder: Path) -> Callable[[Say], None]:
+    """Say which step a run would resume from; read every checkpoint that has a name."""
+
+    def work(say: Say) -> None:
+        shelf, notes, steps = Shelf(folder), list[str](), {"": 0}
+        for name in shelf.names():
+            with Checkpoint(folder / name) as checkpoint:
+                steps[name] = checkpoint.manifest.step
+                assert len(list(checkpoint.verify())) == RANKS
+                assert raw(checkpoint.read("a", Box.whole((ROWS, 301)))) == raw(states(steps[name])), name
+        say(["resumes", steps[chosen(shelf, notes)], notes])
+
+    return work
+
+
+def heard(pipe: int) -> list[Any]:
+    """All that a child said and will say."""
+    with os.fdopen(pipe, "rb") as lines:
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def ended(child: int) -> bool:
+    """Whether it ends by itself in time; killed if not."""
+    until_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until_s:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def left_in(folder: Path) -> set[str]:
+    """What a kill left behind, in words."""
+    shelf, found = Shelf(folder), set()
+    for name in os.listdir(folder) if folder.exists() else []:
+        if name.startswith("step_") and name.endswith(".partial"):
+            found.add("all but a name" if (folder / name / MANIFEST).exists() else "half a checkpoint")
+        elif name.endswith(".going"):
+            found.add("half of an old one")
+        elif name == f"{LATEST}.partial":
+            found.add("half a pointer")
+    names = shelf.names()
+    if names and names[-1] != shelf.latest():
+        found.add("a checkpoint that is not the latest yet")
+    return found or {"nothing"}
+
+
+def killed(folder: Path, draw: random.Random, done: int) -> tuple[str, set[str], int, list[str]]:
+    """One kill of a run that resumed from step `done`: whom, what was left, the step to resume from, what is wrong."""
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as stores:
+        ranks = [forked(run_of(rank, folder, f"{stores}/store", done + 1)) for rank in range(RANKS)]
+        first = os.read(ranks[0][1], len(b'["opening"]\n'))
+        if first != b'["opening"]\n':
+            wrong.append(f"rank 0 did not begin: {first!r}")
+        time.sleep(draw.uniform(0, SPAN_S))
+        victims = draw.choice([[0], [1], [0, 1], [1, 0]])
+        for rank in victims:
+            os.kill(ranks[rank][0], signal.SIGKILL)
+        wrong += [f"rank {rank} did not end by itself" for rank in range(RANKS) if not ended(ranks[rank][0])]
+        said, other = (heard(pipe) for _, pipe in ranks)
+    left = left_in(folder)
+    finished = max([done, *(words[1] for words in said if words[0] == "finished")])
+    begun = max([done, *(words[1] for words in said if words[0] == "begun")])
+    wrong += [f"a new run found {words[1]}" for words in said + other if words[0] == "left"]
+    for rank, each in enumerate((said, other)):
+        texts = [words[1] for words in each if words[0] == "ended"]
+        wrong += [f"rank {rank}: {text}" for text in texts if "CheckpointError" not in text or rank in victims]
+    reader, pipe = forked(reader_of(folder))
+    (words,) = heard(pipe)
+    os.waitpid(reader, 0)
+    if words[0] != "resumes" or words[2] or not finished <= words[1] <= begun:
+        wrong.append(f"steps to {finished} had finished, {begun} had begun, and then {words}")
+        return "", left, finished, wrong
+    return "one rank" if len(victims) == 1 else "all ranks", left, words[1], wrong
+
+
+def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    draw, step, wrong = random.Random(seed), 0, list[str]()
+    whom, what, start_s = Counter[str](), Counter[str](), time.monotonic()
+    threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:"))
+    assert threads.split() == ["Threads:", "1"], "a process with threads must not be forked"
+    for number in range(kills):
+        victims, left, step, told = killed(folder, draw, step)
+        whom[victims] += 1
+        what.update(left)
+        wrong += [f"kill {number}: {each}" for each in told]
+    return {
+        "kills": kills,
+        "steps": step,
+        "killed": dict(whom),
+        "left": dict(what),
+        "wrong": wrong,
+        "s": round(time.monotonic() - start_s, 1),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))), flush=True)
