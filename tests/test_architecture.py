@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder trainer
+saves recorder trainer
 __main__
 """
 ORDER = LEVELS.split()

@@ -32,7 +32,7 @@ from types import TracebackType
 import msgspec
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import MOST_JSON_BYTES, seal, unseal
+from dzero.checkpoint.format import MANIFEST, MOST_JSON_BYTES, seal, unseal
 
 STEP = re.compile(r"step_(\d{8,})(?:_(\d+))?")
 PARTIAL, GOING = ".partial", ".going"
@@ -202,6 +202,17 @@ class Shelf:
             return []
         with told(self.path), os.scandir(self.path) as entries:
             return [entry for entry in entries if not entry.is_symlink()]
+
+
+def checkpoint_at(path: Path | str) -> Path:
+    """A checkpoint's folder: `path`, or the latest in it. Raises CheckpointError where there is none."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    if (name := Shelf(path).latest()) is None:
+        what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
+        raise CheckpointError(str(path), what)
+    return path / name
 
 
 @contextmanager
