@@ -38,7 +38,7 @@ from dzero.models.published import KINDS, published_name
 from dzero.zero.working import to_working
 
 SHARD_BYTES = 5_000_000_000
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 """Of a tensor that are in memory at a time, at least one row."""
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

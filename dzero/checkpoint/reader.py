@@ -36,10 +36,11 @@ class Files:
         self._fds: dict[int, int] = {}
         self._last: tuple[Block, torch.Tensor] | None = None
         most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
-        arena = Arena(THREADS * whole_pages(most))
+        arena = Arena((THREADS + 2) * whole_pages(most))
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for number in range(THREADS):
             self._free.put(arena.lease(most, f"block {number}").data)
+        self._kept = [arena.lease(most, f"kept {number}").data for number in range(2)]
         self._undo = ExitStack()
         self._pool = self._undo.enter_context(ThreadPoolExecutor(THREADS, "checkpoint read"))
 
@@ -70,7 +71,9 @@ class Files:
             self._open(rank)
         ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
         for end in ends:
-            self._last = end.result() or self._last  # where the next read goes on
+            if (last := end.result()) is not None:
+                self._last = last  # where the next read goes on
+                self._kept.reverse()
 
     def _serve(self, block: Block, wanted: Sequence[Want], *, keep: bool) -> tuple[Block, torch.Tensor] | None:
         """Copy what is wanted out of a block; the block, if it is to be kept."""
@@ -85,7 +88,10 @@ class Files:
             data = room[: min(index.block_bytes, index.file_bytes - begin)]
             self._fill(data, rank, number, begin)
             _copy(data, begin, wanted)
-            return (block, data.clone()) if keep and wanted else None
+            if not (keep and wanted):
+                return None
+            # Beside the block kept before, which another thread may still copy from.
+            return block, self._kept[1][: data.numel()].copy_(data)
         finally:
             self._free.put(room)
 
