@@ -9,10 +9,11 @@ from pathlib import Path
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export, plan
 from dzero.checkpoint.folder import checkpoint_at
+from dzero.checkpoint.inspect import bytes_of, inspect
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
 from dzero.offload.disk_speed import bench
-from dzero.terminal import bar
+from dzero.terminal import bar, show
 
 CHECKPOINT = "a checkpoint's folder, or the folder above for the latest in it"
 
@@ -23,6 +24,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     _disk_bench(commands.add_parser("disk-bench", help="how fast scratch disks are, and the settings that suit them"))
     _export(commands.add_parser("export", help="a checkpoint as safetensors that transformers loads"))
+    _inspect(commands.add_parser("inspect", help="what is in a checkpoint, or in a folder of them"))
     options = parser.parse_args()
     try:
         with user_errors():
@@ -55,6 +57,20 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=EXPORTED, default="bf16")
     parser.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of tensors in a file")
+    parser.set_defaults(run=run)
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    def run(options: argparse.Namespace) -> None:
+        path = options.checkpoint
+        with bar(f"verifying {path}", bytes_of(path) if options.verify else 0) as progress:
+            inspected = inspect(path, verify=options.verify, progress=progress)
+        show(inspected.tables)
+        if inspected.wrong:
+            raise RunError("\n       ".join(inspected.wrong))
+
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or the folder of several")
+    parser.add_argument("--verify", action="store_true", help="read everything; exit code 1 if anything is damaged")
     parser.set_defaults(run=run)
 
 

@@ -72,6 +72,10 @@ class Checkpoint:
                 str(self.path), f"{name} is {saved}, this model's {list(shape)}: it was saved from another model"
             )
 
+    def check_size(self, rank: int) -> None:
+        """Raises CheckpointError for a rank's file that is missing or cut short."""
+        self._files.open(rank)
+
     def part(self, name: str) -> Part:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
         return self._parts(name)[0][1]
@@ -120,10 +124,13 @@ class Checkpoint:
         return found
 
     def verify(self) -> Iterator[int]:
-        """Read everything, one rank's file after the other, and yield the bytes of each. Raises CheckpointError."""
+        """Read everything, one rank's file after the other, and yield the bytes that were. Raises CheckpointError."""
         for index in self.indexes:
-            self._files.verify(index.rank)
-            yield index.file_bytes
+            yield from self.verify_file(index.rank)
+
+    def verify_file(self, rank: int) -> Iterator[int]:
+        """Read all of a rank's file, and yield the bytes that were. Raises CheckpointError."""
+        return self._files.verifying(rank)
 
     def _read_columns(self, rank: int, part: Part, common: Box, out: torch.Tensor) -> None:
         """A box that is not whole rows of what was written: the rows that hold it, some at a time."""

@@ -112,6 +112,11 @@ class Shelf:
         found = [(match, entry.name) for entry in self._entries() if (match := STEP.fullmatch(entry.name))]
         return [name for _, name in sorted(found, key=lambda each: (int(each[0][1]), int(each[0][2] or 0)))]
 
+    def unfinished(self) -> list[str]:
+        """Of those that are being written or removed, or that a run which died left so."""
+        names = sorted(entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING)))
+        return [name for name in names if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING))]
+
     def latest(self) -> str | None:
         """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
         if not (self.path / LATEST).exists():
@@ -171,11 +176,10 @@ class Shelf:
 
     def clean(self) -> list[str]:
         """Remove what runs that died left half-written or half-removed; call it under `locked`."""
-        left = [entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING))]
+        left = self.unfinished()
         for name in left:
-            if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING)):
-                with told(self.path / name):
-                    shutil.rmtree(self.path / name)
+            with told(self.path / name):
+                shutil.rmtree(self.path / name)
         return left
 
     @contextmanager

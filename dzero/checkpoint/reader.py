@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -18,6 +18,8 @@ from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
 from dzero.offload.pinned import Arena
 
 THREADS = 4
+STRIDE = 16
+"""Blocks that are verified before the next ones are asked for."""
 
 Want = tuple[int, torch.Tensor]
 """Where it starts in the file's data, and the uint8 tensor on the CPU to fill from there."""
@@ -63,12 +65,21 @@ class Files:
 
     def verify(self, rank: int) -> None:
         """Read all of a file. Raises CheckpointError for the first block that is not what was written."""
-        self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))})
+        for _ in self.verifying(rank):
+            pass
+
+    def verifying(self, rank: int) -> Iterator[int]:
+        """As `verify`, some blocks at a time; yields the bytes of them."""
+        index = self._indexes[rank]
+        for first in range(0, len(index.sums), STRIDE):
+            last = min(first + STRIDE, len(index.sums))
+            self._serve_all({(rank, number): [] for number in range(first, last)})
+            yield min(last * index.block_bytes, index.file_bytes) - first * index.block_bytes
 
     def _serve_all(self, by_block: Mapping[Block, Sequence[Want]]) -> None:
         blocks = sorted(by_block)
         for rank in {rank for rank, _ in blocks}:
-            self._open(rank)
+            self.open(rank)
         ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
         for end in ends:
             if (last := end.result()) is not None:
@@ -106,7 +117,8 @@ class Files:
                 f"{sums[number]}): the file was damaged; take another checkpoint",
             )
 
-    def _open(self, rank: int) -> None:
+    def open(self, rank: int) -> None:
+        """Raises CheckpointError for a file that is missing or of another size."""
         if rank in self._fds:
             return
         path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)
