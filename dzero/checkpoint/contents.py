@@ -80,6 +80,10 @@ class Checkpoint:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
         return self._parts(name)[0][1]
 
+    def boxes(self, name: str) -> list[Box]:
+        """The parts that ranks wrote of a tensor."""
+        return [part.box for _, part in self._parts(name)]
+
     def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
         """Rank, entry and part of all that hold something of a box of a tensor."""
         return [

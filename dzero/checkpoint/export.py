@@ -31,7 +31,7 @@ from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.folder import PARTIAL, Folder
 from dzero.checkpoint.format import DTYPES, NAMES, Part
-from dzero.checkpoint.states import BUFFER, MASTER, PARAM
+from dzero.checkpoint.states import BUFFER, values_of
 from dzero.checkpoint.writer import header, laid_out
 from dzero.hardware import dtype_of, format_bytes
 from dzero.models.published import KINDS, published_name
@@ -71,7 +71,7 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
     kind, config = _described(checkpoint)
     source: dict[str, str] = {}
     parts: dict[str, Part] = {}
-    for stored, own in _exported(checkpoint):
+    for own, stored in values_of(checkpoint).items():
         try:
             name = published_name(kind, own)
         except ValueError as error:
@@ -137,14 +137,6 @@ def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
                 if isinstance(config := json.loads(text), dict):
                     return kind, config
     raise CheckpointError(str(checkpoint.path), f"its model is {described!r}, no kind of {KINDS} with a config")
-
-
-def _exported(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """(tensor of the checkpoint, the model's own name) of parameters, by their masters if there are, and buffers."""
-    for stored in checkpoint.names:
-        state, _, own = stored.partition(".")
-        if state in (MASTER, BUFFER) or (state == PARAM and f"{MASTER}.{own}" not in checkpoint.names):
-            yield stored, own
 
 
 def _into_files(parts: Mapping[str, Part], shard_bytes: int) -> dict[str, dict[str, Part]]:
