@@ -98,9 +98,9 @@ def export(
     """
     out = out.absolute()
     partial = out.with_name(out.name + PARTIAL)
-    for path in (out, partial):
+    for path, whose in ((out, ""), (partial, ", left by an export that was stopped or is under way")):
         if path.exists() or path.is_symlink():
-            raise CheckpointError(str(path), "it is there already: remove it, or choose another folder")
+            raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
     _check_room(out, planned.tensor_bytes)
     with _told(partial):
         partial.mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path, monkeypat
     def refused(what: str, dtype: str = "bf16", **options: Any) -> None:
         with pytest.raises(CheckpointError, match=what):
             exported(path, out, dtype, **options)
-        assert {entry.name for entry in tmp_path.iterdir()} <= {"ck", "taken", "full"}
+        assert {entry.name for entry in tmp_path.iterdir()} <= {"ck", "taken", "taken.partial", "full"}
 
     refused(r"master.norm.weight holds 7e\+04, more than torch.float16 can: export another --dtype", "fp16")
     data = path / "rank_00000.safetensors"
@@ -194,14 +195,16 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path, monkeypat
         exported(path, tmp_path / "nowhere" / "out", "bf16")
     out = tmp_path / "taken"
     out.mkdir()
-    refused("taken: it is there already: remove it, or choose another folder")
+    refused(r"taken: it is there already: remove it, or choose another folder")
+    (tmp_path / "taken").rename(tmp_path / "taken.partial")
+    refused(r"taken.partial: it is there already, left by an export that was stopped or is under way: remove it")
     out = tmp_path / "full"
     out.symlink_to(tmp_path / "absent")
     refused("full: it is there already")
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    """A sparse file stands for a checkpoint of 2^50 bytes: its index is all that planning reads."""
+    """A plan of 2^50 bytes, which no disk here holds."""
     path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(9)})
     with Checkpoint(path) as checkpoint:
         planned = plan(checkpoint, "bf16")
@@ -213,19 +216,32 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck"}
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
-    """/dev/full's error, met by a process whose files may not grow beyond 64 KiB."""
+def limited(on_limit: str, path: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    """An export by a process whose files may not grow beyond 64 KiB: it gets an error, or is killed in mid-write."""
+    program = f"import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.{on_limit}); "
+    program += "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); "
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
+    program += "from dzero.__main__ import main; main()"
+    line = [sys.executable, "-c", program, "export", str(path), str(out)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100_000)})
-    limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
-    limited += "sys.argv[0] = 'dzero'; from dzero.__main__ import main; main()"
-    line = [sys.executable, "-c", limited, "export", str(path), str(tmp_path / "out")]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    ended = limited("SIG_IGN", path, tmp_path / "out")
     assert ended.returncode == 1
     assert os.strerror(errno.EFBIG) in ended.stderr
     assert "nothing was exported" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck"}
+
+
+def test_an_export_that_is_killed_never_has_the_name_of_a_whole_one(tmp_path: Path) -> None:
+    path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100_000)})
+    assert limited("SIG_DFL", path, tmp_path / "out").returncode == -signal.SIGXFSZ
+    assert {entry.name for entry in tmp_path.iterdir()} == {"ck", "out.partial"}
+    with pytest.raises(CheckpointError, match=r"out.partial: it is there already, left by an export that was stopped"):
+        exported(path, tmp_path / "out", "bf16")
 
 
 def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) -> None:
