@@ -62,12 +62,14 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
-        path = options.checkpoint
-        with bar(f"verifying {path}", bytes_of(path) if options.verify else 0) as progress:
+        path, to_read = options.checkpoint, bytes_of(options.checkpoint) if options.verify else 0
+        with bar(f"verifying {path}", to_read) as progress:
             inspected = inspect(path, verify=options.verify, progress=progress)
         show(inspected.tables)
         if inspected.wrong:
             raise RunError("\n       ".join(inspected.wrong))
+        if options.verify:
+            print(f"\nverified: all {format_bytes(to_read)} are what was written")
 
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or the folder of several")
     parser.add_argument("--verify", action="store_true", help="read everything; exit code 1 if anything is damaged")

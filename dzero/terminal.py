@@ -38,10 +38,10 @@ def show(tables: Sequence[Table]) -> None:
 
 @contextmanager
 def bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Call what it gives with the bytes that are done more. On standard error, and only on a terminal."""
+    """Gives what to call with the bytes that were done. On standard error; only on a terminal, and not for 0 bytes."""
     terminal = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
-    disable = not terminal.is_terminal
+    disable = not (terminal.is_terminal and total_bytes)
     with Progress(
         *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=terminal, disable=disable, transient=True
     ) as progress:

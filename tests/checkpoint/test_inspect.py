@@ -80,7 +80,9 @@ def test_what_is_damaged_is_named_and_ends_the_command_with_1(tmp_path: Path) ->
     path = checkpoint(tmp_path / "step_00000007")
     sound = command(path, "--verify")
     assert (sound.returncode, sound.stderr) == (0, "")
-    assert sound.stdout == plain(inspect(path, verify=True).tables) + "\n"
+    assert sound.stdout == (
+        plain(inspect(path, verify=True).tables) + "\n\nverified: all 12.7 KiB are what was written\n"
+    )
     flip(path / "rank_00001.safetensors", 4099)
     unread = command(path)
     assert unread.returncode == 0
