@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -159,6 +160,8 @@ class RunConfig:
             find(self.data.path)
         if self.model.name_or_path is not None:
             check_folder(self.model.name_or_path)
+        if isinstance(self.model.weights, str) and not Path(self.model.weights).is_dir():
+            raise FileNotFoundError(f"model.weights={self.model.weights}: no such folder; nothing is downloaded")
 
 
 def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:

@@ -26,6 +26,19 @@ DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
+FILE_DTYPES = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By safetensors' names."""
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")

@@ -1,13 +1,15 @@
 """A run's saves: what they hold besides the states, when they are made, what is told of them, and how a run goes on.
 
 So that a run that goes on has the bits of one that was never stopped, a checkpoint also holds the position in the data,
-the number of steps (which says the learning rate), the loss scale, and every rank's random generators. Settings are
-never taken from a checkpoint: those of the command line count, and what changed is told.
+the number of steps (which says the learning rate), the loss scale, and every rank's random generators; and, to be
+exported, the model's description. Settings are never taken from a checkpoint: those of the command line count, and what
+changed is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +22,7 @@ from dzero.checkpoint.checkpoints import Checkpoints, Resumed
 from dzero.checkpoint.errors import CheckpointError
 from dzero.config import RunConfig
 from dzero.data.stream import TokenStream
+from dzero.models.published import describe
 from dzero.monitor.sink import Monitor
 from dzero.optim.master import MasterOptimizer
 from dzero.zero.shard import Sharded
@@ -41,7 +44,7 @@ class Saves:
         device: torch.device,
     ) -> None:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
-        self._optim = optim
+        self._optim, self._model = optim, sharded.model
         wanted = config.checkpoint.every is not None or config.resume is not None
         self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
         self.notes: list[str] = []
@@ -88,6 +91,8 @@ class Saves:
             "stream": self._stream.state_dict(),
             "step_sequences": self._config.train.sequences(dist.get_world_size()),
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
+            "model": describe(self._model),
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._checkpoints.save(step, extra, self._generators())
 

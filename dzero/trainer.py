@@ -15,13 +15,15 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
+from dzero.checkpoint.imports import blank, fill
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
 from dzero.mesh import make_mesh
-from dzero.models.build import build, count, flops_per_token, materialiser
+from dzero.models.build import build, count, flops_per_token, weights_of
+from dzero.models.materialise import Materialiser
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary, StepRecord
@@ -61,7 +63,8 @@ class Trainer:
         model = build(config.model, self.corpus.vocab_size)
         flops = flops_per_token(model, config.train.sequence_tokens)
         # It fills modules by their names in the model as built, so it is made before any of them is tiled.
-        materialise = materialiser(config.model, model, seed=config.train.seed, device=device)
+        weights = weights_of(config.model, model)
+        materialise = Materialiser(model, seed=config.train.seed, device=device, weights=blank(model, weights))
         apply_blocks(model, config.block, device.type)
         self.sharded = shard(
             model,
@@ -72,6 +75,8 @@ class Trainer:
             microbatches=config.train.accumulate,
             materialise=materialise,
         )
+        if weights:
+            fill(self.sharded, weights)
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {

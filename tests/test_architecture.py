@@ -13,7 +13,7 @@ HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
-errors hardware host scratch data models
+errors hardware host scratch terminal data models
 mesh launch
 comm
 parallel
@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder trainer
+saves recorder trainer
 __main__
 """
 ORDER = LEVELS.split()

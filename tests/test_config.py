@@ -87,6 +87,9 @@ MISTAKES = {
     "optim.rule=SGD precision=bf16_remainder": "SGD keeps fp32 masters and its own states",
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",
+    "model.weights=no/such": "model.weights=no/such: no such folder",
+    "model.weights=true": "model.weights=true: model.kind=llama has no folder of its own",
+    "model.weights=3": "model.weights=3: must be true or false or a word",
     # tiers
     "offload=nvme": "offload=nvme: choose one of ['disk', 'host', 'host_all', 'infinity', 'none']",
     "offload.disk.threads=0 offload.master=disk": "threads=0: must be 1 to 64",

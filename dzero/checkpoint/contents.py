@@ -76,9 +76,17 @@ class Checkpoint:
                 str(self.path), f"{name} is {saved}, this model's {list(shape)}: it was saved from another model"
             )
 
+    def check_size(self, rank: int) -> None:
+        """Raises CheckpointError for a rank's file that is missing or cut short."""
+        self._files.open(rank)
+
     def part(self, name: str) -> Part:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
         return self._parts(name)[0][1]
+
+    def boxes(self, name: str) -> list[Box]:
+        """The parts that ranks wrote of a tensor."""
+        return [part.box for _, part in self._parts(name)]
 
     def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
         """Rank, entry and part of all that hold something of a box of a tensor."""
@@ -124,10 +132,13 @@ class Checkpoint:
         return found
 
     def verify(self) -> Iterator[int]:
-        """Read everything, one rank's file after the other, and yield the bytes of each. Raises CheckpointError."""
+        """Read everything, one rank's file after the other, and yield the bytes that were. Raises CheckpointError."""
         for index in self.indexes:
-            self._files.verify(index.rank)
-            yield index.file_bytes
+            yield from self.verify_file(index.rank)
+
+    def verify_file(self, rank: int) -> Iterator[int]:
+        """Read all of a rank's file, and yield the bytes that were. Raises CheckpointError."""
+        return self._files.verifying(rank)
 
     def _read_columns(self, rank: int, part: Part, common: Box, out: torch.Tensor) -> None:
         """A box that is not whole rows of what was written: the rows that hold it, some at a time."""

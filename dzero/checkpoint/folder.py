@@ -32,7 +32,7 @@ from types import TracebackType
 import msgspec
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import seal, unseal
+from dzero.checkpoint.format import MANIFEST, seal, unseal
 
 STEP = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,9}))?")
 PARTIAL, GOING = ".partial", ".going"
@@ -123,6 +123,11 @@ class Shelf:
         entries = [entry for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
         found = [match for entry in entries if (match := STEP.fullmatch(entry.name))]
         return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+
+    def unfinished(self) -> list[str]:
+        """Of those that are being written or removed, or that a run which died left so."""
+        names = sorted(entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING)))
+        return [name for name in names if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING))]
 
     def latest(self) -> str | None:
         """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
@@ -231,6 +236,17 @@ def _make(path: Path) -> None:
             path.mkdir()
         with Folder(path.parent.resolve()) as above:  # links above are the user's own
             above.sync()
+
+
+def checkpoint_at(path: Path | str) -> Path:
+    """A checkpoint's folder: `path`, or the latest in it. Raises CheckpointError where there is none."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    if (name := Shelf(path).latest()) is None:
+        what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
+        raise CheckpointError(str(path), what)
+    return path / name
 
 
 @contextmanager

@@ -20,11 +20,11 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 import xxhash
 
 from dzero.checkpoint.boxes import Box, covered
 from dzero.checkpoint.errors import CheckpointError
+from dzero.hardware import FILE_DTYPES
 from dzero.offload.pinned import ALIGNMENT_BYTES
 
 VERSION = 1
@@ -32,19 +32,7 @@ MANIFEST = "manifest.json"
 MOST_INDEX_BYTES, MOST_MANIFEST_BYTES = 64 << 20, 16 << 20
 MOST_BLOCK_BYTES = 64 << 20
 MOST_DIMS = 16
-DTYPES = {
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By safetensors' names."""
+DTYPES = FILE_DTYPES
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUM = re.compile(r"[0-9a-f]{16}")
 T = TypeVar("T")

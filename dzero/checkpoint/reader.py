@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from queue import SimpleQueue
@@ -18,6 +18,8 @@ from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
 from dzero.offload.pinned import Arena
 
 THREADS = 4
+STRIDE = 16
+"""Blocks that are verified before the next ones are asked for."""
 
 Want = tuple[int, torch.Tensor]
 """Where it starts in the file's data, and the uint8 tensor on the CPU to fill from there."""
@@ -38,10 +40,11 @@ class Files:
         for rank, index in indexes.items():
             self._check_size(rank, index.file_bytes)
         most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
-        arena = Arena(THREADS * whole_pages(most))
+        arena = Arena((THREADS + 2) * whole_pages(most))
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for number in range(THREADS):
             self._free.put(arena.lease(most, f"block {number}").data)
+        self._kept = [arena.lease(most, f"kept {number}").data for number in range(2)]
         self._undo = ExitStack()
         self._pool = self._undo.enter_context(ThreadPoolExecutor(THREADS, "checkpoint read"))
 
@@ -64,16 +67,27 @@ class Files:
 
     def verify(self, rank: int) -> None:
         """Read all of a file. Raises CheckpointError for the first block that is not what was written."""
-        self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))})
+        for _ in self.verifying(rank):
+            pass
+
+    def verifying(self, rank: int) -> Iterator[int]:
+        """As `verify`, some blocks at a time; yields the bytes of them."""
+        index = self._indexes[rank]
+        for first in range(0, len(index.sums), STRIDE):
+            last = min(first + STRIDE, len(index.sums))
+            self._serve_all({(rank, number): [] for number in range(first, last)})
+            yield min(last * index.block_bytes, index.file_bytes) - first * index.block_bytes
 
     def _serve_all(self, by_block: Mapping[Block, Sequence[Want]]) -> None:
         blocks = sorted(by_block)
         for rank in {rank for rank, _ in blocks}:
-            self._open(rank)
+            self.open(rank)
         ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
         try:
             for end in ends:
-                self._last = end.result() or self._last  # where the next read goes on
+                if (last := end.result()) is not None:
+                    self._last = last  # where the next read goes on
+                    self._kept.reverse()
         finally:  # after an error nobody reads on, from a file that is closed by then
             for end in ends:
                 end.cancel()
@@ -92,7 +106,10 @@ class Files:
             data = room[: min(index.block_bytes, index.file_bytes - begin)]
             self._fill(data, rank, number, begin)
             _copy(data, begin, wanted)
-            return (block, data.clone()) if keep and wanted else None
+            if not (keep and wanted):
+                return None
+            # Beside the block kept before, which another thread may still copy from.
+            return block, self._kept[1][: data.numel()].copy_(data)
         finally:
             self._free.put(room)
 
@@ -107,7 +124,8 @@ class Files:
                 f"{sums[number]}): the file was damaged; take another checkpoint",
             )
 
-    def _open(self, rank: int) -> None:
+    def open(self, rank: int) -> None:
+        """Raises CheckpointError for a file that is missing or of another size."""
         if rank in self._fds:
             return
         path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)

@@ -142,6 +142,16 @@ class States:
                     yield f"{prefix}.{name}".lstrip("."), buffer
 
 
+def values_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The tensors that hold the values of parameters (masters, if there are) and of buffers, by the model's names."""
+    found = {}
+    for stored in checkpoint.names:
+        kind, _, own = stored.partition(".")
+        if kind in (MASTER, BUFFER) or (kind == PARAM and f"{MASTER}.{own}" not in checkpoint.names):
+            found[own] = stored
+    return found
+
+
 def _part(place: Place, key: str, dtype: torch.dtype, elems: int) -> Part:
     """Not laid out yet."""
     if f"{key}.".endswith(SCALE):  # of this shard's blocks, wherever they begin

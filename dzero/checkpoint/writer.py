@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import msgspec
 import torch
@@ -38,12 +39,11 @@ def laid_out(parts: Mapping[str, Part]) -> dict[str, Part]:
     return placed
 
 
-def header(parts: Mapping[str, Part]) -> bytes:
+def header(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None) -> bytes:
     """safetensors': its length in 8 bytes, then JSON, filled up with spaces to a whole page."""
-    tensors = {
-        name: {"dtype": part.dtype, "shape": list(part.size), "data_offsets": [part.start, part.end]}
-        for name, part in parts.items()
-    }
+    tensors: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    for name, part in parts.items():
+        tensors[name] = {"dtype": part.dtype, "shape": list(part.size), "data_offsets": [part.start, part.end]}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text = text.ljust(whole_pages(8 + len(text)) - 8)
     return len(text).to_bytes(8, "little") + text

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from dzero.models.config import ModelConfig
-from dzero.models.hf import build_hf, local_weights
+from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
+from dzero.models.stored import StoredTensor
+from dzero.models.weights import local_weights
 
 
 def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
@@ -27,15 +29,17 @@ def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
 
 
 def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> Materialiser:
-    """What fills the `model` that `build(config)` made: random values, or the folder's where `config.weights` is set.
+    """What fills the `model` that `build(config)` made: random values, or a folder's where `config.weights` names one.
 
+    Every rank reads whole tensors; where models are cut, `checkpoint.imports` reads only what a rank keeps.
     Raises FileNotFoundError or ValueError naming the weights that the folder lacks or holds in another shape.
     """
-    weights = None
-    if config.weights:
-        assert config.name_or_path is not None
-        weights = local_weights(config.name_or_path, model)
-    return Materialiser(model, seed=seed, device=device, weights=weights)
+    return Materialiser(model, seed=seed, device=device, weights=weights_of(config, model))
+
+
+def weights_of(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor]:
+    """The stored tensors with which `model` starts, by its names; none for random values. Raises as `local_weights`."""
+    return {} if config.weights_folder is None else local_weights(config.weights_folder, model)
 
 
 def count(model: nn.Module) -> int:

@@ -2,9 +2,9 @@
 
     kind   built by                                             settings
     llama  `llama.Llama`, plain torch                           sizes; hidden_size, layers, heads, ffn_size are required
-    hf     any causal LM of transformers (extra `hf`), offline  name_or_path, weights
+    hf     any causal LM of transformers (extra `hf`), offline  name_or_path
 
-A setting of the other kind would have no effect, so it is an error.
+and `weights`. A setting of the other kind would have no effect, so it is an error.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass, fields
 
 from dzero.models.llama import LlamaShape
 
-SETTINGS = {
-    "llama": {field.name for field in fields(LlamaShape)},
-    "hf": {"name_or_path", "weights"},
-}
+SIZES = {field.name for field in fields(LlamaShape)}
+SETTINGS = {"llama": SIZES | {"weights"}, "hf": {"name_or_path", "weights"}}
 REQUIRED = {"llama": ("hidden_size", "layers", "heads", "ffn_size"), "hf": ("name_or_path",)}
 
 
@@ -25,8 +23,8 @@ class ModelConfig:
     """The model's kind and sizes; unset llama sizes take the defaults of `LlamaShape`.
 
     `vocab_size` (unset: the data's), `kv_heads` (unset: heads). `name_or_path`: a local folder with config.json, or a
-    model type such as `gpt2` in its default sizes. `weights`: start from the folder's safetensors files; otherwise
-    from random values.
+    model type such as `gpt2` in its default sizes. `weights`: a folder in whose safetensors files training
+    starts, as Hugging Face publishes them; true for the folder that name_or_path names; false for random values.
     """
 
     kind: str = "llama"
@@ -41,7 +39,7 @@ class ModelConfig:
     norm_eps: float | None = None
     tied: bool | None = None
     name_or_path: str | None = None
-    weights: bool = False
+    weights: bool | str = False
 
     def __post_init__(self) -> None:
         if self.kind not in SETTINGS:
@@ -59,12 +57,21 @@ class ModelConfig:
                 raise ValueError(f"model.{key} is unset: model.kind={self.kind} needs {[*REQUIRED[self.kind]]}; set it")
         if self.kind == "llama":
             self.shape(vocab_size=1)
+            if self.weights is True:
+                raise ValueError(
+                    "model.weights=true: model.kind=llama has no folder of its own; name one, or take false"
+                )
+
+    @property
+    def weights_folder(self) -> str | None:
+        """Where values come from; None for random ones."""
+        return self.weights if isinstance(self.weights, str) else self.name_or_path if self.weights else None
 
     def shape(self, vocab_size: int | None) -> LlamaShape:
         """Sizes of a llama whose data has `vocab_size` ids. Raises ValueError when the model knows fewer, or none."""
         assert self.kind == "llama"
         vocab_size = check_vocabulary(self.vocab_size, vocab_size)
-        given = {key: value for key in SETTINGS["llama"] if (value := getattr(self, key)) is not None}
+        given = {key: value for key in SIZES if (value := getattr(self, key)) is not None}
         return LlamaShape(**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
 
 

@@ -1,14 +1,10 @@
 """Any causal language model of transformers (extra `hf`), built offline on meta, as a decoder of ours.
 
-Only configuration files and safetensors are read: no code from the folder runs, nothing is unpickled or downloaded.
+Only its configuration file is read: no code from the folder runs, nothing is unpickled or downloaded.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dzero.models.config import check_vocabulary
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class HFDecoder(nn.Module):
@@ -61,42 +55,6 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
         raise ValueError(f"model.name_or_path={name_or_path}: {type(config).__name__} is no causal LM") from error
     check_vocabulary(config.get_text_config().vocab_size, vocab_size)
     return HFDecoder(model)
-
-
-def local_weights(folder: str, model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Readers of the folder's safetensors by names in `model`; each opens its file when it is called.
-
-    Tensors must be stored under the names and in the shapes of the model's state dict (tied ones under any of their
-    names, the prefix of the model without head may be absent); a layout that transformers would first convert is
-    refused as missing. Headers are checked now: raises FileNotFoundError for an absent file and ValueError for a
-    broken one, for missing tensors and for other shapes. Warns of tensors that the model has no place for.
-    """
-    if not isinstance(model, HFDecoder):
-        raise TypeError(f"weights of {type(model).__name__}: only models that build_hf made read them")
-    stored = _stored_tensors(Path(folder))
-    prefix = f"{model.model.base_model_prefix}."
-    tied: dict[int, list[str]] = {}
-    for name, tensor in model.model.state_dict(keep_vars=True).items():
-        tied.setdefault(id(tensor), []).append(name)
-    readers: dict[str, Callable[[], Tensor]] = {}
-    missing, used = [], set()
-    tensors = model.model.state_dict()
-    for names in tied.values():
-        spellings = [s for name in names for s in (name, name.removeprefix(prefix))]
-        key = next((s for s in spellings if s in stored), None)
-        if key is None:
-            missing.append(names[0])
-            continue
-        file, shape = stored[key]
-        if shape != list(tensors[names[0]].shape):
-            raise ValueError(f"{file}: {key} has shape {shape}, the model needs {list(tensors[names[0]].shape)}")
-        used.update(spellings)
-        readers[f"model.{names[0]}"] = partial(_read, file, key)
-    if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors of the model are not in its safetensors files: {missing}")
-    if unused := sorted(set(stored) - used):
-        warnings.warn(f"{folder}: the model has no place for {unused}; they are not loaded", stacklevel=2)
-    return readers
 
 
 def _transformers() -> ModuleType:
@@ -142,33 +100,3 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
             f"transformers; nothing is downloaded. Allowed types: {', '.join(types)}"
         )
     return transformers.AutoConfig.for_model(name_or_path)
-
-
-def _stored_tensors(folder: Path) -> dict[str, tuple[Path, list[int]]]:
-    """(file, shape) of every tensor in the folder's safetensors files, from their headers."""
-    if (folder / INDEX).is_file():
-        files = sorted({folder / name for name in json.loads((folder / INDEX).read_text())["weight_map"].values()})
-    else:
-        files = [folder / SINGLE]
-    found = {}
-    for file in files:
-        if file.parent != folder or not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file; model.weights=true reads {SINGLE} or {INDEX} in {folder}")
-        with _open(file) as tensors:
-            found.update({key: (file, list(tensors.get_slice(key).get_shape())) for key in tensors.keys()})  # noqa: SIM118
-    return found
-
-
-def _read(file: Path, key: str) -> Tensor:
-    with _open(file) as tensors:
-        tensor: Tensor = tensors.get_tensor(key)
-        return tensor
-
-
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error

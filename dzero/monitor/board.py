@@ -15,8 +15,9 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from dzero.monitor.records import RunSummary, StepRecord
-from dzero.monitor.tables import plain, summary_tables
+from dzero.monitor.tables import summary_tables
 from dzero.offload.swap import LaneUse
+from dzero.terminal import plain
 
 
 class TensorBoardSink:

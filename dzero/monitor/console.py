@@ -8,7 +8,8 @@ from rich.table import Column
 
 from dzero.hardware import format_bytes, format_seconds
 from dzero.monitor.records import RunSummary, StepRecord
-from dzero.monitor.tables import plain, rich_table, summary_tables
+from dzero.monitor.tables import summary_tables
+from dzero.terminal import plain, rich_table
 
 
 class Console:

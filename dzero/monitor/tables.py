@@ -1,31 +1,15 @@
-"""The closing summary as tables, and each table as rich, or as plain aligned text."""
+"""The closing summary as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
-from rich import box
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from dzero.comm.ledger import Traffic
 from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
 from dzero.monitor.records import RunSummary
+from dzero.terminal import DIFFERS, OK, Table
 
-OK, DIFFERS = "ok", "≠"
 SHOWN_RANKS = 8
-
-
-@dataclass(frozen=True)
-class Table:
-    """`header` and every row have as many cells; the first `left` columns are words, the others numbers."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    left: int = 1
 
 
 def summary_tables(summary: RunSummary) -> list[Table]:
@@ -115,36 +99,3 @@ def traffic_table(summary: RunSummary) -> Table:
         rows.append((*where, calls, due_calls, sent_bytes, due_bytes, mark))
     header = ("phase", "kind", "axis", "dtype", "calls", "theory", "sent", "theory", "")
     return Table("collectives per step of rank 0, measured against theory", header, tuple(rows), left=4)
-
-
-def plain(tables: Sequence[Table]) -> str:
-    """Tables as aligned text, a blank line between them."""
-    return "\n\n".join(_plain_table(table) for table in tables)
-
-
-def _plain_table(table: Table) -> str:
-    lines = (table.header, *table.rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
-
-    def aligned(line: tuple[str, ...]) -> str:
-        """Cells as wide as their columns: the first `table.left` begin together, the others end together."""
-        cells = (
-            cell.ljust(width) if column < table.left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([table.title, *("  " + aligned(line) for line in lines)])
-
-
-def rich_table(table: Table) -> RichTable:
-    """The same for a terminal; differences in red."""
-    drawn = RichTable(
-        title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for column, name in enumerate(table.header):
-        drawn.add_column(name, justify="left" if column < table.left else "right", overflow="fold")
-    styles = {OK: "green", DIFFERS: "bold red"}
-    for row in table.rows:
-        drawn.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
-    return drawn

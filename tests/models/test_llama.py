@@ -170,7 +170,7 @@ def test_flops_count_matmuls_and_attention(tied: bool) -> None:
         ({"norm_eps": 0.0}, r"model.norm_eps=0.0: must be a finite number > 0"),
         ({"layers": None}, r"model.layers is unset: .*\['hidden_size', 'layers', 'heads', 'ffn_size'\]"),
         ({"name_or_path": "gpt2"}, r"model.name_or_path=gpt2 has no effect with model.kind=llama"),
-        ({"weights": True}, r"model.weights=True has no effect with model.kind=llama"),
+        ({"weights": True}, r"model.weights=true: model.kind=llama has no folder of its own; name one"),
         ({"kind": "hf"}, r"model.hidden_size=24 has no effect with model.kind=hf"),
     ],
 )

@@ -8,7 +8,8 @@ from sample_records import CONTROL, GATHER, MIB, REDUCE, SUMMARY
 
 from dzero.comm.ledger import Traffic
 from dzero.monitor.meter import Speed
-from dzero.monitor.tables import memory_table, plain, result_table, summary_tables, traffic_table
+from dzero.monitor.tables import memory_table, result_table, summary_tables, traffic_table
+from dzero.terminal import plain
 
 
 def test_traffic_is_ok_only_when_calls_and_bytes_equal_the_theory_exactly() -> None:

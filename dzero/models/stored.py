@@ -1,0 +1,165 @@
+"""Tensors in the safetensors files of a folder, read where and when they are needed, any box of them.
+
+Headers come from strangers: sizes, offsets and shapes must fit each other and the file before anything is read. Files
+lie in the folder itself; symbolic links in it are not followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dzero.hardware import FILE_DTYPES
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MOST_HEADER_BYTES = 100_000_000
+"""As safetensors itself allows."""
+MOST_INDEX_BYTES = 256 << 20
+
+
+T = TypeVar("T")
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A row-major tensor at byte `start` of `file`."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def __call__(self) -> Tensor:
+        """All of it, on the CPU. Raises as `read`."""
+        return self.read((0,) * len(self.shape), self.shape)
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """[offset, offset + size) along every dim, in its dtype on the CPU; no other byte is read.
+
+        Raises ValueError for a dtype that torch or this project does not know, and for a file that was cut short.
+        """
+        if self.dtype not in FILE_DTYPES:
+            raise ValueError(f"{self.file}: {self.name} is {self.dtype}; known are {', '.join(FILE_DTYPES)}")
+        found = torch.empty(tuple(size), dtype=FILE_DTYPES[self.dtype])
+        if not found.numel():
+            return found
+        cut = [dim for dim, (n, whole) in enumerate(zip(size, self.shape, strict=True)) if n != whole]
+        last = cut[-1] if cut else 0  # from here on elements that are wanted lie beside each other
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        run = math.prod(size[last:]) * found.element_size()
+        first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
+        out = found.view(-1).view(torch.uint8).numpy().data
+        fd = _open(self.file)
+        try:
+            for number, at in enumerate(itertools.product(*(range(n) for n in size[:last]))):
+                elems = first + sum(o * stride for o, stride in zip(at, strides, strict=False))
+                self._fill(fd, out[number * run : (number + 1) * run], self.start + elems * found.element_size())
+        finally:
+            os.close(fd)
+        return found
+
+    def _fill(self, fd: int, out: memoryview, start: int) -> None:
+        while out:
+            count = os.preadv(fd, [out], start)
+            if not count:
+                raise ValueError(f"{self.file}: it ends at byte {start}, within {self.name}: it was cut short")
+            out, start = out[count:], start + count
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Of all files that the index names, or of the single file; their headers are read now.
+
+    Raises FileNotFoundError for an absent file, OSError for a link, ValueError for a broken file.
+    """
+    files = [SINGLE]
+    if os.path.lexists(folder / INDEX):
+        index = _decode(_read(folder / INDEX, 0, _size(folder / INDEX, MOST_INDEX_BYTES)), _Index, folder / INDEX)
+        files = sorted(set(index.weight_map.values()))
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        file = folder / name
+        if file.parent != folder or not (file.is_file() or file.is_symlink()):
+            raise FileNotFoundError(f"{file}: no such file; weights are {SINGLE} or {INDEX} in {folder}")
+        found |= _tensors(file)
+    return found
+
+
+def _tensors(file: Path) -> dict[str, StoredTensor]:
+    """Of a file, by name."""
+    size = _size(file, None)
+    length = int.from_bytes(_read(file, 0, min(8, size)), "little")
+    if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+        raise ValueError(f"{file}: not a whole safetensors file: a header of {length} bytes in {size}")
+    header = _decode(_read(file, 8, length), dict[str, msgspec.Raw], file)
+    entries = {n: _decode(bytes(raw), _Entry, file) for n, raw in header.items() if n != "__metadata__"}
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, end = entry.data_offsets
+        if start != at or end < start or any(n < 0 for n in entry.shape):
+            raise ValueError(f"{file}: not a whole safetensors file: {name} lies at {start} to {end}, not from {at} on")
+        dtype = FILE_DTYPES.get(entry.dtype)
+        if dtype is not None and end - start != math.prod(entry.shape) * dtype.itemsize:
+            raise ValueError(f"{file}: {name} of {entry.dtype} {list(entry.shape)} has {end - start} bytes")
+        at = end
+    if 8 + length + at != size:
+        raise ValueError(f"{file}: not a whole safetensors file: {size} bytes, its header tells {8 + length + at}")
+    return {
+        name: StoredTensor(file, name, entry.dtype, entry.shape, 8 + length + entry.data_offsets[0])
+        for name, entry in entries.items()
+    }
+
+
+def _decode(data: bytes, kind: type[T], file: Path) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not a whole file of its kind ({error})") from error
+
+
+def _size(file: Path, most: int | None) -> int:
+    """In bytes. Raises ValueError beyond `most`."""
+    fd = _open(file)
+    try:
+        size = os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+    if most is not None and size > most:
+        raise ValueError(f"{file}: {size} bytes, more than any index has")
+    return size
+
+
+def _read(file: Path, start: int, count: int) -> bytes:
+    fd = _open(file)
+    try:
+        return os.pread(fd, count, start)
+    finally:
+        os.close(fd)
+
+
+def _open(file: Path) -> int:
+    if file.is_symlink():
+        raise OSError(
+            f"{file}: a symbolic link, as in the Hub's cache, is not followed: name a folder that holds the files "
+            "themselves (`cp -rL`, or `hf download --local-dir`)"
+        )
+    return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

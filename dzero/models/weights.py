@@ -1,0 +1,117 @@
+"""Which tensor of a published folder is which parameter of a model; what is missing, or of another model, is told."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dzero.models.hf import HFDecoder
+from dzero.models.llama import Llama, LlamaShape
+from dzero.models.published import llama_config, published_name
+from dzero.models.stored import StoredTensor, stored_tensors
+
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""What every llama of ours is."""
+DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""LlamaConfig's, for what a config.json leaves out."""
+SETTINGS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied",
+}
+"""Ours, by theirs."""
+
+
+def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
+    """The folder's tensors by the model's own names, read when they are called, or a box of them.
+
+    model: `Llama` or `HFDecoder`, as built. Tensors must be stored under the names and in the shapes of the published
+    model (tied ones under any of their names; the prefix of a model without head may be absent); a layout that
+    transformers would first convert is refused as missing. Headers are checked now: raises FileNotFoundError for an
+    absent file and ValueError for a broken one, for missing tensors, for other shapes, and for the config.json of
+    another llama. Warns of tensors that the model has no place for.
+    """
+    kind, base = _kind(model)
+    if isinstance(model, Llama):
+        check_llama(Path(folder), model.shape)
+    stored = stored_tensors(Path(folder))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    found: dict[str, StoredTensor] = {}
+    missing, used = [], set()
+    tensors = model.state_dict()
+    for names in tied.values():
+        published = [published_name(kind, name) for name in names]
+        spellings = [spelling for name in published for spelling in (name, name.removeprefix(base))]
+        key = next((each for each in spellings if each in stored), None)
+        if key is None:
+            missing.append(published[0])
+            continue
+        shape, needed = list(stored[key].shape), list(tensors[names[0]].shape)
+        if shape != needed:
+            raise ValueError(f"{stored[key].file}: {key} has shape {shape}, the model needs {needed}")
+        used.update(spellings)
+        found |= dict.fromkeys(names, stored[key])
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} tensors of the model are not in its safetensors files: {missing}")
+    if unused := sorted(set(stored) - used):
+        warnings.warn(f"{folder}: the model has no place for {unused}; they are not loaded", stacklevel=2)
+    return found
+
+
+def check_llama(folder: Path, shape: LlamaShape) -> None:
+    """Raises FileNotFoundError without config.json, ValueError where it is of another model than `shape`'s."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"model.weights={folder}: the folder has no config.json")
+    try:
+        theirs = DEFAULTS | json.loads(file.read_text())
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file}: no configuration of a model ({error})") from error
+    if theirs.get("model_type") != "llama":
+        raise ValueError(
+            f"{file}: model_type {theirs.get('model_type')!r} is no llama: take model=hf model.name_or_path={folder}"
+        )
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(
+            f"{file}: its rotary positions are scaled ({rope}), those of model.kind=llama are not: take model=hf "
+            f"model.name_or_path={folder}"
+        )
+    theirs |= {
+        "rope_theta": rope.get("rope_theta", theirs.get("rope_theta", 10_000.0)),
+        "num_key_value_heads": theirs.get("num_key_value_heads") or theirs.get("num_attention_heads"),
+    }
+    ours = llama_config(shape)
+    if other := {key: theirs[key] for key in FIXED if theirs[key] != FIXED[key]}:
+        raise ValueError(
+            f"{file}: {other}, where model.kind=llama has {FIXED}: take model=hf model.name_or_path={folder}"
+        )
+    differ = [f"model.{SETTINGS[key]}={_word(theirs.get(key))}" for key in SETTINGS if theirs.get(key) != ours[key]]
+    if differ:
+        raise ValueError(f"{file}: it is of another model than this; set {' '.join(differ)}")
+
+
+def _kind(model: nn.Module) -> tuple[str, str]:
+    """The model's kind, and the prefix that a published model without head leaves out."""
+    if isinstance(model, HFDecoder):
+        return "hf", f"{model.model.base_model_prefix}."
+    if isinstance(model, Llama):
+        return "llama", "model."
+    raise TypeError(f"weights of {type(model).__name__}: only models that build() made read them")
+
+
+def _word(value: Any) -> str:
+    """As the command line takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,131 @@
+"""PyTorch's loader fills state dicts from our checkpoints: an independent reading of what was saved, by other cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import by_hand
+import nets
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cells import whole
+from loops import masters_of, params_of, sharded_net, train
+from pool import Pool
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
+
+from dzero import AdamW
+from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.config import CheckpointConfig
+from dzero.checkpoint.dcp import Reader
+from dzero.checkpoint.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def states_of(sharded: Any, optim: AdamW) -> dict[str, dict[str, Tensor]]:
+    """Whole masters and moments, by kind and name."""
+    found = {"master": masters_of(sharded, optim)}
+    for key in MOMENTS:
+        found[key] = {n: whole(optim.state[p][key]).clone() for n, p in sharded.named_params().items()}
+    return found
+
+
+def saved(rank: int, ranks: int, folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    sharded = sharded_net("uneven", stage=3, param="bf16", master="remainder")
+    optim = AdamW(sharded, lr=3e-3)
+    train(sharded, optim, "uneven", steps=3)
+    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.save(3, {})
+        checkpoints.finish()
+    return states_of(sharded, optim), params_of(sharded)
+
+
+def read_both_ways(rank: int, ranks: int, folder: Path, shapes: dict[str, torch.Size]) -> list[dict[str, Any]]:
+    """Masters and moments by torch's loader, for several placements; and by ours."""
+    mesh = init_device_mesh("cpu", (2, ranks // 2))
+    found = []
+    cuts: list[tuple[Placement, Placement]] = [(Replicate(), Shard(0)), (Shard(-1), Shard(0)), (Shard(0), Replicate())]
+    for cut in cuts:
+        kinds = ("master", *MOMENTS)
+        asked = {key: {name: placed(shape, mesh, cut) for name, shape in shapes.items()} for key in kinds}
+        dcp.load(asked, storage_reader=Reader(folder))
+        found.append({key: {name: whole(value) for name, value in asked[key].items()} for key in kinds})
+    sharded = sharded_net("uneven", stage=1, param="bf16", seed=5)
+    optim = AdamW(sharded, lr=3e-3)
+    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.resume("auto")
+    return [*found, states_of(sharded, optim)]
+
+
+def placed(shape: torch.Size, mesh: Any, cut: tuple[Placement, Placement]) -> DTensor:
+    """Filled with what no state is, so that nothing stays unread unnoticed. One dim is cut once."""
+    last = len(shape) - 1
+    first, second = (Shard(last) if each == Shard(-1) else each for each in cut)
+    return empty(*shape, device_mesh=mesh, placements=[first, Replicate() if first == second else second]).fill_(-77.0)
+
+
+def test_torchs_loader_and_ours_read_the_same_bits_for_any_cut(pool: Pool, tmp_path: Path) -> None:
+    want, _ = pool.run(saved, 3, tmp_path)[0]
+    shapes = {name: value.shape for name, value in want["master"].items()}
+    for of_rank in pool.run(read_both_ways, 4, tmp_path, shapes):
+        for found in of_rank:
+            for key, values in want.items():
+                assert found[key].keys() == values.keys()
+                assert all(torch.equal(found[key][name], value) for name, value in values.items()), key
+
+
+def plain_program(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """FSDP2 without dzero, in bf16."""
+    model = nets.build("uneven", seed=9).bfloat16()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    dcp.load(model.state_dict(), storage_reader=Reader(folder))
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def test_a_program_without_dzero_gets_the_working_copies_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    _, want = pool.run(saved, 3, tmp_path)[0]
+    for found in pool.run(plain_program, 2, tmp_path):
+        assert found.keys() == want.keys()
+        assert all(torch.equal(found[name].view(torch.int16), want[name].view(torch.int16)) for name in want)
+
+
+def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
+    tensors = {"master.a": torch.arange(12.0).view(4, 3), "buffer.n": torch.arange(4), "param.b": torch.ones(2)}
+    reader = Reader(by_hand.write(tmp_path / "ck", tensors, ranks=2))
+
+    def load(**asked: Any) -> None:
+        dcp.load(asked, storage_reader=reader, no_dist=True)
+
+    load(a=(a := torch.zeros(4, 3)), b=(b := torch.zeros(2)), n=(n := torch.zeros(4, dtype=torch.int64)))
+    assert torch.equal(a, tensors["master.a"])
+    assert torch.equal(b, tensors["param.b"])
+    assert torch.equal(n, tensors["buffer.n"])
+    with pytest.raises(CheckpointException, match=r"a is torch.float32: it cannot become torch.int64"):
+        load(a=torch.zeros(4, 3, dtype=torch.int64))
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load(a=torch.zeros(3, 4))
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: c"):
+        load(a=torch.zeros(4, 3), c=torch.zeros(1))
+    with pytest.raises(CheckpointException):
+        load(a={"no": "tensor"})
+    asked = {"a": torch.zeros(4, 3), "c": torch.ones(1)}
+    dcp.load(asked, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
+    assert torch.equal(asked["a"], tensors["master.a"])
+    data = tmp_path / "ck" / "rank_00001.safetensors"
+    sound = data.read_bytes()
+    data.write_bytes(sound[:-20] + bytes([sound[-20] ^ 1]) + sound[-19:])
+    with pytest.raises(CheckpointException, match=r"rank_00001.safetensors: block 0, .* is not what was written"):
+        load(a=torch.zeros(4, 3))
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        Reader(tmp_path)
+    twice = by_hand.write(tmp_path / "twice", {"master.w": torch.ones(1), "master.master.w": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=r"master.w is both a parameter and the state master.w: rename it"):
+        Reader(twice)
