@@ -13,7 +13,7 @@ HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
-errors hardware host terminal data models
+errors hardware host terminal scratch data models
 mesh launch
 comm
 parallel

@@ -29,7 +29,7 @@ from dzero.offload.swap import LaneUse, Move, Swap
 from dzero.offload.undo import Undo
 from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import find_blocks
-from dzero.zero.hosted import HostMemory
+from dzero.zero.hosted import HostMemory, InMemory
 from dzero.zero.shard import Sharded
 from dzero.zero.tiers import OffloadConfig
 from dzero.zero.unit import as_module
@@ -70,6 +70,7 @@ class Offload:
         self.undo = Undo(self.places, self.swap, self.staging)
         self._outgoing = Outgoing(sharded, self.places, self.swap, self.staging)
         self._sharded, self._mode = sharded, config.mode
+        self._kept: set[str] = set()
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
         self.activations: Activations | None = None
         if config.activations != "device":
@@ -130,6 +131,7 @@ class Offload:
         """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
         if self.places.pairs("states", unit):
             self.staging.visit("states", unit, work, fresh=fresh, changes=changes)
+            self._kept.add(unit)
             give_back_freed_memory()
         else:
             work()
@@ -211,8 +213,9 @@ class Offload:
             self.synchronize()
         if self._outgoing.incoming is not None:
             self._outgoing.incoming.prepare()
-        for unit in update_order(self.places.units)[:DISK_TURNS] if self._mode != "backward" else ():
-            self.staging.load("states", unit.name)  # those that the next step updates first
+        kept = [unit.name for unit in update_order(self.places.units) if unit.name in self._kept]
+        for unit in kept[:DISK_TURNS] if self._mode != "backward" else ():
+            self.staging.load("states", unit)  # of those that the next step updates first
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
@@ -252,10 +255,10 @@ def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
 
 def _moving_in_bytes(sharded: Sharded) -> int:
     """Host memory of what will move into the arena, and is freed there piece by piece."""
-    in_memory = {kind: tier != "disk" for kind, (tier, _) in sharded.layout.tiers.items()}
-    params = [memory.flat for unit in sharded.units if in_memory["param"] for memory in unit.hosted.values()]
-    origins = [origin for unit in sharded.units if in_memory["master"] for origin in unit.origin.values()]
-    return sum(tensor.nbytes for tensor in [*params, *origins] if tensor.device.type == "cpu")
+    homes = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
+    homes += [origin for unit in sharded.units for origin in unit.origin.values()]
+    flats = [home.flat for home in homes if isinstance(home, InMemory)]
+    return sum(flat.nbytes for flat in flats if flat.device.type == "cpu")
 
 
 def _blocks_of(sharded: Sharded) -> list[nn.Module]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 from dzero.offload.direct import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
-from dzero.offload.disk_error import DiskError, telling
 from dzero.offload.run_folder import RunFolder
+from dzero.scratch import DiskError, telling
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,16 @@ def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int
                 gb_per_s = f"{speed.write_bytes_per_s / 1e9:>10.2f}  {speed.read_bytes_per_s / 1e9:>9.2f}"
                 yield f"{speed.path:<{width}}  {format_bytes(block_bytes):>9}  {threads:>7}  {gb_per_s}"
     yield ""
-    yield chosen(found)
+    yield from chosen(found)
 
 
-def chosen(found: Sequence[tuple[DiskConfig, Sequence[Speed]]]) -> str:
+def chosen(found: Sequence[tuple[DiskConfig, Sequence[Speed]]]) -> list[str]:
     """The first of `found`, smaller settings before larger, whose paths together reach nearly the best speed."""
     together = [sum(speed.both_bytes_per_s for speed in speeds) for _, speeds in found]
     config, speeds = next(row for row, total in zip(found, together, strict=True) if total >= ENOUGH * max(together))
     whole = sum(speed.both_bytes_per_s for speed in speeds)
     shares = ", ".join(f"{speed.path} {speed.both_bytes_per_s / whole:.2f}" for speed in speeds)
-    return f"settings: block_bytes={config.block_bytes} threads={config.threads}; shares by path: {shares}"
+    weights = ",".join(f"{speed.both_bytes_per_s / 1e9:.2f}" for speed in speeds)
+    several = f" 'offload.disk.weights=[{weights}]'" if len(speeds) > 1 else ""
+    settings = f"offload.disk.block_bytes={config.block_bytes} offload.disk.threads={config.threads}{several}"
+    return [f"shares by path: {shares}", f"settings: {settings}"]

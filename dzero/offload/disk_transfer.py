@@ -15,8 +15,8 @@ from threading import Lock
 import xxhash
 
 from dzero.offload.direct import Bytes, Direction
-from dzero.offload.disk_error import DiskError
 from dzero.offload.disk_file import DiskFile
+from dzero.scratch import DiskError
 
 
 @dataclass(frozen=True, slots=True)

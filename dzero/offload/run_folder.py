@@ -28,10 +28,9 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from dzero.hardware import format_bytes
-from dzero.offload.disk_error import DiskError, telling
+from dzero.scratch import FOLDER, DiskError, open_path, telling
 
 NAME = re.compile(r"dzero-\d+-\d+-[0-9a-f]{16}")
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 LOCK = os.O_RDWR | os.O_NOFOLLOW
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -53,10 +52,10 @@ class RunFolder:
     """
 
     def __init__(self, path: str, needed_bytes: int, *, rank: int = 0, name: str | None = None) -> None:
-        self.path = os.path.abspath(path)  # drops a trailing slash, which would follow a link in spite of O_NOFOLLOW
+        self.path = os.path.abspath(path)
         self.needed_bytes, self.rank = needed_bytes, rank
         with ExitStack() as undo:
-            self._parent = _open_path(self.path)
+            self._parent = open_path(self.path)
             undo.callback(os.close, self._parent)
             _sweep(self._parent)
             with telling(self.path, "making a private directory for scratch data"):
@@ -151,19 +150,11 @@ class RunFolder:
 
 def holders(path: str) -> list[Holder]:
     """The living runs on `path`. Removes what dead ones left there."""
-    parent = _open_path(os.path.abspath(path))
+    parent = open_path(os.path.abspath(path))
     try:
         return _sweep(parent)
     finally:
         os.close(parent)
-
-
-def _open_path(path: str) -> int:
-    if os.path.islink(path):
-        target = os.path.realpath(path)
-        raise DiskError(errno.ELOOP, path, f"a symbolic link is not followed: name the directory itself, {target}")
-    with telling(path, "a scratch path must be a directory that exists: make it, or name another"):
-        return os.open(path, FOLDER)
 
 
 def _available(parent: int) -> int:

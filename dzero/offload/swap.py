@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -40,7 +40,10 @@ Move = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LaneUse:
-    """How a lane was used: seconds with work under way, seconds that callers stood waiting for it, bytes moved."""
+    """How a lane was used: seconds with work under way, seconds that callers stood waiting for it, bytes moved.
+
+    A caller that waits for one action waits for whatever that one waits for: the lane that was at work is named.
+    """
 
     busy_s: float = 0.0
     waited_s: float = 0.0
@@ -48,6 +51,19 @@ class LaneUse:
 
     def __add__(self, other: LaneUse) -> LaneUse:
         return LaneUse(self.busy_s + other.busy_s, self.waited_s + other.waited_s, self.moved_bytes + other.moved_bytes)
+
+
+class Span(NamedTuple):
+    """A lane at work, by the clock of perf_counter."""
+
+    lane: str
+    began: float
+    ended: float
+
+
+Chain = list[Span]
+"""How an action came to end when it did: the last actions of those that each waited for the one before, then itself."""
+CHAIN_SPANS = 8
 
 
 class OffloadError(RuntimeError):
@@ -71,6 +87,8 @@ class Swap:
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
         self._users: dict[str, Future[Any]] = {}
+        self._chains: weakref.WeakKeyDictionary[Future[Any], Chain] = weakref.WeakKeyDictionary()
+        self._tails: dict[str, Chain] = {}
         self._leaving: deque[Future[Any]] = deque()
         self._lanes: dict[str, _Lane] = {}
         self._open_lanes(schedule.actions)
@@ -129,14 +147,23 @@ class Swap:
     def _start(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
         action = self.schedule.by_key[key]
         earlier = [self._users[slot] for slot in action.slots if slot in self._users]
-        future = self._lanes[key.lane].thread.submit(self._run, action, earlier, work)
+        before = [self._chains[future] for future in earlier] + [self._tails.get(key.lane, [])]
+        chain: Chain = []
+        future = self._lanes[key.lane].thread.submit(self._run, action, earlier, work, before, chain)
+        self._chains[future] = chain
+        if key.kind not in AT_ONCE:
+            self._tails[key.lane] = chain
         self._last[key] = future
         self._users.update(dict.fromkeys(action.slots, future))
         return future
 
-    def _run(self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any]) -> Any:
+    def _run(
+        self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any], before: list[Chain], chain: Chain
+    ) -> Any:
         for future in earlier:
             future.result()  # raises what made it fail: nothing runs on what never came
+        began = time.perf_counter()
+        longest = max((each for each in before if each), key=lambda each: each[-1].ended, default=[])
         leases = [self.leases[slot] for slot in action.slots if slot in self.leases]
         phase = PHASES.get(action.key.kind, Phase.COMPUTING)
         for lease in leases:
@@ -151,6 +178,7 @@ class Swap:
             raise OffloadError(f"{action.key} failed: {error}") from error
         finally:
             self._leave(action.key.lane)
+            chain += [*longest[1 - CHAIN_SPANS :], Span(action.key.lane, began, time.perf_counter())]
             for lease in leases:
                 lease.enter(Phase.HELD)
 
@@ -166,7 +194,8 @@ class Swap:
             began = time.perf_counter()
             with record_function(f"wait {key}"):
                 future.result()
-            self._count(key.lane, LaneUse(waited_s=time.perf_counter() - began))
+            for lane, waited_s in waited_for(self._chains[future], began, time.perf_counter()).items():
+                self._count(lane, LaneUse(waited_s=waited_s))
 
     def drain(self) -> None:
         """Until everything that was started has ended. Raises OffloadError, also later, for what failed."""
@@ -228,6 +257,17 @@ class _Lane:
                 destination.copy_(source, non_blocking=True)
             done = self._stream.record_event()
         done.synchronize()
+
+
+def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:
+    """Seconds by lane of a wait for the last action of `chain`; what no span explains is that action's own."""
+    waited = {chain[-1].lane: ended - began}
+    for span in chain[:-1]:
+        seconds = min(span.ended, ended) - max(span.began, began)
+        if seconds > 0:
+            waited[span.lane] = waited.get(span.lane, 0.0) + seconds
+            waited[chain[-1].lane] -= seconds
+    return waited
 
 
 def copy_all(moves: Sequence[Move]) -> None:

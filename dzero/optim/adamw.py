@@ -72,7 +72,7 @@ class AdamW(MasterOptimizer):
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or self.offload.places.on_disk("master", name):
                 stored = Stored.create(shapes[name], param, self._sharded.layout, homes)
-                initial.append((stored, stored.initial(unit.origin.pop(name, None))))
+                initial.append((stored, stored.initial(unit.take_origin(name))))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
@@ -181,14 +181,17 @@ class AdamW(MasterOptimizer):
     def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
         """As `MasterOptimizer.carry`."""
 
+        of_unit = self._of(unit)
+
         def carry_all() -> None:
-            for stored in self._of(unit):
+            for stored in of_unit:
                 for key, tensor in stored.carry():
                     put(stored.name, key, tensor)
 
-        self.offload.visit(unit.shape.name, carry_all, changes=False)
+        if of_unit:
+            self.offload.visit(unit.shape.name, carry_all, changes=False)
         if self.offload.held_back(unit.shape.name):
-            for stored in self._of(unit):
+            for stored in of_unit:
                 put(stored.name, "param", stored.values())
 
     def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
@@ -199,7 +202,8 @@ class AdamW(MasterOptimizer):
             for stored, each in taking:
                 stored.take(each.tensors, each.blocks)
 
-        self.offload.visit(unit.shape.name, take_all)
+        if taking:
+            self.offload.visit(unit.shape.name, take_all)
         for stored, each in taking:
             stored.tensors["step"].fill_(each.scalars["step"])
             stored.local.copy_(each.tensors.get("param", to_working(each.tensors["master"], stored.dtype)))

@@ -54,7 +54,7 @@ class TorchOptimizer(MasterOptimizer):
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
-        origins = {name: unit.origin for unit in sharded.units for name in unit.params}
+        unit_of = {name: unit for unit in sharded.units for name in unit.params}
         rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
         homes, self._in_use = Homes(sharded, self.offload), Lock()
         self._mastered: dict[nn.Parameter, Mastered] = {}
@@ -63,7 +63,7 @@ class TorchOptimizer(MasterOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 name = self._names[param]
-                self._mastered[param] = Mastered.create(name, param, origins[name].pop(name, None), homes)
+                self._mastered[param] = Mastered.create(name, param, unit_of[name].take_origin(name), homes)
             masters = [self._mastered[param].master for param in group["params"]]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters})
         self.offload.settle()

@@ -1,38 +1,105 @@
-"""What waits on disk from shard() until an optimizer takes it: parameters and fp32 origins of units that live there.
+"""First values on disk, from shard() until an optimizer takes them: parameters, and fp32 origins, that live there.
 
-A file without a name, mapped into memory: written through, dropped from memory, and paged in again when it is read. It
-takes no memory meanwhile, ends with its last tensor, and the kernel has it gone when the process ends.
+One file without a name per rank: it ends with its last tensor, and the kernel has it gone when the process ends. All
+its space is reserved before the first tensor, and what is read is verified, as on the disk tier itself.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from dzero.hardware import format_bytes
+from dzero.scratch import DiskError, open_path, telling
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import ParamShape
+from dzero.zero.units import Slot
 
 
-def to_disk(tensor: torch.Tensor, folder: str) -> torch.Tensor:
-    """A copy of `tensor` that takes no memory until it is read. Raises OSError where `folder` has no room.
+class ColdRoom:
+    """`needed_bytes` of the directory `path`. Raises DiskError where it is none, or has too little space."""
 
-    Refuses a `folder` that is a symbolic link.
-    """
-    if not tensor.nbytes:
-        return tensor.cpu()
-    if os.path.islink(os.path.abspath(folder)):  # which drops a trailing slash
-        raise OSError(f"{folder}: a symbolic link is not followed: name the directory itself")
-    with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
-        except OSError as error:
-            what = f"{error.strerror}: {format_bytes(tensor.nbytes)} of scratch space for initial values"
-            raise OSError(error.errno, what, folder) from error
-        mapped = mmap.mmap(file.fileno(), tensor.nbytes)
-    cold = torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
-    cold.copy_(tensor)
-    mapped.flush()
-    mapped.madvise(mmap.MADV_DONTNEED)
-    return cold
+    def __init__(self, path: str, needed_bytes: int) -> None:
+        os.close(open_path(path))
+        self.path, self._end = os.path.abspath(path), 0
+        what = f"{format_bytes(needed_bytes)} of scratch space for first values, which states take over afterwards"
+        with telling(self.path, what):
+            file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (it lives as long as this)
+            weakref.finalize(self, file.close)
+            self.fd = file.fileno()
+            if needed_bytes:
+                os.posix_fallocate(self.fd, 0, needed_bytes)
+
+    @classmethod
+    def of(
+        cls, layout: Layout, slots: Sequence[Slot], off_device: Mapping[str, frozenset[str]], *, rank: int
+    ) -> ColdRoom | None:
+        """For what of `slots` lives on disk; None where nothing does. Every rank looks at all paths first."""
+        paths = layout.offload.disk.paths
+        on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
+        for path in paths if on_disk or layout.offload.activations == "disk" else ():
+            os.close(open_path(path))
+        if not on_disk & {"param", "master"}:
+            return None
+        needed, working = 0, layout.param.dtype
+        for slot in slots:
+            elems = ParamShape(slot.name, tuple(slot.param.shape), slot.param.requires_grad).shard_elems(layout.shard)
+            if "param" in on_disk and slot.name in off_device["param"]:
+                needed += elems * working.itemsize
+            if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
+                needed += elems * torch.float32.itemsize
+        return cls(paths[rank % len(paths)], needed)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> Cold:
+        """Write `tensor`; whoever holds what is returned holds the room."""
+        cold = Cold(self, name, self._end, tensor.shape, tensor.dtype)
+        self._end += tensor.nbytes
+        cold.put(tensor)
+        return cold
+
+
+@dataclass
+class Cold:
+    """The home (hosted.py) of a tensor in a `ColdRoom`."""
+
+    room: ColdRoom
+    name: str
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    digest: int = 0
+
+    def get(self) -> torch.Tensor:
+        """A copy. Raises DiskError, with errno EBADMSG where it is not what was written."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        data = _bytes(found)
+        done = 0
+        with telling(self.room.path, f"reading the first values of {self.name}"):
+            while done < len(data):
+                moved = os.preadv(self.room.fd, [data[done:]], self.offset + done)
+                if not moved:
+                    raise OSError(errno.EIO, "the file was cut short")
+                done += moved
+        if xxhash.xxh3_64_intdigest(data) != self.digest:
+            what = f"the first values of {self.name} are not what was written: the disk or its cable is failing"
+            raise DiskError(errno.EBADMSG, self.room.path, what, piece=self.name, offset=self.offset, count=len(data))
+        return found
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Written, and its checksum kept in memory."""
+        data, done = _bytes(flat.detach().cpu().contiguous()), 0
+        with telling(self.room.path, f"writing the first values of {self.name}"):
+            while done < len(data):
+                done += os.pwritev(self.room.fd, [data[done:]], self.offset + done)
+        self.digest = xxhash.xxh3_64_intdigest(data)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

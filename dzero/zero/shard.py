@@ -31,8 +31,8 @@ from dzero.hardware import give_back_freed_memory
 from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
 from dzero.parallel.tiling import fill_tiles
 from dzero.zero.cadence import Microbatches
-from dzero.zero.cold import to_disk
-from dzero.zero.hosted import InMemory, put_on_host
+from dzero.zero.cold import ColdRoom
+from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import ParamShape, UnitShape
@@ -161,6 +161,8 @@ class _Sharder:
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {name: _shape_of(name, slots) for name, slots in self.slots.items()}
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
+        slots = [slot for of_unit in self.slots.values() for slot in of_unit]
+        self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
@@ -194,23 +196,23 @@ class _Sharder:
         )
         self._switch(unit)
         if self.layout.param.tier == "disk":
-            for memory in unit.hosted.values():
-                memory.home = InMemory(self._to_disk(memory.flat))
+            for each, memory in unit.hosted.items():
+                memory.home = self._on_disk(each, memory.flat)
         if "disk" in (self.layout.param.tier, self.layout.master.tier):
             give_back_freed_memory()
         if unit.hosted:
             hook_state_dicts(unit, self.mesh)
         return unit
 
-    def _where_master_lives(self, name: str, origin: torch.Tensor) -> torch.Tensor:
+    def _where_master_lives(self, name: str, origin: torch.Tensor) -> Home:
         """There it waits for its optimizer."""
         if name not in self.off_device["master"]:
-            return origin
-        return self._to_disk(origin) if self.layout.master.tier == "disk" else origin.cpu()
+            return InMemory(origin)
+        return self._on_disk(name, origin) if self.layout.master.tier == "disk" else InMemory(origin.cpu())
 
-    def _to_disk(self, tensor: torch.Tensor) -> torch.Tensor:
-        paths = self.layout.offload.disk.paths
-        return to_disk(tensor, paths[self.rank % len(paths)])
+    def _on_disk(self, name: str, tensor: torch.Tensor) -> Home:
+        assert self.cold is not None
+        return self.cold.keep(name, tensor)
 
     def _average_copies(self, name: str) -> AverageCopies | None:
         if self.layout.replicate == 1:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.collectives import AverageCopies
-from dzero.zero.hosted import HostMemory, memory_of
+from dzero.zero.hosted import Home, HostMemory, memory_of
 from dzero.zero.shapes import UnitShape
 
 Consumer = Callable[[torch.Tensor], None]
@@ -34,7 +34,7 @@ class Unit:
     modules: list[FSDPModule]
     params: dict[str, nn.Parameter]
     average: AverageCopies | None
-    origin: dict[str, torch.Tensor] = field(default_factory=dict)
+    origin: dict[str, Home] = field(default_factory=dict)
     consumer: weakref.WeakMethod[Consumer] | None = None
     pending: Callable[[], None] | None = None
     drain: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -47,6 +47,11 @@ class Unit:
         for name, param in self.params.items():
             if (memory := memory_of(param)) is not None:
                 self.hosted[name], memory.door = memory, weakref.ref(self)
+
+    def take_origin(self, name: str) -> torch.Tensor | None:
+        """A parameter's, which is forgotten; None where it has none."""
+        home = self.origin.pop(name, None)
+        return None if home is None else home.get()
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""

@@ -20,9 +20,9 @@ import torch
 
 from dzero.offload import run_folder
 from dzero.offload.disk import DiskConfig, DiskStore
-from dzero.offload.disk_error import DiskError
 from dzero.offload.pinned import Arena
 from dzero.offload.run_folder import RunFolder
+from dzero.scratch import DiskError
 
 MIB = 1 << 20
 

@@ -18,10 +18,10 @@ import torch
 from dzero.offload import run_folder
 from dzero.offload.direct import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_error import DiskError
 from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
 from dzero.offload.pinned import Arena, aligned
+from dzero.scratch import DiskError
 from dzero.zero.tiers import DiskConfig
 
 PAGE = 4096
@@ -298,8 +298,8 @@ def test_speeds_are_measured_path_by_path_and_leave_nothing(tmp_path: Path) -> N
     assert Speed("x", 1.0, 3.0).both_bytes_per_s == 1.5  # 2 bytes in 1 + 1/3 seconds
     lines = list(bench(places, sample_bytes=1 << 20, rounds=1))
     assert lines[0] == "1.00 MiB at a time, 18.0 MiB written to each path in all"  # 3 blocks x 3 threads x (1 + 1)
-    assert len(lines) == 2 + 2 * 9 + 2
-    assert lines[-1].startswith("settings: block_bytes=")
+    assert len(lines) == 2 + 2 * 9 + 3
+    assert lines[-1].startswith("settings: offload.disk.block_bytes=")
     assert [os.listdir(path) for path in places] == [[], []]
     with pytest.raises(ValueError, match="rounds=0, sample_bytes=1: both must be at least 1"):
         measure(DiskConfig(paths=places), sample_bytes=1, rounds=0)
@@ -309,5 +309,7 @@ def test_the_smallest_settings_that_are_nearly_best_are_chosen() -> None:
     def row(threads: int, *rates: float) -> tuple[DiskConfig, list[Speed]]:
         return DiskConfig(paths=["a", "b"], threads=threads), [Speed("ab"[i], r, r) for i, r in enumerate(rates)]
 
-    said = chosen([row(1, 60, 30), row(4, 73.5, 24.5), row(8, 70, 30)])
-    assert said == "settings: block_bytes=16777216 threads=4; shares by path: a 0.75, b 0.25"
+    shares, settings = chosen([row(1, 60e9, 30e9), row(4, 73.5e9, 24.5e9), row(8, 70e9, 30e9)])
+    assert shares == "shares by path: a 0.75, b 0.25"
+    said = "offload.disk.block_bytes=16777216 offload.disk.threads=4 'offload.disk.weights=[73.50,24.50]'"
+    assert settings == f"settings: {said}"

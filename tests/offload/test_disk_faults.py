@@ -22,9 +22,9 @@ import torch
 
 from dzero.__main__ import main
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_error import DiskError
 from dzero.offload.pinned import Arena
 from dzero.offload.run_folder import holders
+from dzero.scratch import DiskError
 from dzero.zero.tiers import DiskConfig
 
 CASES = Path(__file__).parent / "disk_cases.py"
@@ -326,7 +326,7 @@ def test_the_command_line_prints_speeds_and_tells_a_wrong_path_in_one_line(
     command = [sys.executable, "-m", "dzero", "disk-bench", "--mib=1", "--rounds=1", str(tmp_path)]
     run = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1].startswith("settings: block_bytes=")
+    assert run.stdout.splitlines()[-1].startswith("settings: offload.disk.block_bytes=")
     monkeypatch.setattr(sys, "argv", ["dzero", "disk-bench", str(tmp_path / "no")])
     with pytest.raises(SystemExit, match=r"error: \[Errno 2\] a scratch path must be a directory that exists"):
         main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,10 +22,11 @@ from loops import backward, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
 
 from dzero import AdamW, OffloadConfig
-from dzero.offload.disk_error import DiskError
 from dzero.offload.run_folder import holders
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import OffloadError
+from dzero.scratch import DiskError
+from dzero.zero.cold import Cold
 from dzero.zero.tiers import KINDS, DiskConfig
 
 
@@ -109,10 +111,12 @@ def test_another_order_of_units_changes_no_bit(pool: Pool, tmp_path: Path, ranks
             assert unequal(ours, theirs) == []
 
 
-def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str) -> dict[str, torch.Tensor]:
-    """An optimizer of some of every unit's parameters; the others stay as they are."""
+def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str, left_out: str) -> dict[str, torch.Tensor]:
+    """An optimizer of some parameters; the others stay as they are."""
     sharded = sharded_net("even", stage=3, offload=offload, param=param)
-    optim = AdamW(sharded, [p for name, p in sharded.named_params().items() if name.endswith("weight")], lr=1e-2)
+    left = [shape.name for unit in sharded.shapes if left_out == unit.name for shape in unit.params]
+    named = sharded.named_params().items()
+    optim = AdamW(sharded, [p for name, p in named if name.endswith("weight") and name not in left], lr=1e-2)
     train(sharded, optim, steps=3)
     optim.synchronize()
     kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
@@ -121,11 +125,35 @@ def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str) -> 
 
 
 @pytest.mark.parametrize("param", ["fp32", "bf16"])
-def test_an_optimizer_of_some_parameters_leaves_the_others_alone(pool: Pool, tmp_path: Path, param: str) -> None:
-    want = pool.run(partly, 2, None, param)
-    got = pool.run(partly, 2, everything([str(tmp_path)]), param)
+@pytest.mark.parametrize("left_out", ["no unit", "layers.0", "layers.2", "root"])
+def test_an_optimizer_of_some_parameters_leaves_the_others_alone(
+    pool: Pool, tmp_path: Path, param: str, left_out: str
+) -> None:
+    want = pool.run(partly, 2, None, param, left_out)
+    got = pool.run(partly, 2, everything([str(tmp_path)]), param, left_out)
     for ours, theirs in zip(got, want, strict=True):
         assert unequal(ours, theirs) == []
+
+
+def flipped_first_value(rank: int, ranks: int, offload: OffloadConfig, kind: str) -> str:
+    """One bit of what waits on disk for the optimizer turns over."""
+    sharded = sharded_net("even", stage=3, offload=offload)
+    unit = sharded.units[1]
+    home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.hosted.values())).home
+    assert isinstance(home, Cold)
+    (byte,) = os.pread(home.room.fd, 1, home.offset + 1)
+    os.pwrite(home.room.fd, bytes([byte ^ 0x40]), home.offset + 1)
+    with pytest.raises(DiskError) as told:
+        AdamW(sharded)
+    return f"{told.value} {told.value.errno}"
+
+
+@pytest.mark.parametrize("kind", ["master", "param"])
+def test_a_flipped_bit_of_a_first_value_stops_the_start(pool: Pool, tmp_path: Path, kind: str) -> None:
+    (said,) = pool.run(flipped_first_value, 1, everything([str(tmp_path)]), kind)
+    assert "the first values of layers.1." in said
+    assert str(tmp_path) in said
+    assert said.endswith(f" {errno.EBADMSG}")
 
 
 def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[dict[str, torch.Tensor], list[int]]:
@@ -298,11 +326,17 @@ def test_paths_that_cannot_be_used_are_told_before_the_first_step(pool: Pool, tm
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").write_text("")
-    for path, told in ((tmp_path / "link", "symbolic link"), (tmp_path / "none", "none"), (tmp_path / "file", "file")):
+    missing = "a scratch path must be a directory that exists: make it, or name another"
+    for path, told in (
+        (tmp_path / "link", "symbolic link"),
+        (tmp_path / "none", missing),
+        (tmp_path / "file", missing),
+    ):
         offload = everything([str(path)])
         (text,) = pool.run(refused, 1, replace(offload, param="host", grad="host"))
         assert told in text
         assert str(path) in text
         (text,) = pool.run(refused, 1, offload)
         assert told in text
+        assert str(path) in text
     assert os.listdir(tmp_path / "real") == []

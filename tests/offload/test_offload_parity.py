@@ -13,6 +13,8 @@ import pytest
 from parity import FACTORS, STRESSED, Cell, Family, allowed, check_family, compare, cost, name
 from pool import Pool
 
+from dzero.zero.tiers import KINDS
+
 COVER = pairwise.cover(FACTORS, allowed, cost=cost, tries=200)
 
 
@@ -36,28 +38,32 @@ def test_states_elsewhere_give_the_bits_of_the_device(pool: Pool, tmp_path: Path
         assert skips >= 1
 
 
-def check_delays(pool: Pool, seed: int) -> None:
+def check_delays(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """The tier: disk in two of five; parameters there or on the host at stage 3."""
+    tier = "disk" if seed % 5 in (1, 4) else "host"
+    precision = ("bf16", "fp32", "fp16")[seed % 3]
+    overlap = "forward" if tier == "disk" and precision == "fp32" else ("forward", "backward")[seed // 4 % 2]
     cell = Cell(
-        **STRESSED | ({"param": "host"} if seed % 4 == 3 else {}),
+        **STRESSED | dict.fromkeys(KINDS if seed % 4 == 3 else KINDS[1:], tier),
         stage=seed % 4,
         microbatches=(1, 4)[seed // 8 % 2],
-        overlap=("forward", "backward")[seed // 4 % 2],
-        precision=("bf16", "fp32", "fp16")[seed % 3],
+        overlap=overlap,
+        precision=precision,
         ranks=(1, 2)[(seed + seed // 4 + seed // 16) % 2],
     )
-    for differing, _ in pool.run(compare, cell.ranks, cell, (), seed):
+    for differing, _ in pool.run(compare, cell.ranks, cell, [tmp_path], seed):
         assert differing == [], cell
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
-    check_delays(pool, seed)
+def test_delays_change_no_bit(pool: Pool, tmp_path: Path, seed: int) -> None:
+    check_delays(pool, tmp_path, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20, 220))
-def test_delays_change_no_bit_at_length(pool: Pool, seed: int) -> None:
-    check_delays(pool, seed)
+def test_delays_change_no_bit_at_length(pool: Pool, tmp_path: Path, seed: int) -> None:
+    check_delays(pool, tmp_path, seed)
 
 
 HOST_FAMILIES = [

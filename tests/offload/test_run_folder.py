@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dzero.offload.disk_error import DiskError
 from dzero.offload.run_folder import NAME, RunFolder, holders
+from dzero.scratch import DiskError
 
 DEAD = "dzero-0-1-0123456789abcdef"
 

@@ -55,3 +55,19 @@ def test_work_at_the_same_time_counts_once(swap: Swap) -> None:
         start(swap, Kind.LOAD, slot, lambda: (together.wait(), never.wait(0.2)))
     swap.drain()
     assert 0.2 <= swap.take_use()["LOAD"].busy_s <= time.perf_counter() - began
+
+
+def test_a_wait_counts_for_the_lane_that_was_at_work(swap: Swap) -> None:
+    """FETCH waits for the slot, which LOAD fills; COMPUTE was at work before anybody waited."""
+    never, last = Event(), Key(Kind.FETCH, "x", "a")
+    start(swap, Kind.COMPUTE, "a", lambda: never.wait(0.1))
+    start(swap, Kind.LOAD, "a", lambda: never.wait(0.3))
+    start(swap, Kind.FETCH, "a", lambda: never.wait(0.05))
+    never.wait(0.15)
+    began = time.perf_counter()
+    swap.wait(last)
+    waited_s = time.perf_counter() - began
+    use = swap.take_use()
+    assert use["COMPUTE"].waited_s == 0.0
+    assert use["LOAD"].waited_s > 2 * use["FETCH"].waited_s > 0.0
+    assert use["LOAD"].waited_s + use["FETCH"].waited_s == pytest.approx(waited_s, abs=0.02)

@@ -14,11 +14,11 @@ import torch
 
 from dzero.offload import run_folder
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_error import DiskError
 from dzero.offload.pinned import Arena
 from dzero.offload.schedule import Key, Schedule
 from dzero.offload.swap import OffloadError, Swap
 from dzero.offload.waiting_room import Seat, WaitingRoom
+from dzero.scratch import DiskError
 from dzero.zero.tiers import DiskConfig
 
 PAGE = 4096
