@@ -32,9 +32,12 @@ COLUMNS_BYTES = 64 << 20
 
 
 class Checkpoint:
-    """Everything about a checkpoint but its tensors, which `read` gives. Raises CheckpointError; nothing is trusted."""
+    """Everything about a checkpoint but its tensors, which `read` gives. Raises CheckpointError; nothing is trusted.
 
-    def __init__(self, path: Path | str) -> None:
+    check_files: raise now for files of ranks that are missing or of another size, not when they are read.
+    """
+
+    def __init__(self, path: Path | str, *, check_files: bool = True) -> None:
         self.path = Path(path)
         with ExitStack() as undo:
             self._folder = undo.enter_context(Folder(self.path))
@@ -45,6 +48,8 @@ class Checkpoint:
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
             self._files = undo.enter_context(Files(self._folder, dict(enumerate(self.indexes))))
+            for rank in range(self.manifest.ranks if check_files else 0):
+                self._files.check_size(rank)
             self._undo = undo.pop_all()
         self._where: dict[str, list[tuple[int, Part]]] = {}
         for index in self.indexes:

@@ -41,7 +41,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
     """
     if not (path / MANIFEST).exists():
         return _shelf(Shelf(path), verify=verify, progress=progress)
-    with Checkpoint(path) as checkpoint:
+    with Checkpoint(path, check_files=False) as checkpoint:
         wrong = _wrong(checkpoint, verify=verify, progress=progress)
         files = _files(checkpoint, wrong, sound=OK if verify else UNREAD)
         tables = [_summary(checkpoint), _contents(checkpoint), files, _settings(checkpoint)]
@@ -134,7 +134,7 @@ def _shelf(shelf: Shelf, *, verify: bool, progress: Progress) -> Inspected:
     for name in shelf.names():
         told = ("", "", "", "")
         try:
-            with Checkpoint(shelf.path / name) as checkpoint:
+            with Checkpoint(shelf.path / name, check_files=False) as checkpoint:
                 manifest = checkpoint.manifest
                 told = str(manifest.step), str(manifest.ranks), format_bytes(_bytes(checkpoint)), _when(checkpoint)
                 found = [*filter(None, _wrong(checkpoint, verify=verify, progress=progress))]

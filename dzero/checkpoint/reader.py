@@ -37,8 +37,6 @@ class Files:
         self._folder, self._indexes = folder, indexes
         self._fds: dict[int, int] = {}
         self._last: tuple[Block, torch.Tensor] | None = None
-        for rank, index in indexes.items():
-            self._check_size(rank, index.file_bytes)
         most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
         arena = Arena((THREADS + 2) * whole_pages(most))
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
@@ -134,7 +132,9 @@ class Files:
             make_direct(fd, Direction.READ)
         self._fds[rank] = fd
 
-    def _check_size(self, rank: int, said: int) -> None:
+    def check_size(self, rank: int) -> None:
+        """Raises CheckpointError for a file that is missing, or of another size."""
+        said = self._indexes[rank].file_bytes
         if (size := self._folder.size(data_name(rank))) != said:
             what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
             raise CheckpointError(str(self._folder.path / data_name(rank)), what)

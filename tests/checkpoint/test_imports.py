@@ -97,7 +97,8 @@ def test_masters_are_the_values_and_a_rank_reads_what_it_keeps(pool: Pool, tmp_p
     want = published(tmp_path / "model", LLAMA)
     config, ranks = replace(LLAMA, weights=str(tmp_path / "model")), 4 if "replicate" in KINDS[kind] else 3
     for read, kept, masters, params, fresh in pool.run(started, ranks, config, KINDS[kind], tmp_path):
-        assert 0 <= read - kept <= 200  # the reading of the counter itself
+        scratch = kept // 2 if kind == "disk" else 0  # bf16 parameters on disk are read before they are written
+        assert 0 <= read - kept - scratch < 2048  # the reading of the counter itself, wake-ups of threads
         assert fresh
         if "tiles" in KINDS[kind]:
             masters, params = joined(masters), joined(params)
@@ -127,7 +128,7 @@ def test_models_of_transformers_start_the_same_way(pool: Pool, tmp_path: Path, k
     theirs.save_pretrained(tmp_path / "model", max_shard_size="20KB")
     ours = ModelConfig(kind="hf", name_or_path=str(tmp_path / "model"), weights=True)
     for read, kept, masters, _, _ in pool.run(started, 2, ours, KINDS["stage 3"], tmp_path):
-        assert 0 <= read - kept <= 200
+        assert 0 <= read - kept < 2048
         for name, value in theirs.named_parameters():
             assert torch.equal(masters[f"model.{name}"], value), name
 
