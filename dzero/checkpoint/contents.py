@@ -83,7 +83,7 @@ class Checkpoint:
 
     def check_size(self, rank: int) -> None:
         """Raises CheckpointError for a rank's file that is missing or cut short."""
-        self._files.open(rank)
+        self._files.check_size(rank)
 
     def part(self, name: str) -> Part:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""

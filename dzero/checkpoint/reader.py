@@ -79,7 +79,7 @@ class Files:
     def _serve_all(self, by_block: Mapping[Block, Sequence[Want]]) -> None:
         blocks = sorted(by_block)
         for rank in {rank for rank, _ in blocks}:
-            self.open(rank)
+            self._open(rank)
         ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
         try:
             for end in ends:
@@ -122,10 +122,10 @@ class Files:
                 f"{sums[number]}): the file was damaged; take another checkpoint",
             )
 
-    def open(self, rank: int) -> None:
-        """Raises CheckpointError for a file that is missing or of another size."""
+    def _open(self, rank: int) -> None:
         if rank in self._fds:
             return
+        self.check_size(rank)
         path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)
         self._undo.callback(os.close, fd)
         with told(path):
