@@ -9,8 +9,8 @@
     order       what is on disk when it has ended
     1 data      every rank's tensors and index, each synchronised       (rank by rank)
     2 metadata  the manifest, synchronised
-    3 folder    the entries of the partial folder; then its new name, and the entries of the folder above
-    4 latest    the pointer, by a rename, after the new checkpoint was read back
+    3 folder    the entries of the partial folder; when it opens, its new name, and the entries of the folder above
+    4 latest    the pointer, by a rename; what is too old goes after that
 
 Symbolic links are followed nowhere below the folder that the user named: every file is opened relative to a handle of
 the folder that holds it.

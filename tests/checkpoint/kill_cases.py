@@ -120,16 +120,18 @@ def heard(pipe: int) -> list[Any]:
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def ended(child: int) -> bool:
-    """Whether it ends by itself in time; killed if not."""
+def held_up(child: int) -> str:
+    """Where it is if it does not end by itself in time, and is killed; nothing if it does."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
         if os.waitpid(child, os.WNOHANG)[0]:
-            return True
+            return ""
         time.sleep(0.002)
+    threads = sorted(Path(f"/proc/{child}/task").iterdir())
+    where = [f"{(each / 'comm').read_text()[:-1]}: {(each / 'wchan').read_text()}" for each in threads]
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return False
+    return ", ".join(where)
 
 
 def left_in(folder: Path) -> set[str]:
@@ -160,7 +162,8 @@ def killed(folder: Path, draw: random.Random, done: int) -> tuple[str, set[str],
         victims = draw.choice([[0], [1], [0, 1], [1, 0]])
         for rank in victims:
             os.kill(ranks[rank][0], signal.SIGKILL)
-        wrong += [f"rank {rank} did not end by itself" for rank in range(RANKS) if not ended(ranks[rank][0])]
+        where = [held_up(child) for child, _ in ranks]
+        wrong += [f"rank {n} did not end after a kill of {victims}; {at}" for n, at in enumerate(where) if at]
         said, other = (heard(pipe) for _, pipe in ranks)
     left = left_in(folder)
     finished = max([done, *(words[1] for words in said if words[0] == "finished")])
