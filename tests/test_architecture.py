@@ -15,7 +15,7 @@ PACKAGE = HOUSE / "dzero"
 LEVELS = """
 errors hardware host data models
 mesh launch
-comm
+comm watch stopping
 parallel
 zero
 offload
@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder trainer
+recorder saves trainer
 __main__
 """
 ORDER = LEVELS.split()
