@@ -14,8 +14,8 @@ PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
 errors hardware host data models
-mesh launch
-comm watch stopping
+mesh stopping endings launch
+comm watch
 parallel
 zero
 offload

@@ -49,18 +49,21 @@ class Trail:
     def __init__(self) -> None:
         self.check = self.failed = False
         self.count = self.checksum = 0
+        self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
         self.step: deque[Collective] = deque(maxlen=KEPT)
 
     @property
-    def last(self) -> str:
-        """The collective this rank began last, and its number."""
-        return f"#{self.count} {self.step[-1]}" if self.step else f"after #{self.count}"
+    def at(self) -> tuple[int, str]:
+        """The number of the collective this rank began last, and what it is. From any thread."""
+        count, collective = self._last or (0, "before its first collective")
+        return count, f"#{count} {collective}" if count else str(collective)
 
     @contextmanager
     def within(self, collective: Collective, group: dist.ProcessGroup) -> Iterator[None]:
         """It begins; what may wait for other ranks happens inside, or inside `waiting`."""
         self.count += 1
         self.step.append(collective)
+        self._last = self.count, collective
         self.checksum = zlib.crc32(str(collective).encode(), self.checksum)
         with self.waiting():
             if self.check:
