@@ -1,12 +1,14 @@
 """Ranks watch each other, so that one that hangs, died or failed is named by those that wait for it.
 
-    when                       a rank
-    every `BEAT_S`             writes a beat and the collective it began last to the group's store, from a thread
-    a collective fails         reads all ranks twice: one without a new beat is dead, stopped, or holds the interpreter
-    anything else fails        writes why, for those it leaves behind
+    when                    a rank
+    every `BEAT_S`          writes a beat, and the collective it began last, to the group's store, from a thread
+    no progress for half    reads all ranks: where its collective then fails, one without a newer beat is dead, stopped,
+    the timeout             or holds the interpreter
+    a peer is gone          reads all ranks twice for the same, `SILENT_S` apart
+    anything else fails     writes why, for those it leaves behind
 
-A collective fails at once where a peer is gone, and after launch.timeout_s where it does not come. The first report in
-the store is everybody's. Nothing here costs training anything: a step only counts its collectives (comm/trail.py).
+The first report in the store is everybody's. Nothing here costs training anything: a step only counts its collectives
+(comm/trail.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from dzero.comm.trail import Trail
 from dzero.errors import RunError, ToldElsewhere
 
 BEAT_S = 1.0
-SILENT_S = 3 * BEAT_S
+SILENT_S = 2.5 * BEAT_S
 TOLD = "told"
 
 
@@ -59,6 +61,7 @@ class Watch:
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._trail = Trail()
         self._beats = 0
+        self._stuck: list[Place | None] = []  # all ranks, as this one had made no progress for a while
         self._over = threading.Event()
         # A connection of its own: a thread that waits for the store holds up nobody.
         store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -86,9 +89,14 @@ class Watch:
             self._over.set()
 
     def _beat(self) -> None:
+        count, since_s = 0, time.monotonic()
         while not self._over.wait(BEAT_S):
             try:
                 self._write()
+                if self._trail.count != count:
+                    count, since_s, self._stuck = self._trail.count, time.monotonic(), []
+                elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
+                    self._stuck = self._read()
             except dist.DistError:  # the store is gone, so the group is: whoever is in a collective will say so
                 return
 
@@ -100,15 +108,16 @@ class Watch:
 
     def _read(self) -> list[Place | None]:
         keys = [str(rank) for rank in range(self._ranks)]
-        return [Place(**json.loads(self._store.get(key))) if self._store.check([key]) else None for key in keys]
+        there = [key for key in keys if self._store.check([key])] if not self._store.check(keys) else keys
+        found = dict(zip(there, self._store.multi_get(there), strict=True))
+        return [Place(**json.loads(found[key])) if key in found else None for key in keys]
 
     def _tell(self, error: Exception) -> None:
-        before, until_s = self._read(), time.monotonic() + SILENT_S
-        while True:
+        before, until_s = self._stuck or self._read(), time.monotonic() + (0 if self._stuck else SILENT_S)
+        places = self._read()
+        while time.monotonic() < until_s and silent(before, places):
             time.sleep(BEAT_S / 4)
             places = self._read()
-            if time.monotonic() > until_s or not silent(before, places):
-                break
         text = report(places, silent(before, places), self._rank, self._timeout, str(error))
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
@@ -153,7 +162,7 @@ def _by_place(places: Sequence[Place | None], silent: Sequence[Place]) -> list[s
         if place is None:
             at["not there yet"].append(rank)
         else:
-            at[place.last + (" when last heard of" if place in silent else "")].append(rank)
+            at[place.last + (" at its last beat" if place in silent else "")].append(rank)
     return [f"  rank {_ranges(ranks)}: {text}" for text, ranks in at.items()]
 
 
