@@ -1,0 +1,91 @@
+"""Two machines, as two network namespaces with a cable between them: what README says of several nodes, run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import TORCHRUN, Run, running
+from training import ROOT, write_text
+
+NODES = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[str]]:
+    """The names of two namespaces; each has one interface, `eth0`, on the same wire."""
+    names = [f"dzero{os.getpid()}{letter}" for letter in "ab"]
+    try:
+        ip("netns", "add", names[0])
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces are not permitted here: {error}")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for name, address in zip(names, NODES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def test_readme_shows_the_command_that_is_run_here() -> None:
+    """Line by line, but for the host's name, the port and the sizes."""
+    said = (ROOT / "README.md").read_text()
+    for word in (*command("HOST"), "zero.stage=3", "checkpoint.every=100", "resume=auto"):
+        assert word in said, word
+
+
+def command(host: str) -> list[str]:
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={host}:29500", "--rdzv-id=my_run"]
+    return ["--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", *meet]
+
+
+def test_a_node_that_is_killed_comes_back_and_both_go_on(nodes: list[str], tmp_path: Path) -> None:
+    text, shared = write_text(tmp_path / "words.txt"), tmp_path / "shared"
+    settings = ["zero.stage=3", "train.steps=60", "checkpoint.every=10", f"checkpoint.folder={shared}", "resume=auto"]
+    launcher = [*TORCHRUN, *(word.replace("=8", "=1") for word in command(NODES[0]))]
+
+    def node(index: int, life: int = 0) -> Run:
+        prefix = f"ip netns exec {nodes[index]}"
+        return running(tmp_path / f"node{index}_{life}", text, *settings, launcher=launcher, prefix=prefix)
+
+    with node(0) as first, node(1) as second:
+        writer = wait_for_one([first, second], r"saved .*/step_00000020")
+        os.killpg(second.process.pid, signal.SIGKILL)
+        for pid in second.workers():
+            os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        with node(1, life=1) as again:
+            wait_for_one([first, again], r"resumed from .*, after step [2345]0")
+            print(f"goes on {time.monotonic() - killed_s:.1f} s after a node was killed")
+            assert first.end() == 0, first.log
+            assert again.end() == 0, again.log
+    del writer
+    last = [run.log for run in (first, again) if re.search(r"saved .*/step_00000060", run.log)]
+    assert len(last) == 1
+
+
+def wait_for_one(runs: list[Run], pattern: str) -> Run:
+    """The run whose rank 0 tells it first."""
+    until_s = time.monotonic() + 240
+    while time.monotonic() < until_s:
+        for run in runs:
+            if re.search(pattern, run.log):
+                return run
+        time.sleep(0.05)
+    raise AssertionError("\n".join(run.log for run in runs))
