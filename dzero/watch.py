@@ -25,11 +25,10 @@ from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
-from torch.distributed.rendezvous import rendezvous
 
 from dzero.comm.trail import Trail
 from dzero.errors import RunError, ToldElsewhere
+from dzero.meeting import meet
 
 BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
@@ -64,8 +63,7 @@ class Watch:
         self._stuck: list[Place | None] = []  # all ranks, as this one had made no progress for a while
         self._over = threading.Event()
         # A connection of its own: a thread that waits for the store holds up nobody.
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        self._store = PrefixStore(f"watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store, _, _ = meet("watch", timeout)
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
     def follow(self, trail: Trail) -> None:

@@ -14,7 +14,7 @@ PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
 errors hardware host data models
-mesh stopping endings launch
+meeting mesh stopping endings launch
 comm watch
 parallel
 zero
