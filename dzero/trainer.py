@@ -195,7 +195,7 @@ class Trainer:
         if decision.finite:
             return
         where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
-        monitor.note(step, f"skipped: non-finite gradients in {where}")
+        monitor.note(step, f"skipped, not finite: {where}")
         if self.optim.consecutive_skips > self.config.train.max_skipped_steps:
             raise TrainingStopped(
                 f"{self.optim.consecutive_skips} steps in a row had non-finite gradients, last in {where}; "
