@@ -32,6 +32,7 @@ from dzero.meeting import meet
 
 BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
+STORE_S = 10.0  # in which the store answers, unless it is in the rank that hangs
 TOLD = "told"
 
 
@@ -64,6 +65,7 @@ class Watch:
         self._over = threading.Event()
         # A connection of its own: a thread that waits for the store holds up nobody.
         self._store, _, _ = meet("watch", timeout)
+        self._store.set_timeout(timedelta(seconds=STORE_S))
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
     def follow(self, trail: Trail) -> None:

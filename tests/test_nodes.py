@@ -50,11 +50,13 @@ def command(address: str, *, first: bool, ranks: int) -> list[str]:
     return ["--nnodes=2", f"--nproc-per-node={ranks}", "--max-restarts=3", *meet, *here]
 
 
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 SETTINGS = ["zero.stage=3", "checkpoint.every=10", "resume=auto"]
 
 
 def test_readme_shows_the_commands_that_are_run_here() -> None:
     said = (ROOT / "README.md").read_text().replace(" \\\n", " ").split()
+    assert OWN_STORE in said
     for first in (True, False):
         for word in command(NODES[1 - first], first=first, ranks=8) + SETTINGS:
             assert said.count(word) >= 1, word
@@ -66,7 +68,7 @@ def test_a_node_that_is_killed_comes_back_and_both_go_on(nodes: list[str], tmp_p
 
     def node(index: int, life: int = 0) -> AbstractContextManager[Run]:
         launcher = [*TORCHRUN, *command(NODES[index], first=index == 0, ranks=1)]
-        prefix = f"ip netns exec {nodes[index]} env GLOO_SOCKET_IFNAME=eth0"
+        prefix = f"ip netns exec {nodes[index]} env GLOO_SOCKET_IFNAME=eth0 {OWN_STORE}"
         return running(tmp_path / f"node{index}_{life}", text, *settings, launcher=launcher, prefix=prefix)
 
     with node(0) as first, node(1) as second:
