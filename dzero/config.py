@@ -43,47 +43,59 @@ class TrainConfig:
     """How long and in what portions.
 
     A step consumes `microbatch_sequences` x `accumulate` x ranks sequences of `sequence_tokens` tokens; set
-    `global_sequences` to have that product checked. `evaluate_every_steps`: held-out loss on `evaluate_batches`
-    microbatches per rank (0: never). `max_skipped_steps`: in a row, for non-finite gradients, before the run stops.
+    `global_sequences` to have that product checked, or with `accumulate` None made, whatever the number of ranks.
+    `evaluate_every_steps`: held-out loss on `evaluate_batches` microbatches per rank (0: never). `max_skipped_steps`:
+    in a row, for what is not finite, before the run stops. `on_nan`: a rank's loss that is not finite, though its
+    gradients may be: skip the step, or stop.
     """
 
     steps: int = 200
     microbatch_sequences: int = 4
     sequence_tokens: int = 256
-    accumulate: int = 1
+    accumulate: int | None = 1
     global_sequences: int | None = None
     seed: int = 0
     evaluate_every_steps: int = 100
     evaluate_batches: int = 8
     max_skipped_steps: int = 20
+    on_nan: str = "skip"
 
     def __post_init__(self) -> None:
+        if self.on_nan not in ("skip", "stop"):
+            raise ValueError(f"train.on_nan={self.on_nan!r}: choose skip or stop")
+        if self.accumulate is None and self.global_sequences is None:
+            raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
         for key in ("steps", "microbatch_sequences", "sequence_tokens", "accumulate", "evaluate_every_steps"):
-            if getattr(self, key) < 1:
+            if (getattr(self, key) or 1) < 1:
                 raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 1")
         for key in ("seed", "evaluate_batches", "max_skipped_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 0")
 
-    def sequences(self, ranks: int) -> int:
-        """Sequences of one optimizer step over all ranks."""
-        return self.microbatch_sequences * self.accumulate * ranks
-
-    def check_batch(self, ranks: int) -> None:
-        """Raises ValueError where `global_sequences` is not what the other settings make."""
-        wanted, made = self.global_sequences, self.sequences(ranks)
-        if wanted is None or wanted == made:
-            return
-        per_rank = self.microbatch_sequences * ranks
+    def microbatches(self, ranks: int) -> int:
+        """Of one optimizer step. Raises ValueError where `global_sequences` is not what ranks and microbatches make."""
+        wanted, per_rank = self.global_sequences, self.microbatch_sequences * ranks
+        made = self.accumulate or (wanted or 0) // per_rank
+        if wanted is None or wanted == made * per_rank:
+            return made
         allowed = (
             f"train.accumulate={wanted // per_rank} makes it"
             if wanted % per_rank == 0
             else f"with {ranks} ranks it must be a multiple of {per_rank}, or change train.microbatch_sequences"
         )
+        if self.accumulate is None:
+            raise ValueError(
+                f"train.global_sequences={wanted} is no multiple of train.microbatch_sequences="
+                f"{self.microbatch_sequences} x {ranks} ranks, so train.accumulate=null finds no number; {allowed}"
+            )
         raise ValueError(
             f"train.global_sequences={wanted}, but train.microbatch_sequences={self.microbatch_sequences} x "
-            f"train.accumulate={self.accumulate} x {ranks} ranks = {made}; {allowed}"
+            f"train.accumulate={self.accumulate} x {ranks} ranks = {made * per_rank}; {allowed}"
         )
+
+    def sequences(self, ranks: int) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return self.microbatch_sequences * self.microbatches(ranks) * ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +132,7 @@ class RunConfig:
             keys = ["evaluate_every_steps", "evaluate_batches"]
             _refuse_changed("train", self.train, keys, "with data.held_out=0")
         if self.checkpoint.every is None:
-            keys = ["keep", "last", "staging_bytes", "verify", "on_error"]
+            keys = ["keep", "last", "staging_bytes", "verify", "on_error", "deadline_s"]
             _refuse_changed("checkpoint", self.checkpoint, keys, "without checkpoint.every")
         if self.offload.activations != "device" and self.block.activation_checkpoint == "none":
             raise ValueError(
@@ -138,14 +150,13 @@ class RunConfig:
     def check_ranks(self, ranks: int) -> None:
         """What depends on the number of data-parallel ranks. Raises ValueError."""
         replicate, shard = self.mesh.degrees(ranks, stage=self.zero.stage)
-        self.train.check_batch(ranks)
         layout = Layout.of(
             self.zero,
             self.precision,
             self.offload,
             replicate=replicate,
             shard=shard,
-            microbatches=self.train.accumulate,
+            microbatches=self.train.microbatches(ranks),
             exact=is_exact(self.zero.reduction, self.launch.device_type),
         )
         self.optim.check(layout)

@@ -14,6 +14,10 @@ class RunError(Exception):
     """Ends a run. Its message is all that the user needs, so it is shown without a traceback."""
 
 
+class ToldElsewhere(RunError):
+    """Ends a run whose end another rank has told the user."""
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """Where settings and files are first used: what this package itself raises about them is the user's to mend.

@@ -7,28 +7,30 @@ joins the group it is given.
     a worker raises            its traceback, once; of a   it leaves a report before it leaves the group: the earliest
                                RunError the message        report is the cause; the launcher ends the rest
     a worker is killed         its rank and the signal     the launcher ends the rest
-    Ctrl-C, SIGTERM, SIGHUP    the signal                  the launcher ends all; Ctrl-C reaches no worker
+    a worker hangs             its rank, and where all     the others report (watch.py); the launcher kills it
+                               ranks are
+    Ctrl-C, SIGTERM            the signal, and what was    the workers get SIGTERM: those that save finish the step
+                               saved                      and do so (stopping.py); a second one ends all
+    SIGHUP, SIGQUIT            the signal                  the launcher ends all
     the launcher is killed     nothing                     the kernel kills the workers
+
+Ctrl-C reaches no worker. Under torchrun a worker prints its own message, and leaves it in torchrun's summary.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import resource_tracker
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -38,13 +40,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from dzero.endings import POLL_S, LauncherSignals, explain, hung_workers_killed, reported, to_launcher, to_torchrun
 from dzero.errors import RunError
 from dzero.hardware import available_cores
 from dzero.mesh import local_rank, local_ranks, process_group
+from dzero.stopping import EXIT_SAVED, UNWIND_S
 
-POLL_S = 0.1
-LINGER_S = 0.5  # a worker that failed because another was killed must outlive the poll that finds the killed one
-UNWIND_S = 3
 PR_SET_PDEATHSIG = 1
 
 
@@ -52,13 +53,16 @@ PR_SET_PDEATHSIG = 1
 class LauncherConfig:
     """`workers` on this machine: None takes one per GPU, or two on a machine without. `device`: auto, cpu or cuda.
 
-    `threads`: CPU threads of each worker, None for cores / workers. `timeout_s`: of any collective.
+    `threads`: CPU threads of each worker, None for cores / workers. `timeout_s`: of any collective; who does not come
+    is then named. `check_collectives`: ranks compare every collective before it moves data, to find where the
+    ranks of a model diverge; it costs a small gather each.
     """
 
     workers: int | None = None
     device: str = "auto"
     threads: int | None = None
     timeout_s: float = 120.0
+    check_collectives: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -117,20 +121,22 @@ def start(entry: Entry, config: RunConfig, run_folder: Path) -> None:
     Raises RunError that says what failed, SystemExit (128 + signal, as shells do) where a signal ended it.
     """
     if launched():
-        with _group(config.launch) as device:
+        with reported(to_torchrun), _group(config.launch) as device, reported(to_torchrun):
             entry(config, run_folder, device)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no other interface is needed
-    with tempfile.TemporaryDirectory(prefix="dzero-launch-") as private, _quiet(), _sole_receiver_of_interrupts():
+    with tempfile.TemporaryDirectory(prefix="dzero-launch-") as private, _quiet(), LauncherSignals() as signals:
         launcher = elastic_launch(_launch_config(config.launch.worker_count, private), _worker)
         try:
-            launcher(entry, config, run_folder, Path(private), os.getpid())
+            with hung_workers_killed(Path(private)):
+                launcher(entry, config, run_folder, Path(private), os.getpid())
         except ChildFailedError as failed:
-            raise RunError(_explain(failed, Path(private))) from None
-        except (KeyboardInterrupt, SignalException) as stop:
-            ended_by = stop.sigval if isinstance(stop, SignalException) else signal.SIGINT
-            print(f"stopped by {signal.Signals(ended_by).name}; the workers were ended", file=sys.stderr)
-            sys.exit(128 + ended_by)
+            if signals.first is None:
+                raise RunError(explain(failed, Path(private))) from None
+            saved = any(failure.exitcode == EXIT_SAVED for failure in failed.failures.values())
+            signals.leave(signals.first, saved=saved)
+        except SignalException as stop:
+            signals.leave(stop.sigval, saved=False)
 
 
 def _launch_config(workers: int, private: str) -> LaunchConfig:
@@ -144,7 +150,7 @@ def _launch_config(workers: int, private: str) -> LaunchConfig:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=POLL_S,
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # not SIGINT, which it would pass on and workers do not take
+        signals_to_handle="SIGHUP,SIGQUIT",  # SIGINT and SIGTERM are `LauncherSignals`'s
         logs_specs=DefaultLogsSpecs(log_dir=private, redirects=dict.fromkeys(range(1, workers), Std.ALL)),
     )
 
@@ -168,30 +174,16 @@ def _worker(entry: Entry, config: RunConfig, run_folder: Path, private: Path, la
     signal.signal(signal.SIGTERM, _unwind)
     # Reported outside for what fails in joining, and inside so that the report is older than those of the ranks that
     # see this one leave.
-    with _reported(private), _group(config.launch) as device, _reported(private):
+    report = partial(to_launcher, private)
+    with reported(report), _group(config.launch) as device, reported(report):
         entry(config, run_folder, device)
 
 
 def _unwind(number: int, _: FrameType | None) -> None:
     """Leave through every `finally`, so that files are flushed and the terminal is whole; but leave."""
-    signal.alarm(UNWIND_S)
+    signal.signal(number, signal.SIG_IGN)
+    signal.alarm(int(UNWIND_S))
     sys.exit(128 + number)
-
-
-@contextmanager
-def _reported(private: Path) -> Iterator[None]:
-    """On an exception write why, and leave at once: what runs at exit could wait for ranks that never come."""
-    try:
-        yield
-    except Exception as error:
-        rank = os.environ["RANK"]
-        text = None if isinstance(error, RunError) else traceback.format_exc()
-        report = {"rank": rank, "time_ns": time.time_ns(), "message": str(error), "traceback": text}
-        (private / f"failed-{rank}.json").write_text(json.dumps(report))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(LINGER_S)
-        os._exit(1)
 
 
 @contextmanager
@@ -203,38 +195,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def _sole_receiver_of_interrupts() -> Iterator[None]:
-    """A terminal sends Ctrl-C to this process and to its workers; only this one shall answer, by ending them.
-
-    Processes inherit the signals that the thread which starts them blocks. So the main thread blocks it, another thread
-    takes the delivery, and Python runs the handler in the main thread all the same.
-    """
-    resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would unblock the signal again
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True).start()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        over.set()
-
-
-def _explain(failed: ChildFailedError, private: Path) -> str:
-    """The cause: a worker killed by a signal, else the earliest report."""
-    for rank, failure in sorted(failed.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the launcher ends the others
-            name = signal.Signals(-failure.exitcode).name
-            hint = " (the system does that when memory runs out)" if name == "SIGKILL" else ""
-            return f"rank {rank} (pid {failure.pid}) was killed by {name}{hint}; the other workers were ended"
-    reports = [json.loads(path.read_text()) for path in private.glob("failed-*.json")]
-    if not reports:
-        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        return f"workers ended without a report; exit codes by rank: {codes}"
-    first = min(reports, key=lambda report: int(report["time_ns"]))
-    if first["traceback"] is None:
-        return str(first["message"])
-    return f"rank {first['rank']} failed; the other workers were ended\n{first['traceback']}"

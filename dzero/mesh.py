@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dzero.meeting import meet
+
 REPLICATE, SHARD = "replicate", "shard"
 AXES = (REPLICATE, SHARD)
 
@@ -71,7 +73,9 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
     CPU tensors travel over gloo, CUDA tensors over nccl, in one group.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    store, rank, ranks = meet("group", timeout)
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=device_id)
     try:
         yield
     finally:

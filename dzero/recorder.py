@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,16 @@ from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
 from dzero.zero.shard import Sharded
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks know before the update. `loss`: their mean, nats; `culprit`: the last rank whose own is no number,
+    or None; `stop`: a rank was asked to stop after this step."""
+
+    loss: float
+    culprit: int | None
+    stop: bool
 
 
 class Recorder:
@@ -71,9 +82,18 @@ class Recorder:
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
-    def end_step(self, step: int, loss: torch.Tensor) -> StepRecord:
-        """The record of `step`; `loss`: this rank's, on the device."""
-        mean_loss = self.mean_over_ranks(loss)
+    def share(self, loss: torch.Tensor, *, stop: bool) -> Shared:
+        """One small gather along every axis; `loss`: this rank's, on the device."""
+        bad = torch.where(loss.isfinite(), -1, dist.get_rank())
+        values = torch.stack([loss.double(), bad.double(), torch.full_like(bad, stop).double()])
+        for gather in self._across:
+            every = gather(values)
+            values = torch.stack([every[:, 0].mean(), every[:, 1].max(), every[:, 2].max()])
+        mean, culprit, stopping = values.tolist()
+        return Shared(mean, int(culprit) if culprit >= 0 else None, stopping > 0)
+
+    def end_step(self, step: int, mean_loss: float) -> StepRecord:
+        """The record of `step`; `mean_loss`: of all ranks."""
         seconds = self._meter.end(self._step_tokens)
         self.losses.append(mean_loss)
         moved = self._sharded.ledger.take()

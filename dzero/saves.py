@@ -74,16 +74,18 @@ class Saves:
             self._set_generators(resumed.local)
         return resumed.step
 
-    def after(self, step: int, monitor: Monitor) -> None:
-        """Save if it is time to; tell of a save that has become whole."""
+    def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
+        """Save if it is time to, or if the run stops here; tell of a save that has become whole.
+
+        Whether this step is saved, where the run ends or stops here.
+        """
         if self._checkpoints is None:
-            return
-        every, last = self._config.checkpoint.every, step == self._config.train.steps and self._config.checkpoint.last
+            return False
+        config, end = self._config.checkpoint, step == self._config.train.steps
         self._tell(step, monitor, self._checkpoints.finished)
-        if every is not None and (step % every == 0 or last):
+        if config.every is not None and (step % config.every == 0 or (end and config.last) or stop):
             self._tell(step, monitor, lambda: self._save(step))
-        if step == self._config.train.steps:
-            self._tell(step, monitor, self._checkpoints.finish)
+        return (end or stop) and self._tell(step, monitor, self._checkpoints.finish)
 
     def _save(self, step: int) -> None:
         assert self._checkpoints is not None
@@ -96,16 +98,18 @@ class Saves:
         }
         self._checkpoints.save(step, extra, self._generators())
 
-    def _tell(self, step: int, monitor: Monitor, do: Callable[[], str | None]) -> None:
+    def _tell(self, step: int, monitor: Monitor, do: Callable[[], str | None]) -> bool:
+        """Whether something became whole."""
         try:
             name = do()
         except CheckpointError as error:
             if self._config.checkpoint.on_error == "stop":
                 raise
             monitor.note(step, f"NOT SAVED, training goes on (checkpoint.on_error=warn): {error}")
-        else:
-            if name is not None:
-                monitor.note(step, f"saved {self._config.checkpoint.folder}/{name}")
+            return False
+        if name is not None:
+            monitor.note(step, f"saved {self._config.checkpoint.folder}/{name}")
+        return name is not None
 
     def _generators(self) -> dict[str, torch.Tensor]:
         states = {"rng.cpu": torch.get_rng_state()}
@@ -134,6 +138,7 @@ class Saves:
         if was != now:
             per_rank = train.microbatch_sequences * ranks
             repair = f"train.accumulate={was // per_rank}" if was % per_rank == 0 else "other ranks or microbatches"
+            repair += f", or train.accumulate=null train.global_sequences={was} in every run"
             raise CheckpointError(
                 str(resumed.path), f"a step was {was} sequences and is {now} with these ranks: take {repair}"
             )

@@ -1,11 +1,13 @@
 """The training loop: build, step, evaluate, tell.
 
-A step reads as its phases: microbatches under `microbatch(is_last)`; the optimizer decides once for all ranks, then
-updates or skips; the learning rate moves; the step is recorded.
+A step reads as its phases: microbatches under `microbatch(is_last)`; the ranks share their losses, and whether they
+shall stop; the optimizer decides once for all ranks, then updates or skips; the learning rate moves; the step is
+recorded.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +28,14 @@ from dzero.models.build import build, count, flops_per_token, weights_of
 from dzero.models.materialise import Materialiser
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.profile import Profiler
-from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
-from dzero.recorder import Recorder
+from dzero.recorder import Recorder, Shared
 from dzero.saves import Saves
+from dzero.stopping import EXIT_SAVED, StopRequest
+from dzero.watch import Watch
 from dzero.zero.shard import shard
 
 
@@ -41,10 +45,12 @@ class TrainingStopped(RunError):
 
 def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
     """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
-    folder = _folder_of_rank_0(run_folder, device)
-    with user_errors():
-        trainer = Trainer(config, folder, device)
-    trainer.run()
+    with Watch(config.launch.timeout) as watch:
+        folder = _folder_of_rank_0(run_folder, device)
+        with user_errors():
+            trainer = Trainer(config, folder, device)
+        watch.follow(trainer.sharded.ledger.trail)
+        trainer.run()
 
 
 class Trainer:
@@ -54,6 +60,7 @@ class Trainer:
         self.config, self.device, self.run_folder = config, device, run_folder
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
         config.check_ranks(ranks)
+        self.microbatches = config.train.microbatches(ranks)
         memory = MemoryMeter(device)
         torch.manual_seed(config.train.seed + self.rank)  # dropout; weights and data have seeds of their own
         self.corpus: Corpus = load(config.data)
@@ -72,11 +79,12 @@ class Trainer:
             precision=config.precision,
             offload=config.offload,
             mesh=self.mesh,
-            microbatches=config.train.accumulate,
+            microbatches=self.microbatches,
             materialise=materialise,
         )
         if weights:
             fill(self.sharded, weights)
+        self.sharded.ledger.trail.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
@@ -103,20 +111,26 @@ class Trainer:
         )
 
     def run(self) -> RunSummary:
-        """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic."""
+        """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic.
+
+        Raises SystemExit with `EXIT_SAVED` where a signal asked to stop, the run saves, and this one has been saved.
+        """
         config, steps = self.config, self.config.train.steps
         monitor = Monitor(
             config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
         )
-        with monitor, self.profiler, self.saves:
+        deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
+        with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
             for line in [self._introduce(), *self.optim.introduce(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
             self.recorder.begin_run()
             held_out = None
             for step in range(self.done_steps + 1, steps + 1):
-                monitor.step(self._step(step, monitor))
+                shared = self._step(step, monitor, stop)
                 self.profiler.step()
-                self.saves.after(step, monitor)
+                saved = self.saves.after(step, monitor, stop=shared.stop)
+                if shared.stop and step < steps:
+                    self._stop(step, monitor, stop, saved=saved)
                 if step == steps or step % config.train.evaluate_every_steps == 0:
                     held_out = self._evaluate()
                     if held_out is not None:
@@ -126,23 +140,25 @@ class Trainer:
             monitor.summary(summary)
         return summary
 
-    def _step(self, step: int, monitor: Monitor) -> StepRecord:
+    def _step(self, step: int, monitor: Monitor, stop: StopRequest) -> Shared:
         """One optimizer step, phase by phase."""
         self.recorder.begin_step()
-        loss = self._microbatches()
+        shared = self.recorder.share(self._microbatches(), stop=stop.asked is not None)
         self.recorder.before_update()
+        if shared.culprit is not None:
+            self._check_loss(step, shared)
         self.optim.step()
         self.schedule.step()
         self._check_skips(step, monitor)
-        return self.recorder.end_step(step, loss)
+        monitor.step(self.recorder.end_step(step, shared.loss))
+        return shared
 
     def _microbatches(self) -> torch.Tensor:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
-        accumulate = self.config.train.accumulate
         total = torch.zeros((), device=self.device)
-        for index in range(accumulate):
-            with self.sharded.microbatch(is_last=index == accumulate - 1):
-                loss = self._loss(*self.stream.next()) / accumulate
+        for index in range(self.microbatches):
+            with self.sharded.microbatch(is_last=index == self.microbatches - 1):
+                loss = self._loss(*self.stream.next()) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
@@ -158,13 +174,33 @@ class Trainer:
             logits = self.sharded.model(tokens)
             return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def _check_loss(self, step: int, shared: Shared) -> None:
+        """A loss that is no number can have finite gradients, which would be applied."""
+        whose = f"the loss of rank {shared.culprit}"
+        if self.config.train.on_nan == "stop":
+            raise TrainingStopped(
+                f"step {step}: {whose} is not finite, and train.on_nan=stop. The step was not made; train.on_nan=skip "
+                "leaves such steps out. Lower optim.lr, or look at the data"
+            )
+        self.optim.refuse_step(whose)
+
+    def _stop(self, step: int, monitor: Monitor, stop: StopRequest, *, saved: bool) -> None:
+        """All ranks are here, and the run is saved, or its failure told."""
+        name = stop.asked.name if stop.asked is not None else "a signal to another rank"
+        if not saved:
+            monitor.note(step, f"{name}: stopped after step {step}, which is NOT SAVED")
+            sys.exit(1)
+        stop.saved()
+        monitor.note(step, f"{name}: stopped after step {step}, which is saved; resume=auto goes on from here")
+        sys.exit(EXIT_SAVED)
+
     def _check_skips(self, step: int, monitor: Monitor) -> None:
         decision = self.optim.last_decision
         assert decision is not None
         if decision.finite:
             return
         where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
-        monitor.note(step, f"skipped: non-finite gradients in {where}")
+        monitor.note(step, f"skipped, not finite: {where}")
         if self.optim.consecutive_skips > self.config.train.max_skipped_steps:
             raise TrainingStopped(
                 f"{self.optim.consecutive_skips} steps in a row had non-finite gradients, last in {where}; "

@@ -14,8 +14,8 @@ PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
 errors hardware host terminal scratch data models
-mesh launch
-comm
+meeting mesh stopping endings launch
+comm watch
 parallel
 zero
 offload
@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-saves recorder trainer
+recorder saves trainer
 __main__
 """
 ORDER = LEVELS.split()

@@ -61,6 +61,12 @@ MISTAKES = {
     # what cannot be together
     "train.global_sequences=7": "with 2 ranks it must be a multiple of 8",
     "train.global_sequences=32": "train.accumulate=4 makes it",
+    "train.accumulate=null": "train.accumulate=null: set train.global_sequences",
+    "train.accumulate=null train.global_sequences=12": "with 2 ranks it must be a multiple of 8",
+    "train.accumulate=null train.global_sequences=4": "train.global_sequences=4 is no multiple of",
+    "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",
+    "checkpoint.deadline_s=5": "checkpoint.deadline_s=5.0 has no effect without checkpoint.every",
+    "checkpoint.every=5 checkpoint.deadline_s=0": "checkpoint.deadline_s=0.0: must be > 0 seconds",
     "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
     "precision=fp32 precision.master=remainder": "precision.master=remainder needs precision.param=bf16, not fp32",
     "precision.reduce=fp32": "precision.reduce=fp32 is wider than the torch.bfloat16 gradients",
@@ -174,7 +180,9 @@ def test_every_size_in_conf_is_valid(model: str) -> None:
 def test_a_step_takes_what_the_batch_arithmetic_says() -> None:
     train = TrainConfig(microbatch_sequences=3, accumulate=5, global_sequences=60)
     assert train.sequences(4) == 3 * 5 * 4
-    train.check_batch(4)
+    elastic = TrainConfig(microbatch_sequences=3, accumulate=None, global_sequences=60)
+    assert [elastic.microbatches(ranks) for ranks in (1, 2, 4, 5, 10, 20)] == [20, 10, 5, 4, 2, 1]
+    assert all(elastic.sequences(ranks) == 60 for ranks in (1, 2, 4, 5, 10, 20))
 
 
 def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from dzero.comm.exchange import Exchange, all_gather_single
 from dzero.comm.ledger import Ledger
+from dzero.comm.trail import Collective, Trail
 
 REDUCTIONS = ("auto", "exact", "native")
 
@@ -41,13 +42,13 @@ class _Buffers:
 class _Works(dist.Work):
     """Several works as one, for FSDP2 to wait on before it copies out."""
 
-    def __init__(self, span: str, works: list[dist.Work]) -> None:
+    def __init__(self, span: str, works: list[dist.Work], trail: Trail) -> None:
         super().__init__()
-        self._span, self._works = span, works
+        self._span, self._works, self._trail = span, works, trail
 
     def wait(self, timeout: object = None) -> bool:
         """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
-        with record_function(self._span):
+        with record_function(self._span), self._trail.waiting():
             for work in self._works:
                 work.wait()
         return True
@@ -60,8 +61,8 @@ class UnshardParams(_Buffers):
     """
 
     def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger, before: Callable[[], None]) -> None:
-        self._span, self._exchange, self._axis, self._ledger = f"all_gather {unit}", exchange, axis, ledger
-        self._before = before
+        self._span, self._unit, self._exchange, self._axis = f"all_gather {unit}", unit, exchange, axis
+        self._ledger, self._before = ledger, before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """As FSDP2 asks; it copies the shards into the buffer right after, on the stream that is current now."""
@@ -79,12 +80,13 @@ class UnshardParams(_Buffers):
         exchange = self._exchange
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
             exchange = type(exchange)(group)  # type: ignore[call-arg]
-        with record_function(self._span):
+        begun = Collective("all_gather", self._unit, self._axis, input_tensor.numel(), input_tensor.dtype)
+        with record_function(self._span), self._ledger.trail.within(begun, group):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
         # On CUDA, FSDP2 orders its streams by an event recorded right after this call, unless it asked for a work.
-        pending = _Works(f"wait {self._span}", works)
+        pending = _Works(f"wait {self._span}", works, self._ledger.trail)
         if async_op or not output_tensor.is_cuda:
             return pending
         pending.wait()
@@ -98,7 +100,7 @@ class ReduceGrads(_Buffers):
     """
 
     def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
-        self._span, self._exchange, self._axis = f"reduce_scatter {unit}", exchange, axis
+        self._span, self._unit, self._exchange, self._axis = f"reduce_scatter {unit}", unit, exchange, axis
         self._wire, self._ledger = wire, ledger
 
     def __call__(
@@ -111,7 +113,8 @@ class ReduceGrads(_Buffers):
     ) -> None:
         """FSDP2's own signature: input [ranks * n], output [n], complete when this returns."""
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
-        with record_function(self._span):
+        begun = Collective("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
+        with record_function(self._span), self._ledger.trail.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
         sent = (self._exchange.ranks - 1) * output_tensor.numel() * self._wire.itemsize
         self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
@@ -121,13 +124,14 @@ class AverageCopies:
     """Averages one unit's reduced gradients [n] over the replicate axis, in place."""
 
     def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
-        self._span, self._exchange, self._axis = f"all_reduce {unit}", exchange, axis
+        self._span, self._unit, self._exchange, self._axis = f"all_reduce {unit}", unit, exchange, axis
         self._wire, self._ledger = wire, ledger
 
     def __call__(self, grads: torch.Tensor) -> None:
         """`grads` [n], flat, of any float dtype."""
         exchange, wire = self._exchange, self._wire
-        with record_function(self._span):
+        begun = Collective("all_reduce", self._unit, self._axis, grads.numel(), wire)
+        with record_function(self._span), self._ledger.trail.within(begun, exchange.group):
             exchange.all_reduce(grads, wire)
         owned = -(-grads.numel() // exchange.ranks)
         back = grads.dtype if exchange.exact else wire
@@ -147,6 +151,8 @@ class GatherScalars:
         gathered = values.new_empty(ranks, values.numel())
         if ranks == 1:
             return gathered.copy_(values)
-        all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
+        begun = Collective("all_gather", "scalars", self._axis, values.numel(), values.dtype)
+        with self._ledger.trail.within(begun, self._group):
+            all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
         self._ledger.record("control", "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
         return gathered

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dzero.comm.trail import Trail
+
 
 @dataclass(frozen=True, order=True)
 class Entry:
@@ -44,9 +46,10 @@ def dtype_key(dtype: torch.dtype) -> str:
 
 
 class Ledger:
-    """Running totals since the last `take()`."""
+    """Running totals since the last `take()`. `trail`: which collective this rank is in."""
 
     def __init__(self) -> None:
+        self.trail = Trail()
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()
 

@@ -2,8 +2,8 @@
 
 Norm: sqrt of sums of squares in fp64 per (parameter, chunk), where chunk c of n is rank c's rows under Shard(0) — also
 at stage 0, where rank c sums only its own chunk. Every rank receives all sums and adds them in the same order. Beside
-the sums travels a checksum of the order in which the rank reduced its units: where ranks disagree, a branch in the
-model has mixed gradients of different units, and the step is refused.
+the sums travels a checksum of the rank's collectives (comm/trail.py): where ranks disagree, a branch in the model has
+mixed data of different units, and the step is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.attach import Offload
-from dzero.optim.unit_grads import Named, Order, UnitGrads
+from dzero.optim.unit_grads import Named, UnitGrads
 from dzero.zero.shard import Sharded
 
 
@@ -41,12 +41,12 @@ class Gradients:
         layout = sharded.layout
         axis = SHARD if layout.shard > 1 else REPLICATE
         group = sharded.mesh.get_group(axis)
+        self._group, self._trail = group, sharded.ledger.trail
         self._gather = GatherScalars(group, axis, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
         # Stage 0 holds whole gradients, of which this rank sums its own chunk; else the shard is the chunk.
         cut = (group.rank(), group.size()) if layout.shard == 1 else (0, 1)
-        self._order = Order()
-        self._units = [UnitGrads(unit, sharded, cut, self._order, offload) for unit in sharded.units]
+        self._units = [UnitGrads(unit, sharded, cut, offload) for unit in sharded.units]
         self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
 
     def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ class Gradients:
         for unit in self._units:
             unit.settle()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
-        values = [float(self._order.checksum), *(sums.get(name, 0.0) for name in self._owned)]
+        values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
         gathered = self._gather(_vector(values, self._device)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
@@ -96,9 +96,9 @@ class Gradients:
         differing = (checksums != checksums[0]).nonzero().flatten().tolist()
         if differing:
             raise RuntimeError(
-                f"ranks {differing} ran the model's units in another order than rank 0, so gradients of different "
-                "units were added up: every rank must run the same modules in the same order in every microbatch "
-                "(no branches on the data of one rank)"
+                f"ranks {differing} ran the model's units in another order than rank 0, so data of different units was "
+                f"mixed: {self._trail.divergence(self._group)}\nEvery rank must run the same modules in the same order "
+                "in every microbatch (no branches on the data of one rank)"
             )
 
     def _culprits(self, chunks: torch.Tensor) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Gradients:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
-        self._order.checksum = 0
+        self._trail.end_step()
 
 
 def _vector(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:

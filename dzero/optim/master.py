@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, overload
 
@@ -74,6 +75,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.consecutive_skips = 0
         self._loss_was_scaled = not fp16
+        self._refused = ""
         self._check_groups(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         self.offload = Offload(sharded, moments=self.places_moments)
@@ -119,6 +121,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._loss_was_scaled = True
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
+    def refuse_step(self, why: str) -> None:
+        """The next `step` changes nothing, as if a gradient of `why` were not finite. On all ranks alike."""
+        self._refused = why
+
     @overload
     def step(self, closure: None = None) -> None: ...
     @overload
@@ -135,6 +141,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._sharded.reshard()
         with torch.profiler.record_function("step decide"):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
+        if self._refused:
+            decision = replace(decision, finite=False, culprits=(self._refused, *decision.culprits))
+            self._refused = ""
         grads = self.gradients.arriving()
         if not grads:
             self._without_gradients()

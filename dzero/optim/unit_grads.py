@@ -16,7 +16,6 @@ Sums of squares are taken while the data is in cache: on the device's slice, or 
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -34,21 +33,11 @@ from dzero.zero.unit import Unit
 Named = dict[str, torch.Tensor]
 
 
-class Order:
-    """A checksum (32 bits, exact in fp64) of the order in which this rank reduced its units."""
-
-    checksum = 0
-
-    def note(self, unit: str) -> None:
-        """One more unit was reduced."""
-        self.checksum = zlib.crc32(unit.encode(), self.checksum)
-
-
 class UnitGrads:
     """`views`: gradients by name [local shard, flat]; `sums`: their sums of squares, complete after `settle`."""
 
-    def __init__(self, unit: Unit, sharded: Sharded, cut: tuple[int, int], order: Order, offload: Offload) -> None:
-        self._unit, self._sharded, self._cut, self._order, self._offload = unit, sharded, cut, order, offload
+    def __init__(self, unit: Unit, sharded: Sharded, cut: tuple[int, int], offload: Offload) -> None:
+        self._unit, self._sharded, self._cut, self._offload = unit, sharded, cut, offload
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         places = offload.places
         self._hosted = {name for name in self._shapes if places.on_host("grad", name)}
@@ -87,7 +76,6 @@ class UnitGrads:
                 "last one under microbatch(is_last=False), and call step() before the next. Where the model runs this "
                 "unit twice per forward, take zero.stage=2 or 3: with several microbatches FSDP2 reduces it twice"
             )
-        self._order.note(self._unit.shape.name)
         self._incoming, self._offset = reduced, 0
 
     def _take(self, name: str, param: nn.Parameter) -> None:

@@ -64,7 +64,7 @@ def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
         if ranks > 1:
             norms = Traffic(1, 8 * (params + 1) * (ranks - 1)) if axis == chunk_axis else Traffic()
             entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
-            totals[entry] = norms + Traffic(1, 8 * (ranks - 1))
+            totals[entry] = norms + Traffic(1, 8 * 3 * (ranks - 1))
     return totals
 
 

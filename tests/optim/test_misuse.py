@@ -113,11 +113,16 @@ def branching(rank: int, ranks: int) -> list[str]:
     return said
 
 
-def test_ranks_that_run_units_in_different_orders_are_refused(pool: Pool) -> None:
+def test_ranks_that_run_units_in_different_orders_are_refused_and_both_orders_told(pool: Pool) -> None:
     """Equal sizes, so the messages match and nothing else would notice."""
+    first = ["all_reduce of layers.{} over replicate", *["all_gather of layers.{} over shard"] * 3]
     for ranks in (2, 4):
         for said in pool.run(branching, ranks):
             assert all(f"ranks [{ranks - 1}] ran the model's units in another order" in words for words in said), said
+            for stage, words in enumerate(said):
+                theirs, ours = (1, 0) if stage == 0 else (0, 1)  # backward reduces the last layer first
+                assert f"rank 0: {first[stage].format(theirs)}" in words
+                assert f"rank {ranks - 1}: {first[stage].format(ours)}" in words
 
 
 def of_a_subset(rank: int, ranks: int) -> tuple[float, float]:

@@ -1,0 +1,122 @@
+"""Where a rank is: its last collective and how many it began, so that ranks which disagree can be told apart.
+
+    ranks began other collectives    who notices                                what it costs
+    of the same size                 the checksum of a step, with its decision  8 bytes a step
+    of other sizes                   nothing matches, so the timeout            nothing
+    any, before data moves           `check`                                    a small gather before every collective
+
+Every rank begins the same collectives in the same order, so a number says the same on all of them: at one number two
+ranks have diverged where their collectives differ, and the rank with the lowest is behind.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+KEPT = 10_000
+"""Collectives of a step that are remembered one by one, where nobody ends the step (inference)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective. `elems`: of the part that each rank contributes (all_reduce: of the whole), of `dtype`."""
+
+    kind: str
+    unit: str
+    axis: str
+    elems: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kind} of {self.unit or 'the root'} over {self.axis} [{self.elems} x {dtype}]"
+
+
+class Trail:
+    """This rank's collectives of the step, and their checksum (32 bits, exact in fp64).
+
+    `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
+    are gone, hang, or do something else.
+    """
+
+    def __init__(self) -> None:
+        self.check = self.failed = False
+        self.count = self.checksum = 0
+        self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
+        self.step: deque[Collective] = deque(maxlen=KEPT)
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """The number of the collective this rank began last, and what it is. From any thread."""
+        count, collective = self._last or (0, "before its first collective")
+        return count, f"#{count} {collective}" if count else str(collective)
+
+    @contextmanager
+    def within(self, collective: Collective, group: dist.ProcessGroup) -> Iterator[None]:
+        """It begins; what may wait for other ranks happens inside, or inside `waiting`."""
+        self.count += 1
+        self.step.append(collective)
+        self._last = self.count, collective
+        self.checksum = zlib.crc32(str(collective).encode(), self.checksum)
+        with self.waiting():
+            if self.check:
+                self._check(collective, group)
+            yield
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """For other ranks."""
+        try:
+            yield
+        except Exception:
+            self.failed = True
+            raise
+
+    def end_step(self) -> None:
+        """Forget the step's collectives; the numbers go on."""
+        self.step.clear()
+        self.checksum = 0
+
+    def _check(self, collective: Collective, group: dist.ProcessGroup) -> None:
+        said = gather_texts(f"#{self.count} {collective}", group)
+        if any(each != said[0] for each in said):
+            raise RuntimeError(f"ranks begin different collectives:\n{by_rank(said, group)}")
+
+    def divergence(self, group: dist.ProcessGroup) -> str:
+        """The first collective of the step that differs between the ranks of `group`. They all call this."""
+        steps = [text.split("\n") for text in gather_texts("\n".join(map(str, self.step)), group)]
+        for index in range(max(map(len, steps))):
+            at = [step[index] if index < len(step) else "none" for step in steps]
+            if any(each != at[0] for each in at):
+                return f"collective {index + 1} of the step was\n{by_rank(at, group)}"
+        return "the collectives of the step were the same"
+
+
+def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
+    """A line for each rank of `group`."""
+    return "\n".join(
+        f"  rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True)
+    )
+
+
+def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """What every rank of `group` says, in rank order."""
+    device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
+    mine = torch.tensor([*text.encode()], dtype=torch.uint8, device=device)
+    length = torch.tensor([mine.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group=group)
+    padded = mine.new_zeros(max(int(each) for each in lengths))
+    padded[: mine.numel()] = mine
+    every = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(every, padded, group=group)
+    return [
+        bytes(each.tolist())[: int(size)].decode(errors="replace") for each, size in zip(every, lengths, strict=True)
+    ]

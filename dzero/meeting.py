@@ -1,0 +1,45 @@
+"""Where ranks meet: the store that the environment (torchrun's variables) names, without what earlier attempts left.
+
+torchrun keeps its store when it restarts workers, and says nothing that all of them could tell the attempts apart by
+(its restart count differs from node to node). Read there, the addresses of dead workers cost a restart, or hang. So:
+
+    rank r      writes a name it has just made up; waits until the list holds it
+    rank 0      writes the list of all ranks' names, again and again, until every rank has found its own
+
+A list with a rank's own new name was written in this attempt, so rank 0's name in it is the attempt's.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.rendezvous import rendezvous
+
+POLL_S = 0.02
+
+
+def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
+    """A connection of its own to an empty store, this rank, and the number of ranks. Each `purpose` has a store.
+
+    Raises TimeoutError where a rank does not come in time.
+    """
+    until_s = time.monotonic() + timeout.total_seconds()
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    name, names_key = uuid.uuid4().hex, f"meeting/{purpose}/names"
+    store.set(f"meeting/{purpose}/{rank}", name)
+    attempt = ""
+    while time.monotonic() < until_s:
+        if rank == 0:
+            names = store.multi_get([f"meeting/{purpose}/{each}" for each in range(ranks)])
+            store.set(names_key, b" ".join(names))
+        listed = store.get(names_key).decode().split()
+        if not attempt and listed[rank : rank + 1] == [name]:
+            attempt = listed[0]
+            store.add(f"meeting/{purpose}/found/{attempt}", 1)
+        if attempt and (rank != 0 or store.add(f"meeting/{purpose}/found/{attempt}", 0) == ranks):
+            return PrefixStore(f"{purpose}/{attempt}", store), rank, ranks
+        time.sleep(POLL_S)
+    raise TimeoutError(f"not all of {ranks} ranks came within launch.timeout_s={timeout.total_seconds():g}")

@@ -1,0 +1,91 @@
+"""SIGTERM and SIGINT: the step is finished, the run saved, and the process ends with `EXIT_SAVED`.
+
+    signal            what happens
+    the first         `asked` is set; all ranks learn of it with the next step, and stop after the same one
+    one within 1 s    nothing: a terminal and a launcher both pass on what is one request
+    the second        the process ends, with 128 + signal
+    none, too late    the deadline passes: the process ends, with 128 + signal
+
+A thread does the counting: Python runs handlers in the main thread only, which may be waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+
+EXIT_SAVED = 75
+"""EX_TEMPFAIL of sysexits.h: try again. The same command with resume=auto goes on."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_S = 1.0
+UNWIND_S = 3.0
+
+
+class StopRequest:
+    """`asked`: the signal that asked this process to stop, or None. Without a deadline signals are left as they are."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self._deadline_s = deadline_s
+        self.asked: signal.Signals | None = None
+        self._asked_s, self._at_once, self._leaving = 0.0, False, False
+        self._done = threading.Event()
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._ends: tuple[int, int] | None = None
+
+    def __enter__(self) -> StopRequest:
+        if self._deadline_s is not None:
+            self._ends = os.pipe()
+            os.set_blocking(self._ends[1], False)
+            signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(self._ends[0],), name="signals", daemon=True).start()
+            for number in SIGNALS:
+                signal.signal(number, self._in_main_thread)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._ends is None:
+            return
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN if self._done.is_set() else self._before[number])
+        os.close(self._ends[1])  # ends the thread
+
+    def saved(self) -> None:
+        """Nothing is left to do but to leave: neither the deadline nor another signal counts any more."""
+        self._done.set()
+
+    def _in_main_thread(self, number: int, _: FrameType | None) -> None:
+        if self._at_once and not self._leaving and not self._done.is_set():
+            self._leaving = True
+            sys.exit(128 + number)  # through every `finally`
+
+    def _listen(self, fd: int) -> None:
+        while data := os.read(fd, 1):
+            if data[0] in SIGNALS:
+                self._count(signal.Signals(data[0]))
+        os.close(fd)
+
+    def _count(self, number: signal.Signals) -> None:
+        if self.asked is None:
+            self._asked_s, self.asked = time.monotonic(), number
+            assert self._deadline_s is not None
+            _after(self._deadline_s, self._end, f"not saved within checkpoint.deadline_s={self._deadline_s:g}", number)
+        elif time.monotonic() - self._asked_s > SAME_S and not self._at_once:
+            self._at_once = True
+            _after(UNWIND_S, self._end, "ended at once by a second signal", number)
+            signal.raise_signal(number)  # the handler ran, perhaps, before `_at_once` was set
+
+    def _end(self, why: str, number: signal.Signals) -> None:
+        if not self._done.is_set():
+            print(f"{number.name}: {why}", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+
+
+def _after(seconds: float, do: object, *args: object) -> None:
+    timer = threading.Timer(seconds, do, args)  # type: ignore[arg-type]
+    timer.daemon = True
+    timer.start()

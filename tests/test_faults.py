@@ -1,0 +1,131 @@
+"""Whatever happens to a rank, the user is told which and where, and the run goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs import TORCHRUN, running
+from training import write_text
+
+from dzero.stopping import EXIT_SAVED
+
+HERE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+LONG = ("zero.stage=3", "train.steps=100000")
+LAUNCHERS = pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "words.txt")
+
+
+def saved(folder: Path) -> dict[str, bytes]:
+    """The tensors' files of the newest checkpoint of a run, by name."""
+    newest = max((folder / "checkpoints").glob("step_*"))
+    files = {f"{newest.name}/{path.name}": path.read_bytes() for path in newest.glob("*.safetensors")}
+    assert files
+    return files
+
+
+# Dead and hung ranks
+
+
+@LAUNCHERS
+def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each(
+    text: Path, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    with running(tmp_path, text, *LONG, "launch.timeout_s=5", launcher=launcher) as run:
+        run.until(r"^step=10 ")
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        run.until(r"rank 0 got no answer in #\d+ .* over shard \[.*within launch\.timeout_s=5: rank 1 \(pid", 5 + 20)
+        for rank in (0, 1):
+            place = rf"^  rank {rank}: #\d+ (all_gather|reduce_scatter) of \S+ over shard \[\d+ x \w+\]"
+            assert re.search(place, run.log, re.MULTILINE), run.log
+        if not launcher:  # torchrun itself waits 30 s for the stopped one
+            assert run.end() == 1
+            assert run.log.count("got no answer") == 1
+
+
+def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_path: Path) -> None:
+    with running(tmp_path, text, *LONG, launcher=HERE) as run:
+        run.until(r"^step=10 ")
+        os.kill(run.workers()[1], signal.SIGKILL)
+        took_s = run.until(r"exitcode +: -9 \(pid: \d+\) +\(SIGKILL\)", 20)
+        assert run.end() == 1
+        assert run.left() == []
+        print(f"told after {took_s:.1f} s")
+
+
+# Signals
+
+
+@LAUNCHERS
+def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped(
+    text: Path, tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    settings = ["zero.stage=3", "train.steps=60", "checkpoint.every=1000"]
+    with running(tmp_path / "whole", text, *settings) as whole:
+        assert whole.end() == 0
+    with running(tmp_path / "cut", text, *settings, launcher=launcher) as cut:
+        cut.until(r"^step=20 ")
+        os.kill(cut.process.pid, signal.SIGTERM)
+        assert cut.end() == (1 if launcher else EXIT_SAVED), cut.log  # torchrun has codes of its own
+        stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved; resume=auto", cut.log)
+        assert stopped is not None, cut.log
+        assert 20 <= int(stopped[1]) < 60
+        assert cut.log.count("stopped by SIGTERM; the run is saved") == (not launcher)
+    with running(tmp_path / "cut", text, *settings, "resume=auto", launcher=launcher) as resumed:
+        assert resumed.end() == 0, resumed.log
+        assert f"after step {stopped[1]}" in resumed.log
+    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
+    with running(tmp_path, text, *LONG, "checkpoint.every=100000", launcher=HERE) as run:
+        run.until(r"^step=5 ")
+        os.kill(run.workers()[1], signal.SIGINT)
+        assert run.end() == 1
+        assert re.search(rf"rank +: [01].*\n +exitcode +: {EXIT_SAVED} ", run.log)
+        assert re.search(r"stopped after step \d+, which is saved", run.log)
+
+
+def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_path: Path) -> None:
+    """A rank that is stopped keeps the other in its step."""
+    saving = [*LONG, "checkpoint.every=100000", "launch.timeout_s=100"]
+    with (
+        running(tmp_path / "twice", text, *saving) as twice,
+        running(tmp_path / "late", text, *saving, "checkpoint.deadline_s=2") as late,
+    ):
+        for run in (twice, late):
+            run.until(r"^step=5 ")
+            os.kill(run.workers()[1], signal.SIGSTOP)
+            os.kill(run.process.pid, signal.SIGTERM)
+        late.until("not saved within checkpoint.deadline_s=2", 15)
+        os.kill(twice.process.pid, signal.SIGTERM)
+        for run in (twice, late):
+            os.kill(run.workers()[-1], signal.SIGCONT)
+            assert run.end(20) == 128 + signal.SIGTERM
+            assert "stopped by SIGTERM; the workers were ended" in run.log
+
+
+# Restarts
+
+
+def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(text: Path, tmp_path: Path) -> None:
+    settings = ["zero.stage=3", "train.steps=60", "checkpoint.every=10", "train.accumulate=2"]
+    with running(tmp_path / "whole", text, *settings) as whole:
+        assert whole.end() == 0
+    again = (*HERE, "--max-restarts=2")
+    with running(tmp_path / "cut", text, *settings, "resume=auto", launcher=again) as cut:
+        cut.until(r"saved checkpoints/step_00000020")
+        began_s = time.monotonic()
+        os.kill(cut.workers()[1], signal.SIGKILL)
+        cut.until(r"resumed from checkpoints/step_\d+, after step [2345]0")
+        print(f"going on after {time.monotonic() - began_s:.1f} s")
+        assert cut.end() == 0, cut.log
+    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
