@@ -66,8 +66,9 @@ class TrainConfig:
         if self.accumulate is None and self.global_sequences is None:
             raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
         for key in ("steps", "microbatch_sequences", "sequence_tokens", "accumulate", "evaluate_every_steps"):
-            if (getattr(self, key) or 1) < 1:
-                raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 1")
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{key}={value}: must be a whole number ≥ 1")
         for key in ("seed", "evaluate_batches", "max_skipped_steps"):
             if getattr(self, key) < 0:
                 raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 0")
