@@ -51,12 +51,13 @@ class Checkpoints:
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
         self.config, self._optim = config, optim
         self._states = States(sharded, optim)
-        self._undo = ExitStack()
-        self._ranks = Agreement(config.folder)
-        self._undo.callback(self._ranks.close)
         self._saver: Saver | None = None
-        if config.every is not None:
-            self._open()
+        with ExitStack() as self._undo:
+            self._ranks = Agreement(config.folder)
+            self._undo.callback(self._ranks.close)
+            if config.every is not None:
+                self._open()
+            self._undo = self._undo.pop_all()
 
     def _open(self) -> Saver:
         """Take the folder for this run's saves."""

@@ -178,4 +178,8 @@ def forbidden(folder: str) -> dict[str, str]:
 
 if __name__ == "__main__":
     cases = {each.__name__: each for each in (mounted, too_large, forbidden)}
-    print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)
+    try:
+        print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
