@@ -119,7 +119,9 @@ def dzero_side(setting: Setting, **offload: Any) -> Side:
     if offload.get("overlap") == "backward":
         offload["undo_bytes"] = 16 * count(model)
     zero = ZeroConfig(stage=3 if "param" in offload else 2)
-    where = OffloadConfig(**offload, disk=setting.disk) if offload else None
+    if "disk" in offload.values():
+        offload["disk"] = setting.disk
+    where = OffloadConfig(**offload) if offload else None
     sharded = shard(model, zero, offload=where, mesh=make_mesh(setting.device.type), materialise=fill)
     return Side(setting, sharded.model, AdamW(sharded, **ADAM, max_norm=setting.max_norm))
 
