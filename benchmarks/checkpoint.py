@@ -4,17 +4,19 @@ resumed run make its first step?
     python benchmarks/checkpoint.py --path DIR --rounds 9
     python benchmarks/checkpoint.py --smoke
 
-    side        what is timed, 2 ranks, a llama with bf16 parameters, fp32 masters and moments at stage 3
-    train       `--every` steps
-    saving      the same, with a save before the first of them; `stall`: until save() returns
-    save, load  Checkpoints.save and finish: synchronised, read back, verified; Checkpoints.resume
-    dcp_save    dcp.save of the same model and optimizer, one after the other with dcp_load; nothing is checked there
-    raw_write   the store of the disk tier without checksums: as many bytes as `save` writes, as many as `load` reads
-    raw_read
+    side            what is timed, 2 ranks, llamas with bf16 parameters, fp32 masters and moments at stage 3
+    train           `--every` steps of the 21 M model
+    saving          the same, with a save before the first of them; `stall`: until save() returns
+    save, load      of `--model`: Checkpoints.save and finish, synchronised, read back, verified; Checkpoints.resume
+    save_unchecked  without reading back (checkpoint.verify=false)
+    dcp_save        dcp.save of the same model and optimizer, which checks nothing; dcp_load
+    raw_write       the floor: as many bytes into a file that is there already, by the disk tier's store without sums;
+    raw_read        and back
+    raw_new         as many bytes into a new file, synchronised: what any file that lasts costs
 
 Goals: stall at most 5 % of a step's time times the steps between saves; save and load at least 80 % of raw; restart to
-the first step, of the default model, at most 10 s. What was written is dropped from the page cache before it is read;
-`save` reads its bytes back as well, so it is also given without (verify=false).
+the first step, of the default model, at most 10 s. What was written is dropped from the page cache before it is read.
+`save` moves every byte twice, so its floor is raw_write + raw_read.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -43,9 +47,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
+from dzero.checkpoint.buffers import BLOCK_BYTES
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.writer import THREADS
 from dzero.models.llama import Llama, LlamaShape
+from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
 from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
 from dzero.zero.tiers import DiskConfig
@@ -55,24 +63,24 @@ ROOT = Path(__file__).parent.parent
 
 
 class Run:
-    """A sharded llama, its optimizer and its checkpoints."""
+    """A sharded llama, its optimizer and its checkpoints, verified and not."""
 
-    def __init__(self, setting: Setting) -> None:
-        workload = Workload(model="21m", samples=setting.samples, tokens=setting.tokens)
+    def __init__(self, setting: Setting, model: str, name: str) -> None:
+        workload = Workload(model=model, samples=setting.samples, tokens=setting.tokens)
         shape = LlamaShape(vocab_size=256, hidden_size=64, layers=2, heads=2, kv_heads=2, ffn_size=128)
         torch.manual_seed(0)
-        model = Llama(shape) if setting.small else workload.build()
-        self._sharded = shard(model, ZeroConfig(stage=3))
-        self.optim = AdamW(self._sharded, **ADAM, threads=setting.threads)
-        self._batches, self._steps, self._done = Batches(workload), setting.steps, 0
-        self._folder = Path(setting.path)
-        self._every = {
-            verify: Checkpoints(self._config(f"ours_{verify}", verify), self._sharded, self.optim)
+        self.sharded = shard(Llama(shape) if setting.small else workload.build(), ZeroConfig(stage=3))
+        self.optim = AdamW(self.sharded, **ADAM, threads=setting.threads)
+        self.folder = Path(setting.path) / name
+        self.saves = {
+            verify: Checkpoints(
+                CheckpointConfig(every=1, keep=99, folder=str(self.folder / f"ours_{verify}"), verify=verify),
+                self.sharded,
+                self.optim,
+            )
             for verify in (True, False)
         }
-
-    def _config(self, name: str, verify: bool) -> CheckpointConfig:
-        return CheckpointConfig(every=1, keep=1, folder=str(self._folder / name), verify=verify)
+        self._batches, self._steps, self._done = Batches(workload), setting.steps, 0
 
     def train(self, *, saving: bool) -> Found:
         """`steps` steps, and a save that goes on beside them."""
@@ -80,40 +88,50 @@ class Run:
         start = time.perf_counter()
         found: Found = {"stall_s": 0.0}
         if saving:
-            self._every[True].save(self._done, {})
+            self.saves[True].save(self._done, {})
             found["stall_s"] = time.perf_counter() - start
         for _ in range(self._steps):
-            loss_of(self._sharded.model, self._batches.get(self._done, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
+            loss_of(self.sharded.model, self._batches.get(self._done, dist.get_rank())).backward()  # type: ignore[no-untyped-call]
             self.optim.step()
             self._done += 1
         found["seconds"] = time.perf_counter() - start
-        self._every[True].finish()
+        self.saves[True].finish()
+        self._remove_old(verify=True)
         return found
 
     def save(self, *, verify: bool) -> Found:
-        """Until it is whole."""
+        """Until it is whole; what was saved before is removed off the clock."""
         dist.barrier()
         start = time.perf_counter()
-        self._every[verify].save(self._done, {})
-        name = self._every[verify].finish()
+        self.saves[verify].save(self._done, {})
+        name = self.saves[verify].finish()
         seconds = time.perf_counter() - start
-        written = self._folder / f"ours_{verify}" / str(name) / f"rank_{dist.get_rank():05d}.safetensors"
+        written = self.folder / f"ours_{verify}" / str(name) / f"rank_{dist.get_rank():05d}.safetensors"
         forget(written)
+        self._remove_old(verify=verify)
         return {"seconds": seconds, "bytes": written.stat().st_size}
+
+    def _remove_old(self, *, verify: bool) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Shelf(self.folder / f"ours_{verify}").keep(1)
+        dist.barrier()
 
     def load(self) -> Found:
         """From where `save` wrote."""
         dist.barrier()
         start = time.perf_counter()
-        self._every[True].resume("auto")
-        return {"seconds": time.perf_counter() - start, "bytes": own_bytes(self._folder / "ours_True")}
+        self.saves[True].resume("auto")
+        return {"seconds": time.perf_counter() - start, "bytes": own_bytes(self.folder / "ours_True")}
 
     def dcp_save(self) -> Found:
         """As torch saves: the files are synchronised, their folder is not."""
-        folder = self._folder / "dcp"
+        folder = self.folder / "dcp"
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         start = time.perf_counter()
-        model, optim = get_state_dict(self._sharded.model, self.optim)
+        model, optim = get_state_dict(self.sharded.model, self.optim)
         dcp.save({"model": model, "optim": optim}, checkpoint_id=folder)
         seconds = time.perf_counter() - start
         for path in folder.glob("*.distcp"):
@@ -128,14 +146,14 @@ class Run:
         """The way back."""
         dist.barrier()
         start = time.perf_counter()
-        model, optim = get_state_dict(self._sharded.model, self.optim)
-        dcp.load({"model": model, "optim": optim}, checkpoint_id=self._folder / "dcp")
-        set_state_dict(self._sharded.model, self.optim, model_state_dict=model, optim_state_dict=optim)
+        model, optim = get_state_dict(self.sharded.model, self.optim)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=self.folder / "dcp")
+        set_state_dict(self.sharded.model, self.optim, model_state_dict=model, optim_state_dict=optim)
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "bytes": self._dcp_bytes()}
 
     def _dcp_bytes(self) -> int:
-        files = (self._folder / "dcp").glob(f"__{dist.get_rank()}_*.distcp")
+        files = (self.folder / "dcp").glob(f"__{dist.get_rank()}_*.distcp")
         return sum(path.stat().st_size for path in files)
 
 
@@ -144,6 +162,7 @@ class Raw:
 
     def __init__(self, setting: Setting, count: int) -> None:
         config = DiskConfig(paths=[setting.path], block_bytes=16 << 20, threads=4, checksum=False)
+        self._folder = Path(setting.path)
         self._store = DiskStore(config, {"all": count}, rank=dist.get_rank())
         self._buffer = Arena(count + 4096).lease(count, "all").view(torch.uint8, count)
         self._store.write("all", self._buffer).result()
@@ -154,6 +173,26 @@ class Raw:
         start = time.perf_counter()
         way(self._store)("all", self._buffer).result()  # type: ignore[attr-defined]
         return {"seconds": time.perf_counter() - start, "bytes": self._buffer.numel()}
+
+    def new(self) -> Found:
+        """Into a new file, as a save must: room reserved, blocks by `THREADS` threads, synchronised."""
+        path, data = self._folder / f"new_{dist.get_rank()}", self._buffer.numpy()
+        path.unlink(missing_ok=True)
+        dist.barrier()
+        start = time.perf_counter()
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        os.posix_fallocate(fd, 0, whole_pages(data.size))
+        make_direct(fd)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for end in [
+                pool.submit(transfer, Direction.WRITE, fd, at, data[at : at + BLOCK_BYTES])
+                for at in range(0, data.size, BLOCK_BYTES)
+            ]:
+                end.result()
+        os.fsync(fd)
+        seconds = time.perf_counter() - start
+        os.close(fd)
+        return {"seconds": seconds, "bytes": data.size}
 
 
 def own_bytes(shelf: Path) -> int:
@@ -169,22 +208,27 @@ def forget(path: Path) -> None:
     os.close(fd)
 
 
-def sides(setting: Setting) -> dict[str, Turn]:
-    """All of them, over one model."""
-    run = Run(setting)
+def training(setting: Setting) -> dict[str, Turn]:
+    """With and without saves beside it."""
+    run = Run(setting, "21m", "training")
+    return {"train": partial(run.train, saving=False), "saving": partial(run.train, saving=True)}
+
+
+def files(model: str, setting: Setting) -> dict[str, Turn]:
+    """All that is written and read, of one model."""
+    run = Run(setting, model, "files")
     first = run.save(verify=True)
     run.dcp_save()
     raw = Raw(setting, int(first["bytes"]))
     return {
-        "train": partial(run.train, saving=False),
-        "saving": partial(run.train, saving=True),
         "save": partial(run.save, verify=True),
-        "save_unverified": partial(run.save, verify=False),
+        "save_unchecked": partial(run.save, verify=False),
         "load": run.load,
         "dcp_save": run.dcp_save,
         "dcp_load": run.dcp_load,
         "raw_write": partial(raw.turn, lambda store: store.write),
         "raw_read": partial(raw.turn, lambda store: store.read),
+        "raw_new": raw.new,
     }
 
 
@@ -207,6 +251,7 @@ def restart_s(folder: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a directory on the disk")
+    parser.add_argument("--model", default="118m", help="bench_*.yaml of conf/model, of what is saved and loaded")
     parser.add_argument("--every", type=int, default=20, help="steps between saves")
     parser.add_argument("--samples", type=int, default=1, help="of a rank's step")
     parser.add_argument("--tokens", type=int, default=256, help="of a sample")
@@ -226,7 +271,8 @@ def main() -> None:
             steps=options.every,
             small=options.smoke,
         )
-        series, _ = measure({"checkpoint": sides}, setting, RANKS, options.rounds)
+        groups = {"training": training, "files": partial(files, options.model)}
+        series, _ = measure(groups, setting, RANKS, options.rounds)
         restarts = [restart_s(Path(tempfile.mkdtemp(dir=folder))) for _ in range(1 if options.smoke else 3)]
     text = report(series, restarts, options)
     if options.smoke:
@@ -238,14 +284,13 @@ def main() -> None:
 def report(series: Series, restarts: list[float], options: argparse.Namespace) -> str:
     """Row and table."""
     seconds = {side: found["seconds"] for side, found in series.items()}
+    write, read = (median(seconds[side]) for side in ("raw_write", "raw_read"))
+    floors = {"save": write + read, "save_unchecked": write, "raw_new": write, "load": read}
     rows = []
     for side, found in series.items():
-        raw = "raw_read" if side.endswith("load") else "raw_write"
-        moved = found.get("bytes", [0])[0]
-        rate = moved / median(found["seconds"]) / 1e9
-        raw_rate = series[raw]["bytes"][0] / median(seconds[raw]) / 1e9
-        shown = [f"{moved / 1e6:.0f}", f"{rate:.2f}", f"{rate / raw_rate:.2f}"] if moved else [""] * 3
-        rows.append([side, f"{median(found['seconds']) * 1e3:.0f}", *shown])
+        took_s, moved = median(found["seconds"]), found.get("bytes", [0])[0]
+        moved_at = [f"{moved / 1e6:.0f}", f"{moved / took_s / 1e9:.2f}"] if moved else ["", ""]
+        rows.append([side, f"{took_s * 1e3:.0f}", *moved_at, f"{floors[side] / took_s:.2f}" if side in floors else ""])
     stall = median(series["saving"]["stall_s"]) / median(seconds["train"])
     slower = ratio_of_medians(seconds["saving"], seconds["train"])
     lines = [
@@ -259,8 +304,8 @@ def report(series: Series, restarts: list[float], options: argparse.Namespace) -
         config = {key: value for key, value in vars(options).items() if key not in ("path", "smoke")}
         row = {"config": config, "sides": series, "restart_s": restarts, "stall": stall, "slower": asdict(slower)}
         append_row("checkpoint", row)
-    title = f"21 M parameters, {RANKS} ranks, stage 3, {options.rounds} rounds"
-    header = ["side", "ms", "MB", "GB/s", f"of raw (goal {OF_RAW})"]
+    title = f"Training: 21 M parameters; files: {options.model}; {RANKS} ranks, stage 3, {options.rounds} rounds"
+    header = ["side", "ms", "MB", "GB/s", f"floor / it (goal {OF_RAW})"]
     return "\n".join([title, "", table(header, rows), *(f"{line}\n" for line in lines)])
 
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.meeting import meet
 
@@ -95,7 +96,19 @@ def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None)
             f"replicate={replicate} * shard={degree} is not the world size {world}; "
             f"(replicate, shard) may be one of {factorings}"
         )
-    return init_device_mesh(device_type, (replicate, degree), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, (replicate, degree), mesh_dim_names=AXES)
+    if dist.get_backend() != "fake":
+        for axis in AXES:  # torch gives the groups that it makes 10 or 30 minutes, whatever the default group has
+            _set_pg_timeout(timeout_of_ranks(), mesh.get_group(axis))
+    return mesh
+
+
+def timeout_of_ranks() -> timedelta:
+    """Of the collectives of all ranks, as the process group was made; not of a fake one, which waits for nobody."""
+    group = dist.group.WORLD
+    assert group is not None
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -24,6 +24,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "words.txt")
 
 
+SAVING = ("zero.stage=3", "train.steps=60", "checkpoint.every=10", "train.accumulate=2")
+
+
+@pytest.fixture(scope="module")
+def never_stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the last checkpoint of a run with `SAVING` holds."""
+    folder = tmp_path_factory.mktemp("whole")
+    with running(folder, text, *SAVING) as whole:
+        assert whole.end() == 0
+    return saved(folder)
+
+
 def saved(folder: Path) -> dict[str, bytes]:
     """The tensors' files of the newest checkpoint of a run, by name."""
     newest = max((folder / "checkpoints").glob("step_*"))
@@ -66,11 +78,9 @@ def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_p
 
 @LAUNCHERS
 def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped(
-    text: Path, tmp_path: Path, launcher: tuple[str, ...]
+    text: Path, tmp_path: Path, never_stopped: dict[str, bytes], launcher: tuple[str, ...]
 ) -> None:
-    settings = ["zero.stage=3", "train.steps=60", "checkpoint.every=1000"]
-    with running(tmp_path / "whole", text, *settings) as whole:
-        assert whole.end() == 0
+    settings = [*SAVING, "checkpoint.every=1000"]
     with running(tmp_path / "cut", text, *settings, launcher=launcher) as cut:
         cut.until(r"^step=20 ")
         os.kill(cut.process.pid, signal.SIGTERM)
@@ -82,7 +92,7 @@ def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stop
     with running(tmp_path / "cut", text, *settings, "resume=auto", launcher=launcher) as resumed:
         assert resumed.end() == 0, resumed.log
         assert f"after step {stopped[1]}" in resumed.log
-    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
+    assert saved(tmp_path / "cut") == never_stopped
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
@@ -116,16 +126,15 @@ def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_p
 # Restarts
 
 
-def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(text: Path, tmp_path: Path) -> None:
-    settings = ["zero.stage=3", "train.steps=60", "checkpoint.every=10", "train.accumulate=2"]
-    with running(tmp_path / "whole", text, *settings) as whole:
-        assert whole.end() == 0
+def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(
+    text: Path, tmp_path: Path, never_stopped: dict[str, bytes]
+) -> None:
     again = (*HERE, "--max-restarts=2")
-    with running(tmp_path / "cut", text, *settings, "resume=auto", launcher=again) as cut:
+    with running(tmp_path / "cut", text, *SAVING, "resume=auto", launcher=again) as cut:
         cut.until(r"saved checkpoints/step_00000020")
         began_s = time.monotonic()
         os.kill(cut.workers()[1], signal.SIGKILL)
         cut.until(r"resumed from checkpoints/step_\d+, after step [2345]0")
         print(f"going on after {time.monotonic() - began_s:.1f} s")
         assert cut.end() == 0, cut.log
-    assert saved(tmp_path / "cut") == saved(tmp_path / "whole")
+    assert saved(tmp_path / "cut") == never_stopped

@@ -56,7 +56,7 @@ class Checkpoints:
             self._ranks = Agreement(config.folder)
             self._undo.callback(self._ranks.close)
             if config.every is not None:
-                self._open()
+                self._open().prepare(self._states.parts())
             self._undo = self._undo.pop_all()
 
     def _open(self) -> Saver:
@@ -99,36 +99,32 @@ class Checkpoints:
         path, notes = self._find(which)
         if path is None:
             return None
-        try:
+        found: list[Resumed] = []
+
+        def take() -> str:
+            """This rank's part."""
             with Checkpoint(path) as checkpoint:
+                manifest = checkpoint.manifest
                 self._optim.synchronize()
-                self._states.take(checkpoint, checkpoint.manifest.state["optim"])
-                found = Resumed(
-                    path=path,
-                    step=checkpoint.manifest.step,
-                    extra=checkpoint.manifest.state["extra"],
-                    local=self._local(checkpoint),
-                    notes=notes,
-                )
-        except Exception as error:  # whatever it is, the others wait for an answer
-            self._ranks.reach(str(error) if isinstance(error, CheckpointError) else f"{path}: {error!r}")
-            raise
-        self._ranks.reach("")
-        return found
+                self._states.take(checkpoint, manifest.state["optim"])
+                found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), notes))
+            return ""
+
+        self._ranks.agree(take)
+        return found[0]
 
     def _find(self, which: str) -> tuple[Path | None, list[str]]:
         """Which checkpoint, the same on every rank, and what the log should say of it."""
-        auto, notes, name, why = which == AUTO, list[str](), "", ""
+        auto, notes = which == AUTO, list[str]()
         shelf = Shelf(self.config.folder if auto else which)
-        if dist.get_rank() == 0:
-            try:
-                if auto:
-                    name = chosen(shelf, notes)
-                elif not os.path.lexists(shelf.path / MANIFEST):
-                    name = shelf.latest() or ""
-            except CheckpointError as error:
-                why = str(error)
-        name = self._ranks.reach(why, name)[0]
+
+        def find() -> str:
+            """Rank 0's choice."""
+            if auto:
+                return chosen(shelf, notes)
+            return "" if os.path.lexists(shelf.path / MANIFEST) else shelf.latest() or ""
+
+        name = self._ranks.agree(find if dist.get_rank() == 0 else str)[0]
         return None if auto and not name else shelf.path / name, notes
 
     def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:

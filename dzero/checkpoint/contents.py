@@ -26,6 +26,7 @@ from dzero.checkpoint.format import (
     unseal,
 )
 from dzero.checkpoint.reader import Files, Want
+from dzero.offload.pinned import aligned
 
 COLUMNS_BYTES = 64 << 20
 """Of whole rows that are read at a time where only some columns are wanted."""
@@ -51,11 +52,11 @@ class Checkpoint:
             for rank in range(self.manifest.ranks if check_files else 0):
                 self._files.check_size(rank)
             self._undo = undo.pop_all()
-        self._where: dict[str, list[tuple[int, Part]]] = {}
+        self._where: dict[str, list[tuple[int, str, Part]]] = {}
         for index in self.indexes:
-            for part in index.parts.values():
+            for entry, part in index.parts.items():
                 if part.of is not None:
-                    self._where.setdefault(part.of, []).append((index.rank, part))
+                    self._where.setdefault(part.of, []).append((index.rank, entry, part))
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -87,22 +88,17 @@ class Checkpoint:
 
     def part(self, name: str) -> Part:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
-        return self._parts(name)[0][1]
+        return self._parts(name)[0][2]
 
     def boxes(self, name: str) -> list[Box]:
         """The parts that ranks wrote of a tensor."""
-        return [part.box for _, part in self._parts(name)]
+        return [part.box for _, _, part in self._parts(name)]
 
     def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
         """Rank, entry and part of all that hold something of a box of a tensor."""
-        return [
-            (index.rank, entry, part)
-            for index in self.indexes
-            for entry, part in index.parts.items()
-            if part.of == name and part.box.common(box) is not None
-        ]
+        return [each for each in self._parts(name) if each[2].box.common(box) is not None]
 
-    def _parts(self, name: str) -> list[tuple[int, Part]]:
+    def _parts(self, name: str) -> list[tuple[int, str, Part]]:
         if name not in self._where:
             raise CheckpointError(str(self.path), f"it holds no {name}: it was saved from another model or optimizer")
         return self._where[name]
@@ -111,13 +107,25 @@ class Checkpoint:
         """A box of a tensor, in its dtype, on the CPU."""
         return self.read_all([(name, box)])[0]
 
-    def read_all(self, boxes: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """Several at once: a block of a file that holds parts of several is read once."""
-        found = [torch.empty(box.size, dtype=DTYPES[self.part(name).dtype]) for name, box in boxes]
+    def bytes_of(self, boxes: Sequence[tuple[str, Box]]) -> int:
+        """Of the `room` that they need."""
+        return sum(aligned(box.elems * DTYPES[self.part(name).dtype].itemsize) for name, box in boxes)
+
+    def read_all(self, boxes: Sequence[tuple[str, Box]], room: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Several at once: a block of a file that holds parts of several is read once. room: uint8 to put them into."""
+        found = []
+        for name, box in boxes:
+            dtype = DTYPES[self.part(name).dtype]
+            if room is None:
+                found.append(torch.empty(box.size, dtype=dtype))
+            else:
+                count = box.elems * dtype.itemsize
+                found.append(room[:count].view(dtype).view(box.size))
+                room = room[aligned(count) :]
         wanted: dict[int, list[Want]] = {}
         for (name, box), out in zip(boxes, found, strict=True):
             self._check_box(name, box)
-            for rank, part in self._where[name]:
+            for rank, _, part in self._where[name]:
                 if (common := part.box.common(box)) is None:
                     continue
                 if is_slab(common, part.box) and is_slab(common, box):

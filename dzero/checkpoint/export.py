@@ -30,18 +30,19 @@ from dzero.checkpoint.boxes import Box
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.folder import PARTIAL, Folder
-from dzero.checkpoint.format import DTYPES, NAMES, Part
-from dzero.checkpoint.states import BUFFER, values_of
+from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, Part
+from dzero.checkpoint.states import values_of
 from dzero.checkpoint.writer import header, laid_out
 from dzero.hardware import dtype_of, format_bytes
 from dzero.models.published import KINDS, published_name
+from dzero.models.stored import INDEX, SINGLE
 from dzero.zero.working import to_working
 
 SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Of a tensor that are in memory at a time, at least one row."""
 EXPORTED = ("bf16", "fp16", "fp32")
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
 MODEL = "model"
 """Where a checkpoint's extra holds what `models.published.describe` said."""
 

@@ -140,13 +140,10 @@ class Shelf:
         return name
 
     def begin(self, step: int) -> str:
-        """A new, empty partial folder for `step`; the name that it will have."""
-        base, attempt = f"step_{step:08d}", 1
-        taken = {entry.name.removesuffix(PARTIAL).removesuffix(GOING) for entry in self._entries()}
-        name = base
-        while name in taken:
-            attempt += 1
-            name = f"{base}_{attempt}"
+        """A new, empty partial folder for `step`; the name that it will have, which sorts behind all that are there."""
+        taken = [STEP.fullmatch(entry.name.removesuffix(PARTIAL).removesuffix(GOING)) for entry in self._entries()]
+        attempts = [int(match[2] or 1) for match in taken if match and int(match[1]) == step]
+        name = f"step_{step:08d}" + (f"_{max(attempts) + 1}" if attempts else "")
         with told(self.path / (name + PARTIAL)):
             os.mkdir(self.path / (name + PARTIAL))
         return name

@@ -29,6 +29,8 @@ from dzero.offload.pinned import ALIGNMENT_BYTES
 
 VERSION = 1
 MANIFEST = "manifest.json"
+MASTER, PARAM, BUFFER = "master", "param", "buffer"
+"""Kinds of tensors, before a parameter's or buffer's name; an optimizer's moments have kinds of their own."""
 MOST_INDEX_BYTES, MOST_MANIFEST_BYTES = 64 << 20, 16 << 20
 MOST_BLOCK_BYTES = 64 << 20
 MOST_DIMS = 16

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dzero.checkpoint.places import Places
 from dzero.models.stored import StoredTensor
-from dzero.optim.storage import local_of
+from dzero.optim.shards import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
 

@@ -1,4 +1,4 @@
-"""A moment out of a checkpoint, whatever it was kept in; 8-bit ones stay what they were where their blocks align."""
+"""8-bit moments out of a checkpoint: blocks that align with the reader's stay what they were, the rest is decoded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ CODES, SCALE = "_codes.", "_scale."
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-def read_moment(checkpoint: Checkpoint, key: str, place: Place) -> tuple[torch.Tensor, Blocks | None]:
-    """The moment `key` of a place, flat; decoded if it was in 8 bits, then with the blocks as stored."""
-    name, box = place.name, place.box
-    stored = f"{key}.{name}" if f"{key}.{name}" in checkpoint.names else f"{key}{CODES}{name}"
+def read_blocks(checkpoint: Checkpoint, key: str, place: Place) -> tuple[torch.Tensor, Blocks]:
+    """The moment `key` of a place, which was kept in 8 bits: decoded, fp32 [box], flat; and its blocks as stored."""
+    stored, box = f"{key}{CODES}{place.name}", place.box
     checkpoint.check_shape(stored, place.shape)
-    if stored == f"{key}.{name}":
-        return checkpoint.read(f"{key}.{name}", box).view(-1), None
     values = torch.zeros(box.size)
     blocks = Blocks(
         known=torch.zeros(blocks_of(box.elems), dtype=torch.bool),

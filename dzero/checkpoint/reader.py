@@ -6,20 +6,17 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from queue import SimpleQueue
 from types import TracebackType
 
 import torch
 
+from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.folder import Folder, told
 from dzero.checkpoint.format import Index, data_name, digest
-from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
-from dzero.offload.pinned import Arena
+from dzero.offload.direct import Direction, make_direct, transfer
 
 THREADS = 4
-STRIDE = 16
-"""Blocks that are verified before the next ones are asked for."""
 
 Want = tuple[int, torch.Tensor]
 """Where it starts in the file's data, and the uint8 tensor on the CPU to fill from there."""
@@ -28,21 +25,16 @@ Block = tuple[int, int]
 
 
 class Files:
-    """The files of `indexes`, by rank, in `folder`; their sizes are checked now, they are opened when first needed.
+    """The files of `indexes`, by rank, in `folder`; each is opened, and its size checked, when it is first needed.
 
-    Raises CheckpointError for a file that is missing or of another size, and for a block that is damaged.
+    buffers: to read through, free and as large as every block; None for own ones. Raises CheckpointError for a file
+    that is missing or of another size, and for a block that is damaged.
     """
 
-    def __init__(self, folder: Folder, indexes: Mapping[int, Index]) -> None:
-        self._folder, self._indexes = folder, indexes
+    def __init__(self, folder: Folder, indexes: Mapping[int, Index], buffers: Buffers | None = None) -> None:
+        self._folder, self._indexes, self._buffers = folder, indexes, buffers
         self._fds: dict[int, int] = {}
-        self._last: tuple[Block, torch.Tensor] | None = None
-        most = max(min(index.block_bytes, index.file_bytes) for index in indexes.values())
-        arena = Arena((THREADS + 2) * whole_pages(most))
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for number in range(THREADS):
-            self._free.put(arena.lease(most, f"block {number}").data)
-        self._kept = [arena.lease(most, f"kept {number}").data for number in range(2)]
+        self._kept: tuple[Block, torch.Tensor] | None = None
         self._undo = ExitStack()
         self._pool = self._undo.enter_context(ThreadPoolExecutor(THREADS, "checkpoint read"))
 
@@ -61,7 +53,8 @@ class Files:
                 first, size = index.data_start + start, index.block_bytes
                 for number in range(first // size, -(-(first + out.numel()) // size) if out.numel() else 0):
                     by_block.setdefault((rank, number), []).append((first, out))
-        self._serve_all(by_block)
+        for _ in self._serve_all(by_block, keep=True):
+            pass
 
     def verify(self, rank: int) -> None:
         """Read all of a file. Raises CheckpointError for the first block that is not what was written."""
@@ -69,47 +62,54 @@ class Files:
             pass
 
     def verifying(self, rank: int) -> Iterator[int]:
-        """As `verify`, some blocks at a time; yields the bytes of them."""
-        index = self._indexes[rank]
-        for first in range(0, len(index.sums), STRIDE):
-            last = min(first + STRIDE, len(index.sums))
-            self._serve_all({(rank, number): [] for number in range(first, last)})
-            yield min(last * index.block_bytes, index.file_bytes) - first * index.block_bytes
+        """As `verify`, block by block; yields the bytes of each."""
+        return self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))}, keep=False)
 
-    def _serve_all(self, by_block: Mapping[Block, Sequence[Want]]) -> None:
+    def _serve_all(self, by_block: Mapping[Block, Sequence[Want]], *, keep: bool) -> Iterator[int]:
+        """Copy what is wanted out of each block, and yield its bytes. keep: the last, where the next read goes on."""
         blocks = sorted(by_block)
         for rank in {rank for rank, _ in blocks}:
             self._open(rank)
-        ends = [self._pool.submit(self._serve, b, by_block[b], keep=b == blocks[-1]) for b in blocks]
+        if self._buffers is None:
+            most = max(min(index.block_bytes, index.file_bytes) for index in self._indexes.values())
+            self._buffers = Buffers(THREADS + 1, block_bytes=most)
+        kept = blocks[-1] if keep and blocks else None
+        ends = [self._pool.submit(self._serve, self._buffers, b, by_block[b], keep=b == kept) for b in blocks]
         try:
-            for end in ends:
-                if (last := end.result()) is not None:
-                    self._last = last  # where the next read goes on
-                    self._kept.reverse()
+            for block, end in zip(blocks, ends, strict=True):
+                if (buffer := end.result()) is not None:
+                    if self._kept is not None:
+                        self._buffers.free.put(self._kept[1])
+                    self._kept = block, buffer
+                yield self._span(block)[1]
         finally:  # after an error nobody reads on, from a file that is closed by then
             for end in ends:
                 end.cancel()
             wait(ends)
 
-    def _serve(self, block: Block, wanted: Sequence[Want], *, keep: bool) -> tuple[Block, torch.Tensor] | None:
-        """Copy what is wanted out of a block; the block, if it is to be kept."""
-        rank, number = block
-        index = self._indexes[rank]
-        begin = number * index.block_bytes
-        if self._last is not None and self._last[0] == block and wanted:
-            _copy(self._last[1], begin, wanted)
+    def _serve(self, buffers: Buffers, block: Block, wanted: Sequence[Want], *, keep: bool) -> torch.Tensor | None:
+        """Copy what is wanted out of a block; the buffer it is in, if it is to be kept."""
+        begin, count = self._span(block)
+        if wanted and self._kept is not None and self._kept[0] == block:
+            _copy(self._kept[1][:count], begin, wanted)
             return None
-        room = self._free.get()
+        buffer = buffers.free.get()
         try:
-            data = room[: min(index.block_bytes, index.file_bytes - begin)]
-            self._fill(data, rank, number, begin)
-            _copy(data, begin, wanted)
-            if not (keep and wanted):
-                return None
-            # Beside the block kept before, which another thread may still copy from.
-            return block, self._kept[1][: data.numel()].copy_(data)
-        finally:
-            self._free.put(room)
+            self._fill(buffer[:count], *block, begin)
+            _copy(buffer[:count], begin, wanted)
+        except BaseException:
+            buffers.free.put(buffer)
+            raise
+        if keep:
+            return buffer
+        buffers.free.put(buffer)
+        return None
+
+    def _span(self, block: Block) -> tuple[int, int]:
+        """Where it begins in its file, and its bytes."""
+        index = self._indexes[block[0]]
+        begin = block[1] * index.block_bytes
+        return begin, min(index.block_bytes, index.file_bytes - begin)
 
     def _fill(self, block: torch.Tensor, rank: int, number: int, begin: int) -> None:
         data, path, sums = block.numpy(), self._folder.path / data_name(rank), self._indexes[rank].sums

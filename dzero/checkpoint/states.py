@@ -21,17 +21,15 @@ import torch.distributed as dist
 
 from dzero.checkpoint.boxes import Box
 from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.format import NAMES, Part
-from dzero.checkpoint.moments import SCALE, read_moment
+from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, Part
+from dzero.checkpoint.moments import SCALE
 from dzero.checkpoint.places import Place, Places
-from dzero.optim.eight_bit import Blocks
-from dzero.optim.master import Carried, MasterOptimizer
-from dzero.optim.storage import local_of, read
+from dzero.checkpoint.taking import Taking
+from dzero.optim.master import MasterOptimizer
+from dzero.optim.shards import local_of, read
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
-from dzero.zero.working import to_working
 
-MASTER, PARAM, BUFFER = "master", "param", "buffer"
 Put = Callable[[str, torch.Tensor], None]
 
 
@@ -42,6 +40,7 @@ class States:
         self._sharded, self._optim = sharded, optim
         self._places = Places(sharded)
         self._delayed = sharded.layout.offload.mode == "delayed"
+        self._owned = frozenset(optim.scalars()["states"])
 
     def parts(self) -> dict[str, Part]:
         """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`."""
@@ -51,7 +50,7 @@ class States:
             for state in self._optim.carried(unit):
                 if state.name in saved:
                     parts[f"{state.key}.{state.name}"] = _part(saved[state.name], state.key, state.dtype, state.elems)
-            for place in self._without_master(unit, saved):
+            for place in self._without_master(saved):
                 parts[f"{PARAM}.{place.own_name}"] = _part(place, PARAM, place.param.dtype, place.box.elems)
         for name, buffer in self._buffers():
             whole, shape = Box.whole(tuple(buffer.shape)), tuple(buffer.shape)
@@ -75,7 +74,7 @@ class States:
             self._optim.carry(unit, put_state)
             if failed:
                 raise failed[0]
-            for place in self._without_master(unit, saved):
+            for place in self._without_master(saved):
                 put(f"{PARAM}.{place.own_name}", read(local_of(place.param.detach())))
         for name, buffer in self._buffers():
             put(f"{BUFFER}.{name}", buffer)
@@ -89,48 +88,22 @@ class States:
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
         """Become what `checkpoint` holds. Raises CheckpointError, and ValueError for another optimizer's states."""
         self._optim.take_scalars(scalars)
-        for unit in self._sharded.units:
-            owned = {state.name for state in self._optim.carried(unit)}
-            carried: dict[str, Carried] = {}
-            for place in self._places.of(unit):
-                if place.own_name in owned:
-                    carried[place.own_name] = self._carried(checkpoint, place, scalars["states"].get(place.name, {}))
-                else:
-                    local_of(place.param.detach()).copy_(self._values(checkpoint, place, place.param.dtype))
-            self._optim.take(unit, carried)
+        taking = Taking(checkpoint, self._owned, scalars["states"], self._delayed)
+        places = [[*self._places.of(unit)] for unit in self._sharded.units]
+        for unit, found in zip(self._sharded.units, taking.units(places), strict=True):
+            for place, values in found.without_master:
+                local_of(place.param.detach()).view(-1).copy_(values)
+            self._optim.take(unit, found.carried)
         for name, buffer in self._buffers(everywhere=True):
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
-
-    def _carried(self, checkpoint: Checkpoint, place: Place, scalars: dict[str, float]) -> Carried:
-        tensors = {MASTER: self._values(checkpoint, place, torch.float32).view(-1)}
-        blocks: dict[str, Blocks] = {}
-        for key in checkpoint.moments(place.name):
-            tensors[key], stored = read_moment(checkpoint, key, place)
-            blocks |= {} if stored is None else {key: stored}
-        if (
-            self._delayed
-            and f"{MASTER}.{place.name}" in checkpoint.names
-            and f"{PARAM}.{place.name}" in checkpoint.names
-        ):
-            checkpoint.check_shape(f"{PARAM}.{place.name}", place.shape)
-            tensors[PARAM] = checkpoint.read(f"{PARAM}.{place.name}", place.box).view(-1)
-        return Carried(tensors, blocks, scalars)
-
-    def _values(self, checkpoint: Checkpoint, place: Place, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter's, from its master if there is one."""
-        kind = MASTER if f"{MASTER}.{place.name}" in checkpoint.names else PARAM
-        checkpoint.check_shape(f"{kind}.{place.name}", place.shape)
-        values = checkpoint.read(f"{kind}.{place.name}", place.box)
-        return to_working(values.float(), dtype) if dtype != values.dtype else values
 
     def _saved(self, unit: Unit) -> dict[str, Place]:
         """What this rank saves of a unit, by its own names."""
         return {place.own_name: place for place in self._places.of(unit) if place.saves and place.box.elems}
 
-    def _without_master(self, unit: Unit, saved: dict[str, Place]) -> list[Place]:
-        owned = {state.name for state in self._optim.carried(unit)}
-        return [place for name, place in saved.items() if name not in owned]
+    def _without_master(self, saved: dict[str, Place]) -> list[Place]:
+        return [place for name, place in saved.items() if name not in self._owned]
 
     def _buffers(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Persistent ones; the first rank saves them."""

@@ -1,10 +1,10 @@
-"""Writes one rank's tensors as they come, in bounded memory: into blocks, which threads checksum and write.
+"""Writes one rank's tensors as they come, in bounded memory: into buffers, which threads checksum and write.
 
-    put(name, tensor)     fill a block --> full: a thread sums and writes it, the next free block is taken
+    put(name, tensor)     fill a buffer --> full: a thread sums and writes it, the next free one is taken
     finish()              the last block, the file's size, fsync; the index
 
-The file is a safetensors file: its header, padded to a page, then the parts without gaps. `put` waits where all blocks
-are on their way to the disk, so a rank never holds more than `blocks` of them, however large its states are.
+The file is a safetensors file: its header, padded to a page, then the parts without gaps. `put` waits where all buffers
+are on their way to the disk, so a rank never holds more than those, however large its states are.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import torch
 
+from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.folder import Folder, told
 from dzero.checkpoint.format import DTYPES, Index, Part, data_name, digest
 from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
-from dzero.offload.pinned import Arena
 
-BLOCK_BYTES = 16 << 20
 THREADS = 4
 
 
@@ -49,33 +47,20 @@ def header(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None)
     return len(text).to_bytes(8, "little") + text
 
 
-class Blocks:
-    """Memory for what is on its way to the disk; `count` blocks, used by one writer after the other."""
-
-    def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES) -> None:
-        self.block_bytes = block_bytes
-        arena = Arena(count * block_bytes)
-        self.free: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for number in range(count):
-            lease = arena.lease(block_bytes, f"checkpoint block {number}")
-            arena.touch(lease)
-            self.free.put(lease.data)
-
-
 class ShardWriter:
     """One rank's file in `folder`. `parts`: what will be put, in that order. Raises CheckpointError."""
 
-    def __init__(self, folder: Folder, rank: int, parts: Mapping[str, Part], blocks: Blocks) -> None:
-        self.rank, self.parts, self._blocks = rank, laid_out(parts), blocks
+    def __init__(self, folder: Folder, rank: int, parts: Mapping[str, Part], buffers: Buffers) -> None:
+        self.rank, self.parts, self._buffers = rank, laid_out(parts), buffers
         self._path = folder.path / data_name(rank)
         self._due = iter(self.parts.items())
         start = header(self.parts)
         data_bytes = max((part.end for part in self.parts.values()), default=0)
-        self._index = Index(rank, len(start) + data_bytes, len(start), blocks.block_bytes, (), self.parts)
+        self._index = Index(rank, len(start) + data_bytes, len(start), buffers.block_bytes, (), self.parts)
         self._fd = folder.open(data_name(rank), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._pool = ThreadPoolExecutor(THREADS, "checkpoint write")
         self._under_way: list[Future[str]] = []
-        self._block, self._filled = self._blocks.free.get(), 0
+        self._buffer, self._filled = self._buffers.free.get(), 0
         try:
             with told(self._path):
                 if self._index.file_bytes:
@@ -93,7 +78,7 @@ class ShardWriter:
         self.abandon()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """The next part, from any device; it may change when this returns. Waits while no block is free."""
+        """The next part, from any device; it may change when this returns. Waits while no buffer is free."""
         due, part = next(self._due, ("", None))
         if part is None:
             raise ValueError(f"{name} is one more than was laid out")
@@ -114,40 +99,38 @@ class ShardWriter:
             os.ftruncate(self._fd, self._index.file_bytes)
             os.fsync(self._fd)
         self.abandon()
-        return Index(
-            self.rank, self._index.file_bytes, self._index.data_start, self._blocks.block_bytes, sums, self.parts
-        )
+        return msgspec.structs.replace(self._index, sums=sums)
 
     def abandon(self) -> None:
         """Give back the memory and the file's handle. The second time nothing happens."""
         if self._fd >= 0:
             self._pool.shutdown()
-            self._blocks.free.put(self._block)
+            self._buffers.free.put(self._buffer)
             os.close(self._fd)
             self._fd = -1
 
     def _append(self, data: torch.Tensor) -> None:
         at = 0
         while at < data.numel():
-            count = min(data.numel() - at, self._block.numel() - self._filled)
-            self._block[self._filled : self._filled + count].copy_(data[at : at + count])
+            count = min(data.numel() - at, self._buffer.numel() - self._filled)
+            self._buffer[self._filled : self._filled + count].copy_(data[at : at + count])
             at, self._filled = at + count, self._filled + count
-            if self._filled == self._block.numel():
+            if self._filled == self._buffer.numel():
                 self._send()
 
     def _send(self) -> None:
-        """Write the block that is being filled; take a free one."""
+        """Write the buffer that is being filled; take a free one."""
         for future in self._under_way:
             if future.done():
                 future.result()  # what failed is told early
-        self._under_way.append(self._pool.submit(self._write, len(self._under_way), self._block, self._filled))
-        self._block, self._filled = self._blocks.free.get(), 0
+        self._under_way.append(self._pool.submit(self._write, len(self._under_way), self._buffer, self._filled))
+        self._buffer, self._filled = self._buffers.free.get(), 0
 
     def _write(self, number: int, block: torch.Tensor, count: int) -> str:
         try:
-            offset, data = number * self._blocks.block_bytes, block[:count].numpy()
+            offset, data = number * self._buffers.block_bytes, block[:count].numpy()
             with told(self._path):
                 transfer(Direction.WRITE, self._fd, offset, data)
             return digest(data.data)
         finally:
-            self._blocks.free.put(block)
+            self._buffers.free.put(block)

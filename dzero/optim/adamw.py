@@ -14,7 +14,8 @@ from dzero.optim.ahead import Ahead
 from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, Initial, Stored, device_bytes, local_of, read
+from dzero.optim.shards import Homes, device_bytes, local_of, read
+from dzero.optim.storage import Initial, Stored
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.shard import Sharded
@@ -196,19 +197,22 @@ class AdamW(MasterOptimizer):
 
     def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
         """As `MasterOptimizer.take`."""
-        taking = [(stored, carried[stored.name]) for stored in self._of(unit)]
+        taking = []
+        for stored in self._of(unit):
+            master = (each := carried[stored.name]).tensors["master"]
+            taking.append((stored, each, Initial(to_working(master, stored.dtype), master)))
 
         def take_all() -> None:
-            for stored, each in taking:
-                stored.take(each.tensors, each.blocks)
+            for stored, each, initial in taking:
+                stored.take(initial, each.tensors, each.blocks)
 
         if taking:
             self.offload.visit(unit.shape.name, take_all)
-        for stored, each in taking:
+        for stored, each, initial in taking:
             stored.tensors["step"].fill_(each.scalars["step"])
-            stored.local.copy_(each.tensors.get("param", to_working(each.tensors["master"], stored.dtype)))
-        if taking and all("param" in each.tensors for _, each in taking):
-            self.offload.hold_back(unit.shape.name, work_of([stored for stored, _ in taking]))
+            stored.local.copy_(each.tensors.get("param", initial.param))
+        if taking and all("param" in each.tensors for _, each, _ in taking):
+            self.offload.hold_back(unit.shape.name, work_of([stored for stored, _, _ in taking]))
 
     def scalars(self) -> dict[str, Any]:
         """As `MasterOptimizer.scalars`."""

@@ -19,92 +19,16 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from dzero.mesh import SHARD, host_mesh
-from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
+from dzero.optim.shards import Homes, device_bytes, local_of, read, sharded_flat, sharded_like, still_of
 from dzero.optim.update import ParamStates
-from dzero.zero.hosted import HostShard, memory_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape
-from dzero.zero.shard import Sharded
 from dzero.zero.working import join, to_working
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local shard; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def read(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of the elements, from wherever they live."""
-    return tensor.read() if isinstance(tensor, HostShard) else tensor
-
-
-def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
-    """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
-    return origin is not None and torch.equal(
-        to_working(origin, local.dtype).view(-1), local.to(origin.device).view(-1)
-    )
-
-
-def device_bytes(param: nn.Parameter) -> int:
-    """Of this rank's shard, whole storage; 0 for one that lives on the host."""
-    return 0 if memory_of(param) is not None else local_of(param.detach()).untyped_storage().nbytes()
-
-
-def sharded_like(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """`local` [param's local shard] as a DTensor placed as `param` is; the one place where states are wrapped.
-
-    mesh: the host's, for a tensor in host memory.
-    """
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local.view(local_of(param).shape),
-        mesh or param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
-
-    Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
-    is an error instead of shifted elements.
-    """
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(local.view(1, -1), mesh or param.device_mesh, [Shard(0)], run_check=False)
-
-
-class Homes:
-    """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
-
-    def __init__(self, sharded: Sharded, offload: Offload) -> None:
-        self.offload, self._places = offload, offload.places
-        self._host_mesh = host_mesh(sharded.mesh)[SHARD] if offload.schedule.slots else None
-
-    def mesh(self, kind: str, name: str) -> DeviceMesh | None:
-        """The mesh of a parameter's "master" or "moments"; None for the parameter's own."""
-        return self._host_mesh if self._places.on_host(kind, name) else None
-
-    def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Room for one state [like.numel()]; its values come with `Stored.fill`."""
-        if self._places.on_host(kind, name):
-            return self.offload.view(name, key, like.numel())
-        return torch.zeros(like.numel(), dtype=dtype, device=like.device)
-
-    def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
-        """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
-        if not self._places.on_disk(kind, name):
-            return view
-        return HostShard.of(self.offload.on_disk(name, view), view.shape)
 
 
 class Initial(NamedTuple):
@@ -184,16 +108,19 @@ class Stored:
 
     def fill(self, initial: Initial) -> None:
         """Give all states their first values, moments zeros."""
+        self._fill_master(initial)
+        for key in self.moments:
+            self.flat(key).zero_()
+        for eight in self.moments8.values():
+            eight.clear()
+
+    def _fill_master(self, initial: Initial) -> None:
         if self.work is not None:
             self.work.copy_(initial.param)
         if "master" in self.tensors:
             self.flat("master").copy_(initial.master)
         if "remainder" in self.tensors:
             self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
-        for key in self.moments:
-            self.flat(key).zero_()
-        for eight in self.moments8.values():
-            eight.clear()
 
     def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
         """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
@@ -250,18 +177,17 @@ class Stored:
         work = self.local if self.work is None else self.work
         return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
 
-    def take(self, values: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks]) -> None:
+    def take(self, initial: Initial, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks]) -> None:
         """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
 
-        values: `master`, and the moments by key, flat [shard]. blocks: of 8-bit moments, by key.
+        moments: by key, flat [shard]. blocks: of 8-bit moments, by key.
         """
-        master = values["master"]
-        self.fill(Initial(to_working(master, self.dtype), master))
+        self._fill_master(initial)
         for key in MOMENTS:
             if self.moments8:
-                self.moments8[key].take(values[key], blocks.get(key))
+                self.moments8[key].take(moments[key], blocks.get(key))
             else:
-                self.flat(key).copy_(values[key])
+                self.flat(key).copy_(moments[key])
 
     def follow(self, local: torch.Tensor) -> None:
         """Take a parameter's `values`, where others were loaded, as the new master.

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.optim.master import Carried, MasterOptimizer, State
+from dzero.optim.mastered import Mastered
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import Homes, device_bytes, local_of, read, sharded_like, still_of
+from dzero.optim.shards import Homes, device_bytes, local_of, read, sharded_like
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
@@ -240,61 +239,6 @@ class TorchOptimizer(MasterOptimizer):
                 tensors = [v for v in states if isinstance(v, torch.Tensor) and v.ndim]
                 totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
         return totals
-
-
-@dataclass
-class Mastered:
-    """A parameter and its fp32 master [local shard], which is a plain parameter for the class to update.
-
-    work: where the working copy is put when the master is on the host. mesh: of the master, None for the parameter's.
-    """
-
-    name: str
-    param: nn.Parameter
-    master: nn.Parameter
-    work: torch.Tensor | None
-    mesh: DeviceMesh | None
-
-    moments = ()
-
-    @classmethod
-    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
-        """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
-        local, mesh = local_of(param.detach()), homes.mesh("master", name)
-        origin = origin if still_of(origin, local) else None
-        value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
-        if mesh is None:
-            return cls(name, param, nn.Parameter(value), None, None)
-        master = homes.offload.view(name, "master", local.numel()).copy_(value.view(-1))
-        own = local.dtype == torch.float32
-        work = master if own else homes.offload.view(name, "work", local.numel())
-        return cls(name, param, nn.Parameter(master.view(local.shape)), work, mesh)
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The parameter's local shard on the device, flat."""
-        return local_of(self.param.detach()).view(-1)
-
-    @property
-    def is_param(self) -> bool:
-        """Whether the master is the parameter itself."""
-        return self.mesh is None and self.param.dtype == torch.float32
-
-    def flat(self, key: str) -> torch.Tensor:
-        """Its states are the class's, and stay with the master."""
-        raise KeyError(key)
-
-    def follow(self) -> None:
-        """Take a parameter that was loaded with other values as the new master."""
-        local = self.local.to(self.master.device)
-        if not self.is_param and not torch.equal(to_working(self.master.detach().view(-1), local.dtype), local):
-            self.master.data.view(-1).copy_(local)
-
-    def write_back(self) -> None:
-        """Round the master into the working copy."""
-        target = self.local if self.work is None else self.work
-        if target.dtype != torch.float32:
-            target.copy_(to_working(self.master.detach().view(-1), target.dtype))
 
 
 def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:

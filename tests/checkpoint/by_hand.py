@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.folder import Folder
 from dzero.checkpoint.format import MANIFEST, NAMES, VERSION, Manifest, Part, index_name, seal
-from dzero.checkpoint.writer import Blocks, ShardWriter
+from dzero.checkpoint.writer import ShardWriter
 
 
 def write(
@@ -24,7 +25,7 @@ def write(
 ) -> Path:
     """`folder`, a checkpoint of `ranks` ranks: each tensor cut into chunks along its dim in `dims`, or dim 0."""
     folder.mkdir(parents=True)
-    blocks, seals = Blocks(2, block_bytes=block_bytes), []
+    blocks, seals = Buffers(2, block_bytes=block_bytes), []
     with Folder(folder) as opened:
         for rank in range(ranks):
             pieces = dict(_pieces(tensors, rank, ranks, dims or {}))

@@ -82,7 +82,7 @@ def run_of(rank: int, folder: Path, store: str, start: int) -> Callable[[Say], N
             timeout=timedelta(seconds=DEADLINE_S),
         )
         agreement = Agreement(str(folder))
-        agreement.reach("")
+        agreement.agree()
         say(["opening"])
         with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
             if rank == 0 and (

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import DTYPES, MANIFEST, NAMES, VERSION, Index, Manifest, Part, index_name, seal
-from dzero.checkpoint.writer import Blocks, ShardWriter
+from dzero.checkpoint.writer import ShardWriter
 
 PAGE = 4096
 Entries = Mapping[str, tuple[Part, Tensor]]
@@ -28,7 +29,7 @@ def entry(of: str | None, whole: Tensor, box: Box | None = None) -> tuple[Part, 
 
 def write_rank(folder: Folder, rank: int, entries: Entries, *, block_bytes: int = PAGE) -> Index:
     parts = {name: part for name, (part, _) in entries.items()}
-    with ShardWriter(folder, rank, parts, Blocks(2, block_bytes=block_bytes)) as writer:
+    with ShardWriter(folder, rank, parts, Buffers(2, block_bytes=block_bytes)) as writer:
         for name, (_, tensor) in entries.items():
             writer.put(name, tensor)
         return writer.finish()

@@ -28,7 +28,7 @@ def expected(saved: dict[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("net", ["uneven", "tied"])
+@pytest.mark.parametrize("net", ["uneven", pytest.param("tied", marks=pytest.mark.slow)])
 def test_every_kind_is_saved_and_every_kind_loads_one_of_another(pool: Pool, tmp_path: Path, net: str) -> None:
     """48 kinds each way, paired at random: all rows and columns of the full matrix."""
     kinds = every_kind(net)

@@ -21,7 +21,7 @@ from dzero.models.build import build, count, materialiser, weights_of
 from dzero.models.config import ModelConfig
 from dzero.models.materialise import Materialiser
 from dzero.models.published import describe, published_name
-from dzero.optim.storage import local_of
+from dzero.optim.shards import local_of
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.zero.tiers import DiskConfig
 from dzero.zero.working import to_working

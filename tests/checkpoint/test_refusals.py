@@ -49,11 +49,11 @@ def test_a_full_disk_is_told_the_part_is_given_back_and_the_checkpoint_before_st
     """8 MiB hold one checkpoint of 3 MiB and not a second of 6; a third of 3 is saved as if nothing had been."""
     folder, seen = mounted[0] / "small", mounted[1]["full"]
     repair = "No space left on device: free space, or point checkpoint.folder to another disk"
-    assert seen["second"] == f"rank 0: {folder}/step_00000002.partial/{data_name(0)}: {repair}"
+    assert seen["second"] == f"{folder}/step_00000002.partial/{data_name(0)}: {repair}"
     assert (seen["left"], seen["free"], seen["first"]) == ([".lock", LATEST, "step_00000001"], 0, 1.0)
     assert seen["third"] == "step_00000003"
     # Then others take the rest of the disk; then they give back two pages, which a header and a page of data take.
-    assert seen["no room"] == f"rank 0: {folder}/step_00000004.partial/{data_name(0)}: {repair}"
+    assert seen["no room"] == f"{folder}/step_00000004.partial/{data_name(0)}: {repair}"
     assert seen["no room for the index"] == f"{folder}/step_00000005.partial/{index_name(0)}: {repair}"
     assert seen["latest then"] == 3.0
 

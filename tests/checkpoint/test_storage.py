@@ -17,10 +17,11 @@ from shelves import PAGE, bits, cut, entry, mixed, raw, scattered, write, write_
 from storage_cases import recorded
 
 from dzero.checkpoint.boxes import Box, covered
+from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import data_name
-from dzero.checkpoint.writer import Blocks, ShardWriter
+from dzero.checkpoint.writer import ShardWriter
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "storage_cases.py"
@@ -97,7 +98,7 @@ def test_a_put_out_of_turn_too_many_or_left_out_is_an_error(tmp_path: Path) -> N
     entries = {name: entry(name, tensor) for name, tensor in mixed().items()}
     parts = {name: part for name, (part, _) in entries.items()}
     with Folder(tmp_path) as folder:
-        blocks = Blocks(2, block_bytes=PAGE)
+        blocks = Buffers(2, block_bytes=PAGE)
         wrong = pytest.raises(ValueError, match=r"t1, 0 of torch.float64, where t0, 1 of F32, is due")
         with ShardWriter(folder, 0, parts, blocks) as writer, wrong:
             writer.put("t1", entries["t1"][1])
@@ -111,13 +112,23 @@ def test_a_put_out_of_turn_too_many_or_left_out_is_an_error(tmp_path: Path) -> N
         assert blocks.free.qsize() == 2
 
 
+def test_the_same_step_saved_again_sorts_behind_what_is_there(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for want in ("step_00000005", "step_00000005_2", "step_00000005_3"):
+        assert shelf.begin(5) == want
+        shelf.partial(want).rename(tmp_path / want)
+    shelf.remove("step_00000005")
+    assert shelf.begin(5) == "step_00000005_4"
+    assert shelf.begin(4) == "step_00000004"
+
+
 def test_a_put_tensor_may_change_at_once(tmp_path: Path) -> None:
     tensor = bits(torch.float32, (50_000,), 0)
     want, entries = tensor.clone(), {"a": entry("a", tensor)}
     with Folder(tmp_path) as folder:
         write_rank(folder, 0, entries)
         changing = tensor.clone()
-        with ShardWriter(folder, 1, {"a": entries["a"][0]}, Blocks(64, block_bytes=PAGE)) as writer:
+        with ShardWriter(folder, 1, {"a": entries["a"][0]}, Buffers(64, block_bytes=PAGE)) as writer:
             writer.put("a", changing)
             changing.zero_()
             writer.finish()

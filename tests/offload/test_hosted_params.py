@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
-from dzero.optim.storage import local_of
+from dzero.optim.shards import local_of
 from dzero.zero.hosted import HostMemory, HostShard, InMemory
 from dzero.zero.layout import Layout
 from dzero.zero.tiers import DiskConfig

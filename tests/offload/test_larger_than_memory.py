@@ -87,7 +87,7 @@ def run(folder: Path, ranks: int, layers: int, width: int, paths: list[str]) -> 
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-@pytest.mark.parametrize(("ranks", "paths"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "paths"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_quarter_of_the_states_is_enough(tmp_path: Path, ranks: int, paths: int) -> None:
     layers, width = 64, 512
     state_bytes = 16 * layers * width * width

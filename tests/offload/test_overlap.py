@@ -19,7 +19,7 @@ from pool import Pool
 from dzero import AdamW, OffloadConfig, Sharded
 from dzero.offload.swap import OffloadError
 from dzero.optim.master import MasterOptimizer
-from dzero.optim.storage import local_of
+from dzero.optim.shards import local_of
 from dzero.optim.torch_rule import TorchOptimizer
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}

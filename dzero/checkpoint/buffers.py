@@ -1,0 +1,31 @@
+"""Memory for what is on its way to the disk or from it: aligned for direct I/O, and used again and again.
+
+Fresh pages cost more than the disk does: they come with first use, or by `touch` where nobody waits for them.
+"""
+
+from __future__ import annotations
+
+from queue import SimpleQueue
+
+import torch
+
+from dzero.offload.pinned import Arena, aligned
+
+BLOCK_BYTES = 16 << 20
+
+
+class Buffers:
+    """`count` of them, uint8 [block_bytes], in `free` while nobody uses them."""
+
+    def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self.count, self.block_bytes = count, block_bytes
+        self._arena = Arena(count * aligned(block_bytes))
+        self._leases = [self._arena.lease(block_bytes, f"checkpoint buffer {number}") for number in range(count)]
+        self.free: SimpleQueue[torch.Tensor] = SimpleQueue()
+        for lease in self._leases:
+            self.free.put(lease.data)
+
+    def touch(self) -> None:
+        """Take their pages now, before any is in use."""
+        for lease in self._leases:
+            self._arena.touch(lease)

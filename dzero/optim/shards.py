@@ -1,0 +1,86 @@
+"""A parameter's shard: what this rank holds of it, states that are placed like it, and where those live."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dzero.mesh import SHARD, host_mesh
+from dzero.offload.attach import Offload
+from dzero.zero.hosted import HostShard, memory_of
+from dzero.zero.shard import Sharded
+from dzero.zero.working import to_working
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local shard; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the elements, from wherever they live."""
+    return tensor.read() if isinstance(tensor, HostShard) else tensor
+
+
+def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
+    """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
+    return origin is not None and torch.equal(
+        to_working(origin, local.dtype).view(-1), local.to(origin.device).view(-1)
+    )
+
+
+def device_bytes(param: nn.Parameter) -> int:
+    """Of this rank's shard, whole storage; 0 for one that lives on the host."""
+    return 0 if memory_of(param) is not None else local_of(param.detach()).untyped_storage().nbytes()
+
+
+def sharded_like(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """`local` [param's local shard] as a DTensor placed as `param` is; the one place where states are wrapped.
+
+    mesh: the host's, for a tensor in host memory.
+    """
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(
+        local.view(local_of(param).shape),
+        mesh or param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
+    """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
+
+    Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
+    is an error instead of shifted elements.
+    """
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(local.view(1, -1), mesh or param.device_mesh, [Shard(0)], run_check=False)
+
+
+class Homes:
+    """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
+
+    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+        self.offload, self._places = offload, offload.places
+        self._host_mesh = host_mesh(sharded.mesh)[SHARD] if offload.schedule.slots else None
+
+    def mesh(self, kind: str, name: str) -> DeviceMesh | None:
+        """The mesh of a parameter's "master" or "moments"; None for the parameter's own."""
+        return self._host_mesh if self._places.on_host(kind, name) else None
+
+    def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Room for one state [like.numel()]; its values come with `Stored.fill`."""
+        if self._places.on_host(kind, name):
+            return self.offload.view(name, key, like.numel())
+        return torch.zeros(like.numel(), dtype=dtype, device=like.device)
+
+    def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
+        """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
+        if not self._places.on_disk(kind, name):
+            return view
+        return HostShard.of(self.offload.on_disk(name, view), view.shape)
