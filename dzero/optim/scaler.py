@@ -43,7 +43,7 @@ class LossScaler:
         if finite:
             self._bad_steps = 0
             self._good_steps += 1
-            if self._good_steps == config.growth_interval:
+            if self._good_steps >= config.growth_interval:
                 self.scale, self._good_steps = self.scale * 2, 0
         else:
             self._good_steps = 0
@@ -52,10 +52,14 @@ class LossScaler:
                 self.scale = max(self.scale / 2, config.floor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers."""
+        """Plain numbers; nothing of a fixed scale."""
+        if self._config is None:
+            return {}
         return {"scale": self.scale, "good_steps": self._good_steps, "bad_steps": self._bad_steps}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue where `state_dict` was taken; as it is where one of both is fixed (16 bits of another kind)."""
+        if self._config is None or not state:
+            return
         self.scale = float(state["scale"])
         self._good_steps, self._bad_steps = int(state["good_steps"]), int(state["bad_steps"])

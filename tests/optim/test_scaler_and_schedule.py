@@ -55,6 +55,23 @@ def test_a_loaded_scaler_continues_where_the_saved_one_was() -> None:
     assert first.scale == second.scale == 8.0  # grown once to 16, halved once
 
 
+def test_a_scale_goes_on_only_between_runs_that_scale() -> None:
+    """A run in fp16 begins at its own scale after one in bf16, which keeps 1 after one in fp16."""
+    scaled, fixed = LossScaler(ScalerConfig(init=8.0)), LossScaler(None)
+    scaled.load_state_dict(LossScaler(None).state_dict())
+    fixed.load_state_dict(LossScaler(ScalerConfig(init=8.0)).state_dict())
+    assert (scaled.scale, fixed.scale) == (8.0, 1.0)
+
+
+def test_a_loaded_scale_grows_also_where_its_interval_became_shorter() -> None:
+    before, after = (LossScaler(ScalerConfig(init=8.0, growth_interval=interval)) for interval in (9, 2))
+    for _ in range(5):
+        before.update(finite=True)
+    after.load_state_dict(before.state_dict())
+    after.update(finite=True)
+    assert after.scale == 16.0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
