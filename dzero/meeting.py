@@ -18,28 +18,31 @@ from datetime import timedelta
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.rendezvous import rendezvous
 
+from dzero.errors import RunError
+
 POLL_S = 0.02
 
 
 def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
     """A connection of its own to an empty store, this rank, and the number of ranks. Each `purpose` has a store.
 
-    Raises TimeoutError where a rank does not come in time.
+    Raises RunError where a rank does not come in time.
     """
     until_s = time.monotonic() + timeout.total_seconds()
     store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     name, names_key = uuid.uuid4().hex, f"meeting/{purpose}/names"
     store.set(f"meeting/{purpose}/{rank}", name)
-    attempt = ""
+    attempt, keys = "", [f"meeting/{purpose}/{each}" for each in range(ranks)]
     while time.monotonic() < until_s:
-        if rank == 0:
-            names = store.multi_get([f"meeting/{purpose}/{each}" for each in range(ranks)])
-            store.set(names_key, b" ".join(names))
-        listed = store.get(names_key).decode().split()
+        if rank == 0 and store.check(keys):
+            store.set(names_key, b" ".join(store.multi_get(keys)))
+        listed = store.get(names_key).decode().split() if store.check([names_key]) else []
         if not attempt and listed[rank : rank + 1] == [name]:
             attempt = listed[0]
             store.add(f"meeting/{purpose}/found/{attempt}", 1)
         if attempt and (rank != 0 or store.add(f"meeting/{purpose}/found/{attempt}", 0) == ranks):
             return PrefixStore(f"{purpose}/{attempt}", store), rank, ranks
         time.sleep(POLL_S)
-    raise TimeoutError(f"not all of {ranks} ranks came within launch.timeout_s={timeout.total_seconds():g}")
+    missing = ", ".join(str(each) for each, key in enumerate(keys) if not store.check([key]))
+    who = f"rank {missing} of {ranks} did not come" if missing else f"not all of {ranks} ranks came"
+    raise RunError(f"{who} within launch.timeout_s={timeout.total_seconds():g}")
