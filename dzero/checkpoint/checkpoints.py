@@ -94,8 +94,9 @@ class Checkpoints:
     def resume(self, which: str) -> Resumed | None:
         """Become what a checkpoint holds: `auto` for the latest in the folder, None where there is none; or its folder.
 
-        Raises CheckpointError on all ranks alike.
+        Raises CheckpointError on all ranks alike; also for a save that was under way, which it waits for.
         """
+        self.finish()
         path, notes = self._find(which)
         if path is None:
             return None

@@ -59,7 +59,7 @@ class Taking:
         for place, key in (each for of_unit in wanted for each in of_unit):
             self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
         most = max(self.checkpoint.bytes_of([each.stored for each in of_unit]) for of_unit in wanted)
-        rooms = Buffers(2, block_bytes=most)
+        rooms = Buffers(2, block_bytes=max(1, most))  # a rank may hold nothing
         with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
             coming = [thread.submit(self._read, *each, rooms) for each in zip(places, wanted, strict=True)]
             try:
