@@ -14,6 +14,10 @@ class RunError(Exception):
     """Ends a run. Its message is all that the user needs, so it is shown without a traceback."""
 
 
+class RankLost(RunError):
+    """Ends a run of which a rank did not answer; the watch finds out which."""
+
+
 class ToldElsewhere(RunError):
     """Ends a run whose end another rank has told the user."""
 

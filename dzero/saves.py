@@ -22,6 +22,7 @@ from dzero.checkpoint.checkpoints import Checkpoints, Resumed
 from dzero.checkpoint.errors import CheckpointError
 from dzero.config import RunConfig
 from dzero.data.stream import TokenStream
+from dzero.errors import RankLost
 from dzero.models.published import describe
 from dzero.monitor.sink import Monitor
 from dzero.optim.master import MasterOptimizer
@@ -64,6 +65,8 @@ class Saves:
         if resumed is None:
             self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
             return 0
+        if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
+            raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
         self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
         self._stream.load_state_dict(resumed.extra["stream"])
         self._check_batch(resumed)
@@ -103,7 +106,7 @@ class Saves:
         try:
             name = do()
         except CheckpointError as error:
-            if self._config.checkpoint.on_error == "stop":
+            if self._config.checkpoint.on_error == "stop" or isinstance(error, RankLost):
                 raise
             monitor.note(step, f"NOT SAVED, training goes on (checkpoint.on_error=warn): {error}")
             return False

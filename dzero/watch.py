@@ -4,7 +4,7 @@
     every `BEAT_S`          writes a beat, and the collective it began last, to the group's store, from a thread
     no progress for half    reads all ranks: where its collective then fails, one without a newer beat is dead, stopped,
     the timeout             or holds the interpreter
-    a peer is gone          reads all ranks twice for the same, `SILENT_S` apart
+    a peer is gone          reads all ranks twice for the same, `SILENT_S` apart; also where a save or a resume waits
     anything else fails     writes why, for those it leaves behind
 
 The first report in the store is everybody's. Nothing here costs training anything: a step only counts its collectives
@@ -27,7 +27,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from dzero.comm.trail import Trail
-from dzero.errors import RunError, ToldElsewhere
+from dzero.errors import RankLost, RunError, ToldElsewhere
 from dzero.meeting import meet
 
 BEAT_S = 1.0
@@ -80,7 +80,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if isinstance(error, Exception):
-                if self._trail.failed:
+                if self._trail.failed or isinstance(error, RankLost):
                     self._tell(error)
                 self._write(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         except dist.DistError as lost:
@@ -113,12 +113,14 @@ class Watch:
         return [Place(**json.loads(found[key])) if key in found else None for key in keys]
 
     def _tell(self, error: Exception) -> None:
-        before, until_s = self._stuck or self._read(), time.monotonic() + (0 if self._stuck else SILENT_S)
+        # In a save or a resume it may well have made no step for long while all ranks were there.
+        stuck = [] if isinstance(error, RankLost) else self._stuck
+        before, until_s = stuck or self._read(), time.monotonic() + (0 if stuck else SILENT_S)
         places = self._read()
         while time.monotonic() < until_s and silent(before, places):
             time.sleep(BEAT_S / 4)
             places = self._read()
-        text = report(places, silent(before, places), self._rank, self._timeout, str(error))
+        text = report(places, silent(before, places), self._rank, self._timeout, error)
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
 
@@ -132,7 +134,9 @@ def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[
     ]
 
 
-def report(places: Sequence[Place | None], silent: Sequence[Place], rank: int, timeout: timedelta, error: str) -> str:
+def report(
+    places: Sequence[Place | None], silent: Sequence[Place], rank: int, timeout: timedelta, error: object
+) -> str:
     """Who is missing, as rank `rank` sees it; then where every rank is."""
     here = places[rank]
     assert here is not None
@@ -150,9 +154,10 @@ def report(places: Sequence[Place | None], silent: Sequence[Place], rank: int, t
         why = f"{', '.join(map(str, behind[:3]))} is behind"
     else:
         why = "every rank is there"
-    within = f" within launch.timeout_s={timeout.total_seconds():g}" if "imed out" in error else ""
-    lines = [f"rank {rank} got no answer in {here.last}{within}: {why}", "last collective of each rank:"]
-    return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {error.splitlines()[0]}"])
+    within = f" within launch.timeout_s={timeout.total_seconds():g}" if "imed out" in str(error) else ""
+    where = "about a checkpoint" if isinstance(error, RankLost) else f"in {here.last}"
+    lines = [f"rank {rank} got no answer {where}{within}: {why}", "last collective of each rank:"]
+    return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {str(error).splitlines()[0]}"])
 
 
 def _by_place(places: Sequence[Place | None], silent: Sequence[Place]) -> list[str]:

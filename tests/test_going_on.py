@@ -12,6 +12,7 @@ import torch
 from pool import Pool, WorkerError
 from training import settled, write_text
 
+from dzero.checkpoint.format import MANIFEST, Manifest, seal, unseal
 from dzero.config import RunConfig
 from dzero.monitor.sink import Monitor
 from dzero.trainer import Trainer
@@ -136,3 +137,16 @@ def test_another_number_of_ranks_keeps_the_batch_and_takes_every_sample_once(
     order = pool.run(watched, 1, alone, tmp_path, timeout_s=SECONDS)[0].samples
     assert len(set(taken)) == len(taken) == 6 * 8
     assert taken == [window for windows in order for window in windows]
+
+
+def test_a_checkpoint_of_another_loop_is_refused_by_name(pool: Pool, text: Path, tmp_path: Path) -> None:
+    """It says nothing of the data."""
+    saving = ["train.evaluate_batches=0", "checkpoint.every=1", f"checkpoint.folder={tmp_path / 'checkpoints'}"]
+    pool.run(watched, 2, settled(text, *saving, "train.steps=1"), tmp_path, timeout_s=SECONDS)
+    manifest = tmp_path / "checkpoints" / "step_00000001" / MANIFEST
+    found = unseal(manifest.read_bytes(), Manifest, str(manifest))
+    found.state["extra"].pop("stream")
+    manifest.write_bytes(seal(found)[0])
+    resumed = settled(text, *saving, "train.steps=2", "resume=auto")
+    with pytest.raises(WorkerError, match=r"step_00000001: it lacks stream: it was not saved by train\.py"):
+        pool.run(watched, 2, resumed, tmp_path, timeout_s=SECONDS)

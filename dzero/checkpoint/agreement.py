@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.errors import CheckpointError, NoAnswer
 from dzero.mesh import timeout_of_ranks
 
 SAY_BYTES, WHY_BYTES = 64, 1024
@@ -46,7 +46,7 @@ class Agreement:
     def agree(self, do: Callable[[], str] = str) -> list[str]:
         """Every rank's `do()`, of which `SAY_BYTES` count; rank by rank. Collective.
 
-        Raises this rank's own error, or CheckpointError where another rank has one, or is gone.
+        Raises this rank's own error, or CheckpointError where another rank has one, NoAnswer where one is gone.
         """
         mine: Future[str] = Future()
         told = self._thread.submit(self._tell, mine)
@@ -83,7 +83,7 @@ class Agreement:
         try:
             dist.all_gather(every, mine, group=self._group)
         except RuntimeError as error:
-            raise CheckpointError(self._what, f"a rank is gone: {error}") from error
+            raise NoAnswer(self._what, f"a rank is gone: {error}") from error
         return [_Row(bool(each[0]), _text(each[1 : 1 + SAY_BYTES]), _text(each[1 + SAY_BYTES :])) for each in every]
 
 

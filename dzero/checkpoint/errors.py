@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dzero.errors import RunError
+from dzero.errors import RankLost, RunError
 
 
 class CheckpointError(RunError):
@@ -12,3 +12,7 @@ class CheckpointError(RunError):
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}" if path else what)
         self.path = path
+
+
+class NoAnswer(CheckpointError, RankLost):
+    """A rank did not answer where all agree on a checkpoint."""

@@ -13,7 +13,7 @@ from pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.checkpoint.agreement import Agreement
-from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.errors import CheckpointError, NoAnswer
 from dzero.mesh import make_mesh, timeout_of_ranks
 
 TIMEOUT_S = 1.5
@@ -56,7 +56,7 @@ def agreed(rank: int, ranks: int) -> dict[str, Any]:
         if rank == 0:
             try:
                 agreement.agree()
-            except CheckpointError as error:
+            except NoAnswer as error:
                 seen["hung"] = str(error)
         else:
             time.sleep(3 * TIMEOUT_S)

@@ -12,6 +12,7 @@ from pool import Pool
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.comm.exchange import Exact
 from dzero.comm.ledger import Ledger
+from dzero.errors import RankLost
 from dzero.watch import Place, report, silent
 
 
@@ -89,3 +90,8 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     assert "have diverged: rank 0 (pid 100 on host) is in #7 all_gather of a" in told([later[0], other], [])
     behind = Place(**{**vars(later[1]), "count": 3, "last": "#3 all_gather of a over shard [8 x float32]"})
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) is behind" in told([later[0], behind], [])
+
+    lost = report([*hung], [PLACES[1]], 0, timedelta(seconds=5), RankLost("ck: a rank is gone: Timed out waiting"))
+    assert lost.startswith(
+        "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"
+    )
