@@ -59,7 +59,7 @@ class Watch:
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._trail = Trail()
+        self._trail, self._starting = Trail(), True
         self._beats = 0
         self._stuck: list[Place | None] = []  # all ranks, as this one had made no progress for a while
         self._over = threading.Event()
@@ -70,7 +70,7 @@ class Watch:
 
     def follow(self, trail: Trail) -> None:
         """Tell of these collectives from now on."""
-        self._trail = trail
+        self._trail, self._starting = trail, False
 
     def __enter__(self) -> Watch:
         self._write()
@@ -80,7 +80,9 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if isinstance(error, Exception):
-                if self._trail.failed or isinstance(error, RankLost):
+                # Before there is a trail groups are made, and what a lost rank does to that is a RuntimeError.
+                by_others = (RankLost, RuntimeError) if self._starting else (RankLost,)
+                if self._trail.failed or isinstance(error, by_others):
                     self._tell(error)
                 self._write(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         except dist.DistError as lost:
@@ -113,13 +115,16 @@ class Watch:
         return [Place(**json.loads(found[key])) if key in found else None for key in keys]
 
     def _tell(self, error: Exception) -> None:
-        # In a save or a resume it may well have made no step for long while all ranks were there.
-        stuck = [] if isinstance(error, RankLost) else self._stuck
+        # In a start, a save or a resume it may well have begun no collective for long while all ranks were there.
+        stuck = [] if self._starting or isinstance(error, RankLost) else self._stuck
         before, until_s = stuck or self._read(), time.monotonic() + (0 if stuck else SILENT_S)
         places = self._read()
         while time.monotonic() < until_s and silent(before, places):
             time.sleep(BEAT_S / 4)
             places = self._read()
+        gone = silent(before, places) or [place for place in places if place is not None and place.ended]
+        if self._starting and not gone and not isinstance(error, RankLost):
+            return  # of its own
         text = report(places, silent(before, places), self._rank, self._timeout, error)
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
@@ -154,8 +159,9 @@ def report(
         why = f"{', '.join(map(str, behind[:3]))} is behind"
     else:
         why = "every rank is there"
-    within = f" within launch.timeout_s={timeout.total_seconds():g}" if "imed out" in str(error) else ""
-    where = "about a checkpoint" if isinstance(error, RankLost) else f"in {here.last}"
+    late = "imed out" in str(error) or "timeout" in str(error)
+    within = f" within launch.timeout_s={timeout.total_seconds():g}" if late else ""
+    where = "about a checkpoint" if isinstance(error, RankLost) else f"in {here.last}" if here.count else "at the start"
     lines = [f"rank {rank} got no answer {where}{within}: {why}", "last collective of each rank:"]
     return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {str(error).splitlines()[0]}"])
 

@@ -95,3 +95,7 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     assert lost.startswith(
         "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"
     )
+
+    early = [Place(rank, "host", 100 + rank) for rank in range(2)]
+    start = report([*early], [early[1]], 0, TIMEOUT, dist.DistStoreError("wait timeout after 5000ms"))
+    assert start.startswith("rank 0 got no answer at the start within launch.timeout_s=5: rank 1 (pid 101 on host)")
