@@ -7,13 +7,23 @@ import sys
 from pathlib import Path
 
 from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export, plan
+from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export
+from dzero.checkpoint.export import plan as plan_export
 from dzero.checkpoint.folder import checkpoint_at
 from dzero.checkpoint.inspect import bytes_of, inspect
+from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
 from dzero.offload.disk_speed import bench
+from dzero.plan.assumptions import read_papers
+from dzero.plan.machine_tables import as_yaml, machine_table
+from dzero.plan.measure import cached, measured
+from dzero.plan.paper_tables import paper_tables
+from dzero.plan.picture import draw
+from dzero.plan.tables import tables
+from dzero.planning import hardware_of, planned
 from dzero.terminal import bar, show
+from dzero.verify.verify import CONF, verify
 
 CHECKPOINT = "a checkpoint's folder, or the folder above for the latest in it"
 
@@ -25,6 +35,10 @@ def main() -> None:
     _disk_bench(commands.add_parser("disk-bench", help="how fast scratch disks are, and the settings that suit them"))
     _export(commands.add_parser("export", help="a checkpoint as safetensors that transformers loads"))
     _inspect(commands.add_parser("inspect", help="what is in a checkpoint, or in a folder of them"))
+    _plan(commands.add_parser("plan", help="memory, traffic and pace of a run on hardware that need not be here"))
+    _verify(commands.add_parser("verify", help="a run's first steps against stage 0 with every state on the device"))
+    _hardware(commands.add_parser("hardware", help="this machine in figures, measured once, as predictions use them"))
+    _papers(commands.add_parser("papers", help="the ZeRO papers' tables from their assumptions, beside dzero's bytes"))
     options = parser.parse_args()
     try:
         with user_errors():
@@ -47,11 +61,11 @@ def _disk_bench(parser: argparse.ArgumentParser) -> None:
 def _export(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
         with Checkpoint(checkpoint_at(options.checkpoint)) as checkpoint:
-            planned = plan(checkpoint, options.dtype, options.shard_bytes)
-            with bar(f"exporting {checkpoint.path}", planned.tensor_bytes) as progress:
-                export(checkpoint, options.out, planned, progress)
-        size, files = format_bytes(planned.tensor_bytes), len(planned.files)
-        print(f"{options.out}: {len(planned.source)} tensors, {size} of {options.dtype} in {files} files")
+            files_of = plan_export(checkpoint, options.dtype, options.shard_bytes)
+            with bar(f"exporting {checkpoint.path}", files_of.tensor_bytes) as progress:
+                export(checkpoint, options.out, files_of, progress)
+        size, files = format_bytes(files_of.tensor_bytes), len(files_of.files)
+        print(f"{options.out}: {len(files_of.source)} tensors, {size} of {options.dtype} in {files} files")
 
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help=CHECKPOINT)
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
@@ -74,6 +88,50 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or the folder of several")
     parser.add_argument("--verify", action="store_true", help="read everything; exit code 1 if anything is damaged")
     parser.set_defaults(run=run)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    def run(options: argparse.Namespace) -> None:
+        config = composed(options.settings, CONF, here=False)
+        found = planned(config, hardware_of(config))
+        show(tables(found))
+        if options.picture is not None:
+            draw(found, options.picture)
+        print(f"\n{found.verdict()}", flush=True)
+        sys.exit(0 if found.fits else 1)
+
+    what = "as train.py takes them; mesh.dp=RANKS, hardware=NODE (conf/hardware). Exit code 1 where it does not fit"
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=what)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="bars by tier, and the device through a step")
+    parser.set_defaults(run=run)
+
+
+def _verify(parser: argparse.ArgumentParser) -> None:
+    def run(options: argparse.Namespace) -> None:
+        sys.exit(verify(options.settings))
+
+    what = "as train.py takes them, and verify.steps=K (5). Exit code 0: they agree, 1: they differ, 2: not compared"
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=what)
+    parser.set_defaults(run=run)
+
+
+def _hardware(parser: argparse.ArgumentParser) -> None:
+    def run(options: argparse.Namespace) -> None:
+        known = None if options.measure else cached(options.ranks)
+        if known is None:
+            print("measuring, for about half a minute", file=sys.stderr)
+        measurement = known or measured(options.ranks, disk=options.disk)
+        show([machine_table(measurement)])
+        print(f"\nAs a file, conf/hardware/<name>.yaml:\n\n{as_yaml(measurement)}")
+
+    parser.add_argument("--measure", action="store_true", help="measure again, although it was measured")
+    parser.add_argument("--ranks", type=int, help="ranks at work; default: one per GPU, or two without")
+    parser.add_argument("--disk", default=".", metavar="PATH", help="a directory on the scratch disk; default: .")
+    parser.set_defaults(run=run)
+
+
+def _papers(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=lambda _: show(paper_tables(read_papers())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line of train.py, checked before anything starts: one error that says what is allowed.
+"""The command line of a run, checked before anything starts: one error that says what is allowed.
 
 Hydra finds the same mistakes later, run by run, and tells them with its own internals. Here every run that a command
 line asks for (several with --multirun) is composed and validated first.
@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from dzero.config import ConfigError, RunConfig, resolve
+from dzero.config import ConfigError, RunConfig, register, resolve
 from dzero.errors import RunError
 from dzero.launch import launched
 
@@ -55,10 +55,27 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def check(arguments: Sequence[str], conf: Path) -> None:
+def composed(
+    settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig, *, here: bool = True
+) -> RunConfig:
+    """The checked configuration that `settings` make, for commands that start no run of Hydra's. Raises ConfigError.
+
+    here: as a run on this machine, with its files.
+    """
+    register(schema)
+    try:
+        check(settings, conf, schema, here=here)
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            return resolve(compose("config", overrides=[*settings]))
+    except HydraException as error:
+        raise ConfigError(_essence(error)) from error
+
+
+def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig, *, here: bool = True) -> None:
     """Raises ConfigError for the first setting in `arguments` that is unknown, mistyped or impossible.
 
-    conf: the folder of config groups. Command lines that do not run or bring another configuration are left to Hydra.
+    conf: the folder of config groups. schema: what is registered. here: as `composed`. Command lines that do not run
+    or bring another configuration are left to Hydra.
     """
     flags = {word.split("=")[0] for word in arguments if word.startswith("-")}
     if flags & (NO_RUN | OTHER_CONFIG):
@@ -68,13 +85,13 @@ def check(arguments: Sequence[str], conf: Path) -> None:
     words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     overrides = OverridesParser.create().parse_overrides(words)
     for override in overrides:
-        _check_override(override, conf)
+        _check_override(override, conf, schema)
     with initialize_config_dir(str(conf), version_base="1.3"):
         for settings in _runs(overrides, multirun=bool(flags & MULTIRUN)):
-            _check_run(settings)
+            _check_run(settings, schema, here=here)
 
 
-def _check_override(override: Override, conf: Path) -> None:
+def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> None:
     key = override.key_or_group.split("@")[0]
     if override.is_hydra_override():
         return
@@ -87,7 +104,7 @@ def _check_override(override: Override, conf: Path) -> None:
             if isinstance(value, str) and value not in options:
                 raise ConfigError(f"{key}={value}: choose one of {options}{_closest(value, options)}")
         return
-    hint = _hint(key)
+    hint = _hint(key, schema)
     if override.is_delete() and hint is not Any:
         raise ConfigError(f"{override.input_line}: a setting cannot be deleted; leave it away for its default")
     if dataclasses.is_dataclass(hint) and not override.is_sweep_override() and not isinstance(values[0], dict):
@@ -114,24 +131,34 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
     yield from (list(choice) for choice in itertools.product(*choices))
 
 
-def _check_run(settings: list[str]) -> None:
+def _check_run(settings: list[str], schema: type[RunConfig], *, here: bool) -> None:
+    _check_figures(settings)
     try:
         config = resolve(compose("config", overrides=settings))
-        config.check_here()
+        if here:
+            config.check_here()
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     except HydraException as error:
         key = str(getattr(error.__cause__, "full_key", None) or "").split("[")[0]
-        hint = _hint(key) if key else Any
+        hint = _hint(key, schema) if key else Any
         if hint is Any or not isinstance(error.__cause__, ValidationError):
             raise ConfigError(_essence(error)) from error
         given = [line.partition("=")[2] for line in settings if line.lstrip("+").startswith(f"{key}=")]
         raise ConfigError(f"{key}={given[-1] if given else '...'}: must be {_kind(hint)}") from error
 
 
-def _hint(key: str) -> Any:
+def _check_figures(settings: list[str]) -> None:
+    """A figure of the hardware can be changed where a node is chosen; those of this machine are measured."""
+    chosen = {key: value for key, _, value in (line.partition("=") for line in settings)}
+    changed = [line for line in settings if line.lstrip("+").startswith("hardware.")]
+    if changed and chosen.get("hardware", "found") in ("found", "null"):
+        raise ConfigError(f"{changed[0]}: this machine's figures are measured; choose a node as well, hardware=...")
+
+
+def _hint(key: str, schema: type[RunConfig]) -> Any:
     """The declared type of a setting; Any inside a free mapping. Raises ConfigError for a key that does not exist."""
-    owner: Any = RunConfig
+    owner: Any = schema
     done: list[str] = []
     for part in key.split("."):
         if not dataclasses.is_dataclass(owner):
@@ -140,9 +167,15 @@ def _hint(key: str) -> Any:
         if part not in hints:
             where = ".".join(done) or "the configuration"
             raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{_closest(part, list(hints))}")
-        owner = hints[part]
+        owner = _present(hints[part])
         done.append(part)
     return owner
+
+
+def _present(hint: Any) -> Any:
+    """`Config` for `Config | None`, a group that may be absent; any other type as it is."""
+    groups = [arm for arm in get_args(hint) if dataclasses.is_dataclass(arm)]
+    return groups[0] if groups else hint
 
 
 def _kind(hint: Any) -> str:

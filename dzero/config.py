@@ -30,6 +30,7 @@ from dzero.optim.build import OptimConfig
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
 from dzero.parallel.blocks import BlockConfig
+from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig
 
@@ -120,6 +121,8 @@ class RunConfig:
     """A checkpoint's folder, `auto` for the latest in checkpoint.folder, None to start afresh."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    hardware: HardwareConfig | None = None
+    """What predictions are made for; None is this machine. A run obeys none of it, so it is refused nowhere."""
 
     def __post_init__(self) -> None:
         self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit
@@ -184,9 +187,9 @@ def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> N
             raise ValueError(f"{group}.{item.name}={value} has no effect {why}; remove it")
 
 
-def register() -> None:
-    """Make `RunConfig` the schema under which Hydra composes `conf/`."""
-    schema = OmegaConf.structured(RunConfig)
+def register(of: type[RunConfig] = RunConfig) -> None:
+    """Make `of` the schema under which Hydra composes `conf/`: `RunConfig`, or one with groups of its own besides."""
+    schema = OmegaConf.structured(of)
     _thaw(schema)
     schema.model = OmegaConf.structured(ModelConfig)  # has no default: its sizes come from conf/model
     _thaw(schema.model)

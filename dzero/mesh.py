@@ -32,18 +32,26 @@ AXES = (REPLICATE, SHARD)
 class MeshConfig:
     """Degrees of the data-parallel axes; their product is the number of ranks.
 
-    `replicate`: copies of the sharded model (hybrid sharding); 1 = shard over all ranks. Stage 0 replicates over all
-    ranks by itself, so it takes no degree.
+    `dp`: data-parallel ranks; None for all that there are. `replicate`: copies of the sharded model (hybrid sharding);
+    1 = shard over all ranks. Stage 0 replicates over all ranks by itself, so it takes no degree.
     """
 
+    dp: int | None = None
     replicate: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicate < 1:
-            raise ValueError(f"mesh.replicate={self.replicate}: must be a whole number ≥ 1")
+        for key in ("dp", "replicate"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
 
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
         """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
+        if self.dp not in (None, ranks):
+            raise ValueError(
+                f"mesh.dp={self.dp}, but there are {ranks} ranks: start as many (without torchrun "
+                f"launch.workers={self.dp}), or leave mesh.dp away"
+            )
         if stage == 0:
             if self.replicate != 1:
                 raise ValueError(

@@ -126,11 +126,13 @@ class Trainer:
             self.recorder.begin_run()
             held_out = None
             for step in range(self.done_steps + 1, steps + 1):
-                shared = self._step(step, monitor, stop)
+                shared = self.step(step, monitor, stop=stop.asked is not None)
                 self.profiler.step()
                 saved = self.saves.after(step, monitor, stop=shared.stop)
                 if shared.stop and step < steps:
                     self._stop(step, monitor, stop, saved=saved)
+                if saved:
+                    stop.saved()  # the last step: a signal during what is left costs nothing
                 if step == steps or step % config.train.evaluate_every_steps == 0:
                     held_out = self._evaluate()
                     if held_out is not None:
@@ -140,10 +142,10 @@ class Trainer:
             monitor.summary(summary)
         return summary
 
-    def _step(self, step: int, monitor: Monitor, stop: StopRequest) -> Shared:
-        """One optimizer step, phase by phase."""
+    def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> Shared:
+        """One optimizer step, phase by phase; `stop`: this rank was asked to stop after it."""
         self.recorder.begin_step()
-        shared = self.recorder.share(self._microbatches(), stop=stop.asked is not None)
+        shared = self.recorder.share(self._microbatches(), stop=stop)
         self.recorder.before_update()
         if shared.culprit is not None:
             self._check_loss(step, shared)

@@ -117,6 +117,12 @@ MISTAKES = {
     "offload.activations=host offload.prefetch_units=3": "offload.prefetch_units has no effect while nothing is",
     "offload.activations=host": "take block.activation_checkpoint=full, or offload.activations=device",
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
+    # hardware
+    "hardware=h100": "hardware=h100: choose one of ['a100_40g', ",
+    "hardware=h100_80g hardware.device_byte=1": "hardware.device_byte: unknown key; hardware has ['bf16_flops', ",
+    "hardware=h100_80g hardware.efficiency=2": "hardware.efficiency=2.0: a part of the peak, must be in (0, 1]",
+    "hardware=h100_80g hardware.network=fast": "hardware.network=fast: must be a number or null",
+    "hardware.device_bytes=1": "this machine's figures are measured; choose a node as well",
     # files
     "data.path=/no/such/file.txt": "data.path=/no/such/file.txt: no such file or folder",
     # grammar, and sweeps: each run is checked before the first one starts
@@ -157,6 +163,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         "--cfg job",
         "-sc install=bash",
         "--config-dir=mine model=mine",
+        "hardware=h100_80g hardware.network=null",
         "model=llama_70b launch.workers=8 mesh.replicate=2 zero.stage=3 zero.reshard_after_forward=2",
     ],
 )

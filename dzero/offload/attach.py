@@ -213,9 +213,19 @@ class Offload:
             self.synchronize()
         if self._outgoing.incoming is not None:
             self._outgoing.incoming.prepare()
+        if self._mode != "backward":
+            self._load_ahead()
+
+    def _load_ahead(self) -> None:
+        """States of the units that the next step updates first, as many as have host slots of their own."""
+        taken: set[str] = set()
         kept = [unit.name for unit in update_order(self.places.units) if unit.name in self._kept]
-        for unit in kept[:DISK_TURNS] if self._mode != "backward" else ():
-            self.staging.load("states", unit)  # of those that the next step updates first
+        for unit in kept[:DISK_TURNS]:
+            slots = {pair.host for pair in self.places.pairs("states", unit)}
+            if slots & taken:  # it would overwrite one before that was not used yet
+                return
+            taken |= slots
+            self.staging.load("states", unit)
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""

@@ -185,6 +185,7 @@ class TorchOptimizer(MasterOptimizer):
                 self.offload.hold_back(unit.shape.name, work_of([mastered]))
             moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
             numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
+            self.inner.state.pop(master, None)  # of a save before the first update there is nothing
             if moments or numbers:
                 self.inner.state[master] = {**numbers, **moments}
         if of_unit:

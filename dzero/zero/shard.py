@@ -35,10 +35,10 @@ from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
-from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
-from dzero.zero.units import ROOT, Slot, find_units, slots_by_unit
+from dzero.zero.units import ROOT, Slot, find_units, shapes_of, slots_by_unit
 from dzero.zero.values import Materialise, Values
 
 
@@ -159,7 +159,7 @@ class _Sharder:
         }
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
-        self.shapes = {name: _shape_of(name, slots) for name, slots in self.slots.items()}
+        self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         slots = [slot for of_unit in self.slots.values() for slot in of_unit]
         self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
@@ -236,10 +236,6 @@ class _Sharder:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
-
-
-def _shape_of(name: str, slots: list[Slot]) -> UnitShape:
-    return UnitShape(name, tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in slots))
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -7,13 +7,14 @@ are units inside units: gathered for their own forward and backward alone, and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from dzero.parallel.blocks import find_blocks
 from dzero.parallel.tiling import find_tiles
+from dzero.zero.shapes import ParamShape, UnitShape
 
 ROOT = "root"
 
@@ -126,3 +127,11 @@ def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) ->
     if not seen:
         raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
     return slots
+
+
+def shapes_of(slots: Mapping[str, Sequence[Slot]]) -> list[UnitShape]:
+    """The units' unsharded shapes."""
+    return [
+        UnitShape(name, tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in of_unit))
+        for name, of_unit in slots.items()
+    ]

@@ -42,7 +42,7 @@ from dzero.checkpoint.folder import LATEST, LOCK, Shelf
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.saver import Saver
 
-RANKS, ROWS, SPAN_S, DEADLINE_S = 2, 1000, 0.3, 60.0
+RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
 Say = Callable[[Any], None]
 
 
@@ -150,7 +150,26 @@ def left_in(folder: Path) -> set[str]:
     return found or {"nothing"}
 
 
-def killed(folder: Path, draw: random.Random, done: int) -> tuple[str, set[str], int, list[str]]:
+def span_of(saves: int) -> float:
+    """Seconds that a run needs for so many, at the pace that this machine has now."""
+    with tempfile.TemporaryDirectory() as alone:
+        ranks = [forked(run_of(rank, Path(alone) / "shelf", f"{alone}/store", 1)) for rank in range(RANKS)]
+        began_s = 0.0
+        with os.fdopen(ranks[0][1], "rb") as lines:
+            for words in map(json.loads, lines):
+                if words == ["opening"]:
+                    began_s = time.monotonic()
+                elif words == ["finished", saves]:
+                    break
+            took_s = time.monotonic() - began_s
+        for child, _ in ranks:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(ranks[1][1])
+    return took_s
+
+
+def killed(folder: Path, draw: random.Random, done: int, span_s: float) -> tuple[str, set[str], int, list[str]]:
     """One kill of a run that resumed from step `done`: whom, what was left, the step to resume from, what is wrong."""
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as stores:
@@ -158,7 +177,7 @@ def killed(folder: Path, draw: random.Random, done: int) -> tuple[str, set[str],
         first = os.read(ranks[0][1], len(b'["opening"]\n'))
         if first != b'["opening"]\n':
             wrong.append(f"rank 0 did not begin: {first!r}")
-        time.sleep(draw.uniform(0, SPAN_S))
+        time.sleep(draw.uniform(0, span_s))
         victims = draw.choice([[0], [1], [0, 1], [1, 0]])
         for rank in victims:
             os.kill(ranks[rank][0], signal.SIGKILL)
@@ -186,8 +205,9 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     whom, what, start_s = Counter[str](), Counter[str](), time.monotonic()
     threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:"))
     assert threads.split() == ["Threads:", "1"], "a process with threads must not be forked"
+    span_s = span_of(SAVES)
     for number in range(kills):
-        victims, left, step, told = killed(folder, draw, step)
+        victims, left, step, told = killed(folder, draw, step, span_s)
         whom[victims] += 1
         what.update(left)
         wrong += [f"kill {number}: {each}" for each in told]
@@ -197,6 +217,7 @@ def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         "killed": dict(whom),
         "left": dict(what),
         "wrong": wrong,
+        "span_s": round(span_s, 2),
         "s": round(time.monotonic() - start_s, 1),
     }
 

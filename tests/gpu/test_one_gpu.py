@@ -17,6 +17,8 @@ from cells import master_of, whole
 from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim import rules, update
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.zero.tiers import KINDS, DiskConfig
@@ -135,6 +137,35 @@ def test_states_on_disk_give_the_bits_of_states_on_the_host(tmp_path: Path, para
         assert other_norms == norms
         assert all(torch.equal(first[name], other[name]) for name in first)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("overlap", ["step", "forward", "delayed"])
+def test_a_run_resumed_with_states_on_the_host_has_the_bits_of_one_never_stopped(tmp_path: Path, overlap: str) -> None:
+    warmup = {"delay_warmup_steps": 1} if overlap == "delayed" else {}
+    offload = OffloadConfig(grad="host", master="host", moments="host", overlap=overlap, **warmup)
+    drawn = nets.batches("uneven", steps=STEPS, ranks=1, microbatches=2)
+
+    def run(first: int, last: int, folder: Path, which: str | None) -> dict[str, torch.Tensor]:
+        """Steps [first, last) from a checkpoint, and one at their end; masters on the CPU."""
+        sharded = shard(nets.build("uneven"), ZeroConfig(stage=3), offload=offload, microbatches=2)
+        optim = AdamW(sharded, lr=3e-3, max_norm=0.5)
+        with Checkpoints(CheckpointConfig(every=1, folder=str(folder)), sharded, optim) as checkpoints:
+            if which is not None:
+                assert checkpoints.resume(which) is not None
+            for of_step in drawn[first:last]:
+                for index, batch in enumerate(of_step[0]):
+                    with sharded.microbatch(is_last=index == 1):
+                        (nets.loss_fn(sharded.model, batch.cuda()) / 2).backward()
+                optim.step()
+            checkpoints.save(last, {})
+            checkpoints.finish()
+        optim.synchronize()
+        return {name: whole(master_of(p, optim.state[p])).cpu() for name, p in sharded.named_params().items()}
+
+    never_stopped = run(0, STEPS, tmp_path / "whole", None)
+    run(0, STEPS // 2, tmp_path / "cut", None)
+    resumed = run(STEPS // 2, STEPS, tmp_path / "cut", "auto")
+    assert [name for name, want in never_stopped.items() if not torch.equal(want, resumed[name])] == []
 
 
 def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts() -> None:

@@ -1,0 +1,155 @@
+"""Bytes of one rank, by tier and kind, from the table and what a microbatch costs: what is alive at once, unit by unit.
+
+    on the device while unit u is at work          bytes
+    param         shards                           those of the table that stay on the device
+    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's
+    buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
+                                                   reduced buffer of the unit before; FSDP2 frees each one later
+    grad          reduced, or whole while waiting  units whose backward has ended; all where microbatches accumulate
+    master, moments                                those that stay on the device
+    activations   and temporaries, whole gradients of u and of the root: costs.py
+
+Host and disk hold what the schedule's slots are large: exact, since nothing else is allocated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dzero.offload.actions import schedule_of
+from dzero.offload.pinned import aligned
+from dzero.offload.places import Places, moment_fields
+from dzero.plan.costs import BACKWARD, LOSS, Costs, Span
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.tiers import names_off_device
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive on the device at once, by kind."""
+
+    when: str
+    kinds: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run."""
+
+    device: tuple[Moment, ...]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+
+    @property
+    def peak(self) -> Moment:
+        """When the device holds most."""
+        return max(self.device, key=lambda moment: moment.total_bytes)
+
+
+def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:
+    """Of a rank that trains these units; `costs` of one of its microbatches."""
+    schedule = schedule_of(Places(layout, units))
+    tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    for slot in schedule.slots:
+        kinds = tiers[slot.tier]
+        kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
+        kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
+    return Memory(tuple(_Device(layout, units).moments(costs)), tiers["host"], tiers["disk"])
+
+
+class _Device:
+    """What is alive while each unit is at work."""
+
+    def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
+        self._layout, self._units, self._ranks = layout, {unit.name: unit for unit in units}, layout.shard
+        self._order = [unit.name for unit in units]
+        away = names_off_device(layout.tiers, units)
+        every = [param for unit in units for param in unit.params]
+        trained = [param for param in every if param.trainable]
+        self._away = away
+        param, master = layout.param.dtype, layout.master.dtype
+        mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
+        self._rest = {
+            "param": self._shards([p for p in every if p.name not in away["param"]]) * param.itemsize,
+            "master": self._shards(mastered) * master.itemsize,
+            "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
+        }
+        self._kept = layout.shard > 1 and not layout.param.sharded
+
+    def moments(self, costs: Costs) -> Iterator[Moment]:
+        """One per span, and the update."""
+        reduced: list[str] = []
+        before = ""
+        for span in costs.spans:
+            yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before))
+            if span.direction == BACKWARD and span.unit not in (self._root, LOSS) and span.unit not in reduced:
+                reduced.append(span.unit)
+                before = span.unit
+        reduced.append(self._root)
+        yield Moment("update", self._rest | {"grad": self._grads(reduced)})
+
+    @property
+    def _root(self) -> str:
+        return self._order[-1]
+
+    def _during(self, span: Span, reduced: Sequence[str], before: str) -> dict[str, int]:
+        backward = span.direction == BACKWARD
+        return {
+            "unsharded": self._unsharded(span.unit),
+            "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
+            "grad": self._grads(reduced),
+            "activations": span.peak_bytes,
+        }
+
+    def _unsharded(self, unit: str) -> int:
+        names = self._order if self._kept else set() if unit == LOSS else {unit, self._root}
+        return sum(self._whole(name) for name in names) * self._layout.param.dtype.itemsize
+
+    def _gathered(self, span: Span, backward: bool) -> int:
+        """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""
+        if self._ranks == 1 or span.unit == LOSS:
+            return 0
+        itemsize = self._layout.param.dtype.itemsize
+        if self._kept:
+            return 0 if backward else self._whole(span.unit) * itemsize
+        if not backward:
+            return self._whole(span.unit) * itemsize
+        at = self._order.index(span.unit)
+        return self._whole(self._order[at - 1]) * itemsize if 0 < at < len(self._order) - 1 else 0
+
+    def _reducing(self, unit: str) -> int:
+        """The buffer that was reduced last."""
+        return self._whole(unit, trainable_only=True) * self._layout.grad.dtype.itemsize
+
+    def _grads(self, reduced: Sequence[str]) -> int:
+        layout = self._layout
+        if layout.microbatches > 1:
+            whole = not layout.grad.sharded and self._ranks > 1
+            return (
+                sum((self._whole(name, trainable_only=True) if whole else self._staying(name)) for name in self._order)
+                * layout.grad.dtype.itemsize
+            )
+        return sum(map(self._staying, reduced)) * layout.grad.dtype.itemsize
+
+    def _staying(self, unit: str) -> int:
+        """Elements of a unit's reduced gradients that stay on the device."""
+        away = self._away["grad"] | self._away["master"]
+        return self._shards([p for p in self._units[unit].params if p.trainable and p.name not in away])
+
+    def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
+        return self._units[unit].shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
+
+    def _shards(self, params: Sequence[ParamShape]) -> int:
+        return sum(param.shard_elems(self._ranks) for param in params)
+
+    def _moment_bytes(self, param: ParamShape) -> int:
+        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, param.shard_elems(self._ranks)))

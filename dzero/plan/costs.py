@@ -1,0 +1,186 @@
+"""What one microbatch costs the rank that computes it, before anything is sharded: a run of the model on fake tensors.
+
+    forward    unit by unit, between them what belongs to the root (embedding, norm, head); the loss
+    backward   the other way round, with what activation checkpointing computes again
+
+While a unit is at work, `peak_bytes` is the most that lives besides the parameters: what earlier units keep for their
+backward, its own temporaries, and whole gradients, of a unit until its backward has ended, of the root until the
+model's has. Nothing is allocated, no value is computed; shapes, dtypes and operators are the real ones.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dzero.zero.units import ROOT, find_units
+
+FORWARD, BACKWARD = "forward", "backward"
+LOSS = "loss"
+"""What comes after the model's output, as a unit of its own without parameters."""
+aten = torch.ops.aten
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: _attention(sdpa_flop_count, qkv[:3]),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *grad_qkv, **_: _attention(
+        sdpa_backward_flop_count, grad_qkv[:4]
+    ),
+}
+"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention."""
+Loss = Callable[[nn.Module], torch.Tensor]
+"""Runs the model on one microbatch of its own making; a scalar."""
+
+
+def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:
+    return count(*(tensor.shape for tensor in tensors))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A unit at work in one direction. `saved_bytes`: what lives, gradients aside, when it has ended."""
+
+    direction: str
+    unit: str
+    peak_bytes: int
+    saved_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one microbatch, in the order of time."""
+
+    spans: tuple[Span, ...]
+
+    def flops(self, direction: str) -> float:
+        """Of matmuls and attention; recomputation counts as backward."""
+        return sum(span.flops for span in self.spans if span.direction == direction)
+
+
+def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -> Costs:
+    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`."""
+    modules = dict(find_units(model, units))
+    with FakeTensorMode(allow_non_fake_inputs=True), _Meter() as meter:
+        with meter.unseen():
+            model = model.to_empty(device="cpu")
+        owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
+        for name, each in modules.items():
+            for module in each:
+                meter.follow(name, module)
+        meter.follow(ROOT, model, around=LOSS)
+        for param in model.parameters():
+            if param.requires_grad:
+                name = owner.get(param, ROOT)
+                param.register_post_accumulate_grad_hook(partial(meter.hold, name))  # type: ignore[no-untyped-call]
+        total = loss(model)
+        meter.enter(BACKWARD, LOSS)
+        total.backward()  # type: ignore[no-untyped-call]
+        del total
+        meter.close()
+    return Costs(tuple(meter.spans))
+
+
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live storages and operations, by the unit that is at work."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.spans: list[Span] = []
+        self._live: dict[int, int] = {}
+        self._bytes = self._peak = 0
+        self._flops = 0.0
+        self._at = (FORWARD, ROOT)
+        self._seen = True
+        self._grads: dict[str, list[nn.Parameter]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := FLOPS.get(func._overloadpacket)) is not None:
+            self._flops += count(*args, **(kwargs or {}), out_val=out)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._take(tensor.untyped_storage())
+        return out
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = count = storage.nbytes() if self._seen else 0
+        self._bytes += count
+        self._peak = max(self._peak, self._bytes)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self._bytes -= self._live.pop(key)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is made inside counts nowhere."""
+        self._seen = False
+        try:
+            yield
+        finally:
+            self._seen = True
+
+    def enter(self, direction: str, unit: str) -> None:
+        """From now on that one is at work."""
+        if (direction, unit) == self._at:
+            return
+        self.close()
+        self._at = direction, unit
+
+    def close(self) -> None:
+        """The unit at work has ended."""
+        direction, unit = self._at
+        if direction == BACKWARD and unit != ROOT:
+            for param in self._grads.pop(unit, []):
+                param.grad = None
+        held = sum(p.grad.nbytes for params in self._grads.values() for p in params if p.grad is not None)
+        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, self._flops))
+        self._peak, self._flops = self._bytes, 0.0
+
+    def leave(self, unit: str, around: str) -> None:
+        """The backward of `unit` has ended, if no other has begun."""
+        if self._at == (BACKWARD, unit):
+            self.enter(BACKWARD, around)
+
+    def hold(self, unit: str, param: nn.Parameter) -> None:
+        """A parameter has got its gradient, which is reduced when the backward of its unit has ended."""
+        if unit in (ROOT, self._at[1]):
+            self._grads.setdefault(unit, []).append(param)
+        else:
+            param.grad = None
+
+    def follow(self, unit: str, module: nn.Module, around: str = ROOT) -> None:
+        """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return  # computed again within backward
+            self.enter(FORWARD, unit)
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.leave(unit, around))  # type: ignore[no-untyped-call]
+
+        def after(_: nn.Module, args: Any, out: Any) -> None:
+            if torch._C._current_graph_task_id() != -1:
+                return
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.enter(BACKWARD, unit))  # type: ignore[no-untyped-call]
+            self.enter(FORWARD, around)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)

@@ -1,0 +1,121 @@
+"""What a run will need and how fast it will be on some hardware: whether it fits, by tier, and what sets its pace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dzero.hardware import format_bytes
+from dzero.plan.analytic import Memory, memory_of
+from dzero.plan.costs import Costs
+from dzero.plan.machine import HardwareConfig
+from dzero.plan.pace import Moved, Pace, moved_of, pace_of
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
+
+FRAGMENTATION = 0.05
+"""Of a CUDA device's peak, lost between blocks of the caching allocator: an assumption, not measured."""
+DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One rank's bytes on a tier by kind, and what it may have; None: unknown."""
+
+    kinds: Mapping[str, int]
+    capacity_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.kinds.values())
+
+    @property
+    def short_bytes(self) -> int:
+        """By how much it does not fit; 0 where it does, or where the capacity is unknown."""
+        return 0 if self.capacity_bytes is None else max(0, self.total_bytes - self.capacity_bytes)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one rank. `tiers` at the device's fullest moment, which is at `when`."""
+
+    hardware: HardwareConfig
+    layout: Layout
+    params: int
+    memory: Memory
+    tiers: Mapping[str, Tier]
+    moved: Moved
+    pace: Pace
+    step_tokens: int
+    model_flops: float | None
+
+    @property
+    def when(self) -> str:
+        """The device's fullest moment."""
+        return self.memory.peak.when
+
+    @property
+    def fits(self) -> bool:
+        """On every tier."""
+        return not any(tier.short_bytes for tier in self.tiers.values())
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together."""
+        return self.step_tokens / self.pace.step_s if self.pace.step_s else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs of all ranks over the peak of all devices."""
+        peak = self.hardware.peak_flops(self.layout.param.dtype)
+        if self.model_flops is None or not peak or not self.tokens_per_s:
+            return None
+        return self.model_flops * self.tokens_per_s / (peak * self.layout.ranks)
+
+    def verdict(self) -> str:
+        """One line: it fits, or by how much it does not."""
+        short = {name: tier.short_bytes for name, tier in self.tiers.items() if tier.short_bytes}
+        if short:
+            lacks = " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
+            return f"does not fit {self.hardware.name}: each rank lacks {lacks}"
+        unknown = [name for name, tier in self.tiers.items() if tier.total_bytes and tier.capacity_bytes is None]
+        left = f"; the {' and '.join(unknown)}'s size is unknown" if unknown else ""
+        return f"fits {self.hardware.name}{left}"
+
+
+def forecast(
+    layout: Layout,
+    units: Sequence[UnitShape],
+    costs: Costs,
+    hardware: HardwareConfig,
+    *,
+    step_tokens: int,
+    model_flops: float | None,
+) -> Forecast:
+    """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown."""
+    memory, share = memory_of(layout, units, costs), hardware.share(layout.ranks)
+    device = {kind: count for kind, count in memory.peak.kinds.items() if count}
+    capacity: int | None = hardware.usable_bytes
+    host = dict(memory.host)
+    if hardware.devices_are_host:  # one memory: what lies on the host tier is on the device's
+        device |= {f"{kind} (host)": count for kind, count in host.items()}
+        capacity, host = share.host_bytes, {}
+    else:
+        device["fragmentation"] = int(FRAGMENTATION * sum(device.values()))
+    tiers = {
+        DEVICE: Tier(device, capacity),
+        HOST: Tier(host, share.host_bytes),
+        DISK: Tier(dict(memory.disk), share.disk_bytes),
+    }
+    return Forecast(
+        hardware=hardware,
+        layout=layout,
+        params=sum(param.elems for unit in units for param in unit.params),
+        memory=memory,
+        tiers=tiers,
+        moved=moved_of(layout, units),
+        pace=pace_of(layout, units, costs, hardware),
+        step_tokens=step_tokens,
+        model_flops=model_flops,
+    )

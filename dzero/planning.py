@@ -1,0 +1,70 @@
+"""From a run's configuration to its forecast: the same settings, on hardware that need not be here."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dzero.comm.collectives import is_exact
+from dzero.config import RunConfig
+from dzero.data.corpus import load
+from dzero.models.build import build, flops_per_token
+from dzero.parallel.blocks import apply_blocks
+from dzero.plan.costs import costs_of
+from dzero.plan.forecast import Forecast, forecast
+from dzero.plan.machine import HardwareConfig
+from dzero.plan.measure import cached, measured
+from dzero.zero.layout import Layout
+from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+
+
+def ranks_of(config: RunConfig) -> int:
+    """Of the run that is planned: `mesh.dp`, or as many as a plain run would start here."""
+    return config.mesh.dp or config.launch.worker_count
+
+
+def planned(config: RunConfig, hardware: HardwareConfig) -> Forecast:
+    """What a run with these settings needs of `hardware`. Raises ValueError for ranks that do not divide."""
+    ranks, train = ranks_of(config), config.train
+    replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
+    layout = Layout.of(
+        config.zero,
+        config.precision,
+        config.offload,
+        replicate=replicate,
+        shard=shard,
+        microbatches=train.microbatches(ranks),
+        exact=is_exact(config.zero.reduction, hardware.device_type),
+    )
+    config.optim.check(layout)
+    vocab_size = None if config.model.vocab_size is not None else load(config.data).vocab_size
+    model = build(config.model, vocab_size)
+    flops = flops_per_token(model, train.sequence_tokens)
+    apply_blocks(model, config.block, "cpu")
+    units = shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
+    costs = costs_of(model.to(layout.param.dtype), _Loss(config), config.zero.units)
+    step_tokens = train.sequences(ranks) * train.sequence_tokens
+    return forecast(layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops)
+
+
+def hardware_of(config: RunConfig) -> HardwareConfig:
+    """What the settings name; by default this machine, measured once."""
+    if config.hardware is not None:
+        return config.hardware
+    return (cached(config.launch.workers) or measured(config.launch.workers)).hardware
+
+
+class _Loss:
+    """Mean cross-entropy of one microbatch, as the trainer takes it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens
+        self._tiled = config.block.loss_tiles > 1
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
+        if self._tiled:
+            loss: torch.Tensor = model(tokens, targets)
+            return loss
+        return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())

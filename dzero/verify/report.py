@@ -1,0 +1,121 @@
+"""What was found, for people: a table of all comparisons, and one line with the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dzero.terminal import DIFFERS, OK, Table
+from dzero.verify.compare import Apart, Gap
+from dzero.verify.ladder import BASELINE, Rung
+from dzero.verify.trace import GRAD, LOSS, MASTER, MEAN, NORM, PARAM, READ, SCALE
+
+EXACTLY = Gap(0.0, 0.0, 0.0)
+SPREAD = 10.0
+"""Times the spread of one pair of runs, another pair may have: the first can be small by chance."""
+SAID = {
+    READ: "the parameters that forward reads",
+    LOSS: "a rank's loss",
+    MEAN: "the mean loss",
+    GRAD: "the reduced gradients",
+    NORM: "the gradient norm",
+    SCALE: "the loss scale or the skipped steps",
+    MASTER: "the masters",
+    PARAM: "the parameters",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`rung` compared with the one before it. allowed: what counted, None for the same bits. apart: None where they are
+    the same, or need not be."""
+
+    rung: Rung
+    allowed: Gap | None
+    gap: Gap
+    apart: Apart | None
+
+    @property
+    def agrees(self) -> bool:
+        """As far as was expected."""
+        return self.apart is None if self.allowed is None else self.gap.within(self.allowed)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All comparisons, the baseline with itself first; the same on every rank."""
+
+    steps: int
+    ranks: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """All but the baseline with itself, which only sets the measure."""
+        return all(finding.agrees for finding in self.findings[1:])
+
+
+def table(report: Report) -> Table:
+    """A row for each comparison."""
+    rows = []
+    for index, finding in enumerate(report.findings):
+        name = finding.rung.name if index else f"{BASELINE}, again"
+        expected = "same bits" if finding.allowed is None else "tolerance"
+        cells = [_cell(*pair) for pair in zip(finding.gap.sizes, (finding.allowed or EXACTLY).sizes, strict=True)]
+        rows.append((name, expected, OK if finding.agrees else DIFFERS, *cells))
+    title = f"{report.steps} steps on {report.ranks} ranks, each run compared with the one above, the first with itself"
+    return Table(title, ("run", "expected", "", "loss", "gradient norm", "masters"), tuple(rows), left=3)
+
+
+def verdict(report: Report) -> str:
+    """One line, and one before it where the baseline differs from itself."""
+    itself, *others = report.findings
+    names = [BASELINE, *(finding.rung.name for finding in others)]
+    lines = []
+    if itself.apart is not None:
+        lines.append(f"the baseline differs from itself: {_where(itself.apart)}; its spread is the measure")
+    for before, finding in zip(names, others, strict=False):
+        if not finding.agrees:
+            found = _beyond(finding.gap, finding.allowed or EXACTLY) if finding.apart is None else _where(finding.apart)
+            lines.append(f"DIFFERS: {finding.rung.name} from {before}: {found}. Expected: {_expected(finding)}")
+            return "\n".join(lines)
+    met = [
+        f"{finding.rung.name} and {before}: {_expected(finding)}"
+        for before, finding in zip(names, others, strict=False)
+    ]
+    lines.append("AGREES: " + ("; ".join(met) or f"the configuration is {BASELINE}, which was compared with itself"))
+    return "\n".join(lines)
+
+
+def _expected(finding: Finding) -> str:
+    if finding.allowed is None:
+        return "the same bits"
+    if finding.rung.allowed is None:
+        return f"no more than {SPREAD:g} times the baseline's own spread"
+    return f"a tolerance, since {finding.rung.why}"
+
+
+def _where(apart: Apart) -> str:
+    """`step 2, unit layers.1: the masters; first layers.1.ffn.up.weight, by up to 1e-3, 12 units in the last place`."""
+    mark = apart.mark
+    place = f"step {mark.step}" + (f", unit {mark.unit}" if mark.unit else "") + f": {SAID[mark.what]}"
+    if mark.unit and not apart.param:
+        return f"{place}; not when both ran again, so it comes and goes"
+    by = f", by up to {apart.largest:.2g}" if apart.largest else ""
+    if not apart.param:
+        return place + by
+    return f"{place}; first {apart.param}{by}, {apart.ulps} units in the last place"
+
+
+def _beyond(gap: Gap, allowed: Gap) -> str:
+    """`masters 1.0e+00 where 2.5e-01 is allowed, most in layers.1.ffn.up.weight`."""
+    names = ("loss", "gradient norm", "masters")
+    beyond = [
+        f"{name} {measured:.1e} where {most:.1e} is allowed"
+        for name, measured, most in zip(names, gap.sizes, allowed.sizes, strict=True)
+        if measured > most
+    ]
+    return ", ".join(beyond) + (f", most in {gap.param}" if gap.masters > allowed.masters else "")
+
+
+def _cell(measured: float, allowed: float) -> str:
+    return f"{measured:.1e} of {allowed:.1e}" if allowed else f"{measured:.1e}" if measured else "0"

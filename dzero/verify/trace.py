@@ -1,0 +1,188 @@
+"""A run, followed closely: marks of all that can differ, in the order in which a fault would show.
+
+    mark     of                                                   taken
+    read     each unit's parameters, whole, as forward reads them   where forward asks for them, every time
+    loss     this rank's                                            after the last microbatch
+    mean     loss of all ranks                                      at the end of a step
+    grad     each unit's reduced gradients, unscaled and unclipped  after the last microbatch
+    norm     of all gradients                                       at the end of a step
+    scale    loss scale, and steps skipped so far                   at the end of a step
+    master   each unit's                                            after the last step
+    param    each unit's shard                                      after the last step
+
+The first mark that differs is where a fault shows first: a unit that was not updated or is stale is the only one that
+forward reads otherwise, one that is reduced wrongly the only one whose gradients differ. No mark waits for updates that
+training itself does not wait for, so that what comes too late is seen. A mark is 64 bits; of a unit it is a hash of
+this rank's rows, the same rows in every run, whether it holds them alone or all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from struct import pack
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from dzero.config import RunConfig
+from dzero.monitor.sink import Monitor
+from dzero.optim.shards import local_of, read
+from dzero.trainer import Trainer
+from dzero.zero.unit import Unit, as_module
+
+READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM = "read", "loss", "mean", "grad", "norm", "scale", "master", "param"
+ORDER = (READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM)
+
+
+class Mark(NamedTuple):
+    """What was looked at: in which step, of which unit (empty: of none)."""
+
+    step: int
+    what: str
+    unit: str = ""
+
+
+class Rows(NamedTuple):
+    """Of every parameter, as FSDP2 cuts them: part `number` of `parts`."""
+
+    number: int
+    parts: int
+
+
+@dataclass
+class Trace:
+    """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
+
+    masters: this rank's rows at the end, flat fp32 in host memory, by parameter. moved: the squared distance from where
+    they began. kept: the tensors behind one mark, by parameter.
+    """
+
+    marks: dict[Mark, int] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def ordered(self) -> list[Mark]:
+        """The marks by step, by kind, and in the order of the units: on every rank the same."""
+        return sorted(self.marks, key=lambda mark: (mark.step, ORDER.index(mark.what)))
+
+
+class Silent(Monitor):
+    """Tells nobody."""
+
+    def __init__(self) -> None:
+        self.sinks = []
+
+
+class Followed(Trainer):
+    """A trainer that marks what it does. keep: the mark whose tensors are kept."""
+
+    def __init__(self, config: RunConfig, folder: Path, device: torch.device, rows: Rows, keep: Mark | None) -> None:
+        super().__init__(config, folder, device)
+        self.trace = Trace()
+        self._rows, self._keep, self._at = rows, keep, 0
+        self._shapes = {shape.name: shape for unit in self.sharded.shapes for shape in unit.params}
+        self._hooks = [
+            # After FSDP2's own hook, which comes first in the row: the parameters are whole.
+            as_module(unit.modules[0]).register_forward_pre_hook(partial(self._before_forward, unit))
+            for unit in self.sharded.units
+            if unit.params
+        ]
+        self._reads: dict[str, xxhash.xxh3_64] = {}
+
+    def follow(self, steps: int) -> Trace:
+        """Train so many steps; the trace of all of them, and of the states after the last."""
+        begin, nobody = self._masters(), Silent()
+        for self._at in range(1, steps + 1):
+            self._reads = {unit.shape.name: xxhash.xxh3_64() for unit in self.sharded.units}
+            shared = self.step(self._at, nobody)
+            for name, digest in self._reads.items():
+                self._mark(READ, name, digest.intdigest())
+            decision = self.optim.last_decision
+            assert decision is not None
+            self._mark(MEAN, "", _bits(shared.loss))
+            self._mark(NORM, "", _bits(decision.norm))
+            self._mark(SCALE, "", _bits(self.optim.scaler.scale, self.optim.skipped_steps))
+            self.trace.means.append(shared.loss)
+            self.trace.norms.append(decision.norm)
+        for hook in self._hooks:
+            hook.remove()
+        self.optim.synchronize()
+        self.trace.masters = end = self._masters()
+        self.trace.moved = {name: float((end[name] - begin[name]).double().square().sum()) for name in end}
+        for unit in self.sharded.units:
+            self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
+            self._mark_all(PARAM, unit, {name: self._mine(name, _local(param)) for name, param in unit.params.items()})
+        return self.trace
+
+    def _microbatches(self) -> torch.Tensor:
+        loss = super()._microbatches()
+        self.trace.losses.append(float(loss))
+        self._mark(LOSS, "", _bits(float(loss)))
+        grads = self.optim.gradients.named()
+        for unit in self.sharded.units:
+            self._mark_all(GRAD, unit, {name: self._mine(name, grads[name]) for name in unit.params if name in grads})
+        return loss
+
+    @torch.no_grad()
+    def _before_forward(self, unit: Unit, *_: object) -> None:
+        for name in unit.params:
+            whole = self.sharded.model.get_parameter(name)
+            self._reads[unit.shape.name].update(_bytes_of(whole))
+            if self._keep == Mark(self._at, READ, unit.shape.name):
+                before = [self.trace.kept[name]] if name in self.trace.kept else []
+                self.trace.kept[name] = torch.cat([*before, whole.detach().cpu().view(-1)])
+
+    @torch.no_grad()
+    def _masters(self) -> dict[str, torch.Tensor]:
+        masters: dict[str, torch.Tensor] = {}
+
+        def put(name: str, key: str, tensor: torch.Tensor) -> None:
+            if key == "master":
+                masters[name] = self._mine(name, tensor).to("cpu", torch.float32, copy=True)
+
+        for unit in self.sharded.units:
+            self.optim.carry(unit, put)
+        return masters
+
+    def _mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of what it holds of a parameter, flat; those are all where the parameter is sharded."""
+        if self.sharded.layout.shard > 1:
+            return flat
+        elems = self._shapes[name].shard_elems(self._rows.parts)
+        return flat[self._rows.number * elems : (self._rows.number + 1) * elems]
+
+    def _mark_all(self, what: str, unit: Unit, tensors: dict[str, torch.Tensor]) -> None:
+        digest = xxhash.xxh3_64()
+        for tensor in tensors.values():
+            digest.update(_bytes_of(tensor))
+        mark = self._mark(what, unit.shape.name, digest.intdigest())
+        if mark == self._keep:
+            self.trace.kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+    def _mark(self, what: str, unit: str, bits: int) -> Mark:
+        mark = Mark(self._at, what, unit)
+        self.trace.marks[mark] = bits
+        return mark
+
+
+def _local(param: nn.Parameter) -> torch.Tensor:
+    return read(local_of(param.detach())).view(-1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a copy: FSDP2 could not free memory that numpy has seen."""
+    copy = tensor.detach().to("cpu", copy=True).contiguous()
+    return copy.view(-1).view(torch.uint8).numpy().data
+
+
+def _bits(value: float, other: float = 0.0) -> int:
+    """Equal for equal floats only, and for NaNs of one pattern."""
+    return xxhash.xxh3_64_intdigest(pack("<dd", value, other))

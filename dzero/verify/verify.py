@@ -1,0 +1,109 @@
+"""`python -m dzero verify`: a configuration's first steps, compared with those of stage 0 on the device.
+
+    make        the baseline twice: where it differs from itself, its spread is the measure of all that follows
+    climb       every rung of the ladder (ladder.py), each compared with the one before it
+    look        where two runs should have the same bits and have not, both are run again as far as the first mark that
+                differs, and what lies behind that mark is compared
+
+One run lives at a time. What stays of it are marks, and its masters, 4 bytes per parameter of this rank's rows, in host
+memory. Nothing is saved, profiled or written for TensorBoard.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dzero.command_line import composed
+from dzero.errors import RunError, user_errors
+from dzero.launch import start
+from dzero.terminal import show
+from dzero.verify.compare import Apart, by_how_much, first_difference, gap
+from dzero.verify.ladder import Rung, VerifyRun, ladder
+from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
+from dzero.verify.trace import Followed, Mark, Rows, Trace
+from dzero.watch import Watch
+
+CONF = Path(__file__).parents[2] / "conf"
+AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
+
+
+def verify(settings: Sequence[str]) -> int:
+    """The command. `settings`: Hydra overrides. Returns 0 where the runs agree, 1 where not, 2 where it could not be
+    told."""
+    try:
+        run = composed(settings, CONF, VerifyRun)
+        assert isinstance(run, VerifyRun)
+        with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
+            start(work, run, Path(folder))
+            left, *_ = Path(folder).glob("agrees-*")
+            return AGREES if left.read_text() == str(True) else DIFFERS
+    except RunError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun starts this on every rank, and all find the same
+            print(f"error: {error}", file=sys.stderr)
+        return NOT_COMPARED
+
+
+def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
+    """One worker's part; rank 0 tells. Whether the runs agree is left in `folder`."""
+    with Watch(run.launch.timeout) as watch:
+        report = Verifier(run, folder, device, watch).report()
+    rank = dist.get_rank()
+    if rank == 0:
+        show([table(report)])
+        print(f"\n{verdict(report)}", flush=True)
+    (folder / f"agrees-{rank}").write_text(str(report.agrees))
+
+
+class Verifier:
+    """One worker's comparisons; every method is collective. `folder`: of the runs, which write nothing there."""
+
+    def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watch | None = None) -> None:
+        self._steps, self._folder, self._device, self._watch = run.verify.steps, folder, device, watch
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        with user_errors():
+            self._rungs = ladder(run, self._ranks)
+            _, shard = run.mesh.degrees(self._ranks, stage=run.zero.stage)
+        self._rows = Rows(self._rank % shard, shard)  # neighbouring ranks lie on the shard axis
+
+    def report(self) -> Report:
+        """Run the baseline twice, then every other rung."""
+        lower, *others = self._rungs
+        before = self._trace(lower)
+        itself = self._met(lower, before, lower)[0]
+        findings = [itself]
+        for rung in others:
+            finding, trace = self._met(lower, before, rung, itself)
+            findings.append(finding)
+            lower, before = rung, trace
+        return Report(self._steps, self._ranks, tuple(findings))
+
+    def _met(self, lower: Rung, before: Trace, rung: Rung, itself: Finding | None = None) -> tuple[Finding, Trace]:
+        """Run `rung` and compare it with `before`, the trace of `lower`. itself: what the baseline was to itself."""
+        trace = self._trace(rung)
+        measured = gap(before, trace, self._device)
+        if itself is not None and not itself.agrees:
+            return Finding(rung, (rung.allowed or EXACTLY).widened(itself.gap, SPREAD), measured, None), trace
+        apart = None
+        if rung.allowed is None and (mark := first_difference(before, trace, self._device)) is not None:
+            apart = self._look(mark, lower, rung)
+        return Finding(rung, rung.allowed, measured, apart), trace
+
+    def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Apart:
+        """Both again, as far as the first mark in which they differ."""
+        return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
+
+    def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
+        gc.collect()  # the last trainer refers to itself, and this one needs its memory
+        with user_errors():
+            trainer = Followed(rung.config, self._folder, self._device, self._rows, keep)
+        if self._watch is not None:
+            self._watch.follow(trainer.sharded.ledger.trail)
+        return trainer.follow(self._steps if keep is None else keep.step)

@@ -1,0 +1,95 @@
+"""`python -m dzero plan`: settings in, tables and a verdict out, whatever this machine is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dzero.command_line import composed
+from dzero.errors import RunError
+from dzero.plan.forecast import Forecast
+from dzero.plan.picture import draw
+from dzero.plan.tables import tables
+from dzero.planning import planned
+from dzero.terminal import plain
+
+CONF = Path(__file__).parent.parent.parent / "conf"
+SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
+
+
+def forecast_of(*settings: str) -> Forecast:
+    config = composed([*SMALL, *settings], CONF, here=False)
+    assert config.hardware is not None
+    return planned(config, config.hardware)
+
+
+def test_a_run_that_fits_says_so_and_one_that_does_not_says_by_how_much() -> None:
+    fits = forecast_of("mesh.dp=64", "hardware=h100_80g", "zero.stage=3")
+    assert fits.fits
+    assert fits.verdict() == f"fits {fits.hardware.name}"
+    need = fits.tiers["device"].total_bytes
+    small = forecast_of(
+        "mesh.dp=64",
+        "hardware=h100_80g",
+        "zero.stage=3",
+        f"hardware.device_bytes={need}",
+        "hardware.reserved_bytes=1000",
+    )
+    assert not small.fits
+    assert small.tiers["device"].short_bytes == 1000
+    assert small.verdict() == f"does not fit {fits.hardware.name}: each rank lacks 1000 B on the device"
+
+
+def test_more_ranks_hold_less_each_and_stage_3_the_least() -> None:
+    states = [
+        sum(forecast_of(f"mesh.dp={ranks}", f"zero.stage={stage}", "hardware=h100_80g").tiers["device"].kinds[kind]
+            for kind in ("param", "master", "moments"))
+        for stage, ranks in ((0, 8), (1, 8), (3, 8), (3, 64))
+    ]  # fmt: skip
+    assert states[0] == 8 * states[1] == 8 * states[2]
+    assert states[2] > 7 * states[3]
+
+
+def test_hundreds_of_ranks_move_what_the_table_says_and_take_the_slower_link() -> None:
+    inside = forecast_of("mesh.dp=8", "zero.stage=3", "hardware=h100_80g")
+    across = forecast_of("mesh.dp=16", "zero.stage=3", "hardware=h100_80g")
+    link, network = inside.hardware.node_link, across.hardware.network
+    assert link is not None
+    assert network is not None
+    for found, rate in ((inside, link), (across, network)):
+        seconds = found.moved.axes["shard"] / rate + found.moved.calls["shard"] * found.hardware.collective_latency_s
+        assert found.pace.seconds["shard"] == pytest.approx(seconds)
+
+
+def test_what_is_unknown_is_said_and_not_guessed() -> None:
+    found = forecast_of("mesh.dp=16", "zero.stage=3", "hardware=h100_80g", "hardware.network=null")
+    assert found.pace.step_s is None
+    assert "the hardware does not say node_link or network" in plain(tables(found))
+
+
+def test_a_picture_is_drawn_and_another_format_refused(tmp_path: Path) -> None:
+    found = forecast_of("mesh.dp=2", "hardware=laptop", "offload=host")
+    draw(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    draw(found, tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    with pytest.raises(RunError, match=r"must end with one of \.png, \.svg, \.pdf"):
+        draw(found, tmp_path / "plan.gif")
+
+
+def test_the_command_prints_tables_and_ends_with_whether_it_fits(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "dzero", "plan", *SMALL, "mesh.dp=512", "hardware=v100_32g", "precision=fp16"]
+    for settings, code in (([], 0), (["hardware.device_bytes=1000000", "hardware.reserved_bytes=0"], 1)):
+        run = subprocess.run([*line, *settings], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == code, run.stderr
+        assert "memory of one rank of 512" in run.stdout
+        assert run.stdout.splitlines()[-1].startswith("does not fit" if code else "fits")
+
+
+def test_a_run_is_told_where_its_ranks_are_not_those_it_was_planned_for() -> None:
+    config = composed([*SMALL, "mesh.dp=64"], CONF, here=False)
+    with pytest.raises(ValueError, match=r"mesh\.dp=64, but there are 2 ranks: start as many"):
+        config.check_ranks(2)

@@ -1,0 +1,61 @@
+"""What a configuration is compared with: one rung for each thing that changes the order of additions, and no more."""
+
+from __future__ import annotations
+
+import pytest
+from training import CONF
+
+from dzero.command_line import composed
+from dzero.verify.ladder import VerifyRun, ladder
+from dzero.zero.tiers import OffloadConfig
+
+ITSELF = "the configuration"
+
+
+def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
+    """(name, whether the same bits are expected) of those above the baseline."""
+    run = composed([*line.split(), f"launch.workers={ranks}"], CONF, VerifyRun)
+    return [(rung.name, rung.allowed is None) for rung in ladder(run, ranks)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "expected"),
+    [
+        ("zero.stage=0", 2, []),
+        ("zero.stage=2", 2, [(ITSELF, True)]),
+        ("zero.stage=3 offload=infinity precision=bf16_remainder", 4, [(ITSELF, True)]),
+        ("zero.stage=1 train.accumulate=4", 2, [(ITSELF, True)]),
+        ("zero.stage=2 train.accumulate=4", 2, [(ITSELF, False)]),
+        ("zero.stage=3 train.accumulate=4", 2, [("stage 2 on the device", False), (ITSELF, True)]),
+        ("zero.stage=3 mesh.replicate=2", 4, [("stage 1 on the device", False), (ITSELF, True)]),
+        ("zero.stage=0 block.tiles=2", 2, [(ITSELF, False)]),
+        (
+            "zero.stage=3 train.accumulate=2 mesh.replicate=2 block.tiles=2 offload=host",
+            4,
+            [("stage 0 on the device with its tiles", False), ("stage 2 on the device", False), (ITSELF, True)],
+        ),
+        ("zero.stage=2 offload=host offload.overlap=delayed", 2, [(ITSELF, True)]),
+        (
+            "zero.stage=2 offload=host offload.overlap=delayed offload.delay_warmup_steps=2",
+            2,
+            [("updates a step late", False), (ITSELF, True)],
+        ),
+        ("zero.stage=2 precision.moments=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
+        ("zero.stage=3 zero.reduction=native", 2, [(ITSELF, False)]),
+        ("zero.stage=2 optim.rule=SGD", 2, [(ITSELF, False)]),
+        ("zero.stage=3 checkpoint.every=7 resume=auto profile=on", 2, [(ITSELF, True)]),
+    ],
+)
+def test_every_other_order_of_additions_is_a_rung(line: str, ranks: int, expected: list[tuple[str, bool]]) -> None:
+    assert rungs(line, ranks) == expected
+
+
+def test_the_baseline_keeps_all_but_what_places_shards_and_tiles() -> None:
+    line = "zero.stage=3 mesh.replicate=2 offload=host block.tiles=2 precision=fp16 precision.reduce=fp32 train.seed=7"
+    run = composed([*line.split(), "launch.workers=4", "block.activation_checkpoint=full"], CONF, VerifyRun)
+    base = ladder(run, 4)[0].config
+    assert (base.zero.stage, base.mesh.replicate, base.block.tiles) == (0, 1, 1)
+    assert base.offload == OffloadConfig()
+    assert (base.precision.param, base.precision.reduce, base.precision.grad) == ("fp16", "fp32", "fp32")
+    assert (base.train, base.data, base.optim, base.scaler) == (run.train, run.data, run.optim, run.scaler)
+    assert base.block.activation_checkpoint == "full"
