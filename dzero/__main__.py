@@ -21,7 +21,7 @@ from dzero.plan.measure import cached, measured
 from dzero.plan.paper_tables import paper_tables
 from dzero.plan.picture import draw
 from dzero.plan.tables import tables
-from dzero.planning import hardware_of, planned
+from dzero.planning import explained, hardware_of, planned
 from dzero.terminal import bar, show
 from dzero.verify.verify import CONF, verify
 
@@ -35,6 +35,7 @@ def main() -> None:
     _disk_bench(commands.add_parser("disk-bench", help="how fast scratch disks are, and the settings that suit them"))
     _export(commands.add_parser("export", help="a checkpoint as safetensors that transformers loads"))
     _inspect(commands.add_parser("inspect", help="what is in a checkpoint, or in a folder of them"))
+    _explain(commands.add_parser("explain", help="what settings come to: units, placements, a step's work in order"))
     _plan(commands.add_parser("plan", help="memory, traffic and pace of a run on hardware that need not be here"))
     _verify(commands.add_parser("verify", help="a run's first steps against stage 0 with every state on the device"))
     _hardware(commands.add_parser("hardware", help="this machine in figures, measured once, as predictions use them"))
@@ -87,6 +88,17 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint's folder, or the folder of several")
     parser.add_argument("--verify", action="store_true", help="read everything; exit code 1 if anything is damaged")
+    parser.set_defaults(run=run)
+
+
+def _explain(parser: argparse.ArgumentParser) -> None:
+    def run(options: argparse.Namespace) -> None:
+        shown, off_device = explained(composed(options.settings, CONF, here=False), options.settings, CONF)
+        show(shown)
+        if off_device:
+            print("\nslots and actions off the device, in order\n  " + "\n  ".join(off_device), flush=True)
+
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help="as train.py takes them; mesh.dp=RANKS")
     parser.set_defaults(run=run)
 
 

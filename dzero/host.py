@@ -17,6 +17,11 @@ JIT = {"nogil": True, "error_model": "numpy"}
 Array = NDArray[Any]
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a CPU tensor has any. A simulated one (plan/simulate.py) has none: kernels have nothing to do on it."""
+    return tensor.untyped_storage().device.type == "cpu"
+
+
 def as_array(tensor: torch.Tensor) -> Array:
     """A NumPy view of a contiguous CPU tensor, of its shape; bfloat16 as uint16 patterns, which NumPy lacks."""
     tensor = tensor.detach()

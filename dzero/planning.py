@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,10 +15,14 @@ from dzero.data.corpus import load
 from dzero.models.build import build, flops_per_token
 from dzero.parallel.blocks import apply_blocks
 from dzero.plan.costs import costs_of
+from dzero.plan.explain import actions, tables
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured
+from dzero.sources import sources, stands_for
+from dzero.terminal import Table
 from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
@@ -24,9 +31,9 @@ def ranks_of(config: RunConfig) -> int:
     return config.mesh.dp or config.launch.worker_count
 
 
-def planned(config: RunConfig, hardware: HardwareConfig) -> Forecast:
-    """What a run with these settings needs of `hardware`. Raises ValueError for ranks that do not divide."""
-    ranks, train = ranks_of(config), config.train
+def layout_of(config: RunConfig, device_type: str) -> Layout:
+    """The table as these settings fill it. Raises ValueError for ranks that do not divide."""
+    ranks = ranks_of(config)
     replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
     layout = Layout.of(
         config.zero,
@@ -34,15 +41,39 @@ def planned(config: RunConfig, hardware: HardwareConfig) -> Forecast:
         config.offload,
         replicate=replicate,
         shard=shard,
-        microbatches=train.microbatches(ranks),
-        exact=is_exact(config.zero.reduction, hardware.device_type),
+        microbatches=config.train.microbatches(ranks),
+        exact=is_exact(config.zero.reduction, device_type),
     )
     config.optim.check(layout)
+    return layout
+
+
+def model_of(config: RunConfig) -> nn.Module:
+    """As a run would train it, on meta and in fp32."""
     vocab_size = None if config.model.vocab_size is not None else load(config.data).vocab_size
     model = build(config.model, vocab_size)
-    flops = flops_per_token(model, train.sequence_tokens)
     apply_blocks(model, config.block, "cpu")
-    units = shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
+    return model
+
+
+def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
+    """Its units, the root last."""
+    return shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
+
+
+def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
+    """What a run with these settings is and does; and its actions off the device, a line each."""
+    layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
+    units = units_of(config, model_of(config))
+    told = [sources(config, settings, conf), stands_for(config, layout)]
+    return [table for table in [*told, *tables(layout, units)] if table.rows], actions(layout, units)
+
+
+def planned(config: RunConfig, hardware: HardwareConfig) -> Forecast:
+    """What a run with these settings needs of `hardware`. Raises ValueError for ranks that do not divide."""
+    ranks, train = ranks_of(config), config.train
+    layout, model = layout_of(config, hardware.device_type), model_of(config)
+    units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
     costs = costs_of(model.to(layout.param.dtype), _Loss(config), config.zero.units)
     step_tokens = train.sequences(ranks) * train.sequence_tokens
     return forecast(layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops)

@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder saves trainer planning verify
+recorder saves trainer sources planning verify
 __main__
 """
 ORDER = LEVELS.split()

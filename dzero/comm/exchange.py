@@ -72,7 +72,7 @@ class Exact:
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_gather`."""
         parts = list(output.view(self.ranks, -1).unbind())
-        if parts[self.rank].data_ptr() != part.data_ptr():  # FSDP2 hands over the view itself
+        if not _same_memory(parts[self.rank], part):  # FSDP2 hands over the view itself
             parts[self.rank].copy_(part)
         return self._swap(send=[part] * self.ranks, receive=parts)
 
@@ -148,6 +148,10 @@ class Exact:
         while True:
             yield pair[0]
             yield pair[1]
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
 
 
 def _tag(tensor: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from dzero.host import JIT, as_array, from_bf16
+from dzero.host import JIT, as_array, from_bf16, has_memory
 
 TILE_ELEMS = 2048
 DTYPES = (torch.float32, torch.bfloat16)
@@ -24,6 +24,8 @@ def average(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, ra
 
     `incoming` [ranks, >= n] holds the peers' payloads; row `rank` is `mine` [n] instead, which may be `output` itself.
     """
+    if not has_memory(output):
+        return
     kernel = _kernel(wire_bf16=mine.dtype == torch.bfloat16, output_bf16=output.dtype == torch.bfloat16)
     kernel(as_array(output), as_array(mine), as_array(incoming), rank)
 

@@ -12,6 +12,7 @@ An entry costs one dictionary addition per *collective* (not per operator), with
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,14 @@ def dtype_key(dtype: torch.dtype) -> str:
 
 
 class Ledger:
-    """Running totals since the last `take()`. `trail`: which collective this rank is in."""
+    """Running totals since the last `take()`. `trail`: which collective this rank is in.
+
+    listener: told of every one that is counted, with the bytes it sends.
+    """
 
     def __init__(self) -> None:
         self.trail = Trail()
+        self.listener: Callable[[Entry, int], None] | None = None
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()
 
@@ -58,6 +63,8 @@ class Ledger:
         entry = Entry(phase, kind, axis, dtype_key(dtype))
         self._calls[entry] += 1
         self._bytes[entry] += sent_bytes
+        if self.listener is not None:
+            self.listener(entry, sent_bytes)
 
     def totals(self) -> dict[Entry, Traffic]:
         """Totals by entry, without resetting them."""

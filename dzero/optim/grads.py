@@ -83,9 +83,7 @@ class Gradients:
         gathered = self._gather(_vector(values, self._device)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
-        per_param = chunks[0].clone()
-        for chunk in chunks[1:]:
-            per_param += chunk
+        per_param = chunks.cumsum(0)[-1]  # one rank after the other, as no sum promises
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))

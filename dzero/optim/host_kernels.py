@@ -6,7 +6,7 @@
     accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
 
 Tests compare every kernel with the torch operations of `rules.py`. They run on slices of `CHUNK_ELEMS` in a thread pool
-that the optimizer owns; arrays are flat.
+that the optimizer owns; arrays are flat. Tensors without memory stay as they are, and their squares sum to 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numba
 import numpy as np
 import torch
 
-from dzero.host import JIT, Array, as_array, from_bf16
+from dzero.host import JIT, Array, as_array, from_bf16, has_memory
 
 CHUNK_ELEMS = 1 << 20
 
@@ -117,8 +117,10 @@ def _accumulate_kernel() -> Callable[[Array, Array], float]:
 
 def sum_squares(grad: torch.Tensor) -> float:
     """Sum of squares of a contiguous CPU tensor (fp32, bf16, fp16) in fp64; its order depends on the length alone."""
-    array = as_array((grad.float() if grad.dtype == torch.float16 else grad).view(-1))
-    kernel = _sum_squares_kernel(bf16=grad.dtype == torch.bfloat16)
+    flat = (grad.float() if grad.dtype == torch.float16 else grad).view(-1)
+    if not has_memory(flat):
+        return 0.0
+    array, kernel = as_array(flat), _sum_squares_kernel(bf16=grad.dtype == torch.bfloat16)
     return float(sum(kernel(array[i : i + CHUNK_ELEMS]) for i in range(0, array.size, CHUNK_ELEMS)))
 
 
@@ -127,5 +129,7 @@ def accumulate(acc: torch.Tensor, grad: torch.Tensor) -> float:
     if acc.dtype != torch.float32:
         acc += grad
         return sum_squares(acc)
+    if not has_memory(acc):
+        return 0.0
     a, g, kernel = as_array(acc.view(-1)), as_array(grad.view(-1)), _accumulate_kernel()
     return float(sum(kernel(a[i : i + CHUNK_ELEMS], g[i : i + CHUNK_ELEMS]) for i in range(0, a.size, CHUNK_ELEMS)))

@@ -3,6 +3,7 @@
 CPU                    host_kernels.adamw_kernel in a thread pool    the bits of rules.adamw
 CPU, fp16              `step` on chunks, torch's operations          the same bits
 CUDA                   `step` compiled to one kernel                 its own square root, division, contraction
+without memory         nothing (a simulation has no values)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
-from dzero.host import as_array
+from dzero.host import as_array, has_memory
 from dzero.optim import host_kernels, rules
 from dzero.zero.working import join, split, to_working
 
@@ -85,9 +86,8 @@ class AdamWUpdater:
         for update in updates:
             if update.grad.is_cuda and update.grad.numel():  # an empty shard would be a shape of its own to compile
                 _apply_with_torch(update, self._fused)
-        pieces = [
-            piece for update in updates if not update.grad.is_cuda for piece in update.chunks(host_kernels.CHUNK_ELEMS)
-        ]
+        here = [update for update in updates if not update.grad.is_cuda and has_memory(update.grad)]
+        pieces = [piece for update in here for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
         if self._pool is None:
             for piece in pieces:
                 apply(piece)

@@ -76,10 +76,11 @@ def _sum_of_losses(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
     """features [tokens, hidden], targets [tokens] -> mean loss. Raises IndexError for a target that is no id."""
     tiles = tiles_of(head)
-    sizes = torch.tensor([tile.out_features for tile in tiles], device=targets.device)
+    out_features = [int(tile.out_features) for tile in tiles]  # type: ignore[arg-type]
+    sizes = torch.tensor(out_features, device=targets.device)
     counted = targets != IGNORED
     ids = targets.where(counted, 0)
-    tile_of_id = torch.arange(len(tiles), device=targets.device).repeat_interleave(sizes)
+    tile_of_id = torch.arange(len(tiles), device=targets.device).repeat_interleave(sizes, output_size=sum(out_features))
     tile_of_target = tile_of_id.index_select(0, ids)
     within = ids - (sizes.cumsum(0) - sizes)[tile_of_target]
     log_sums, target_logit = [], torch.zeros(ids.shape, device=targets.device)

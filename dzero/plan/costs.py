@@ -167,7 +167,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if self._at[0] == BACKWARD:
                 return  # computed again within backward
             self.enter(FORWARD, unit)
             for tensor in tree_leaves((args, kwargs)):
@@ -175,7 +175,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     tensor.register_hook(lambda _: self.leave(unit, around))  # type: ignore[no-untyped-call]
 
         def after(_: nn.Module, args: Any, out: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
+            if self._at[0] == BACKWARD:
                 return
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:

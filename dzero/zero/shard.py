@@ -105,6 +105,7 @@ def shard(
     microbatches: int = 1,
     materialise: Materialise | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
+    device: torch.device | None = None,
 ) -> Sharded:
     """Cut `model` in place over the data-parallel `mesh`, unit by unit.
 
@@ -114,6 +115,8 @@ def shard(
     mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis).
     microbatches: per optimizer step; it decides where gradients accumulate.
     is_unit: picks the units instead of `zero.units` or the default.
+    device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
+        `sharded.model.to_empty` gives them that.
 
     Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
     """
@@ -133,7 +136,8 @@ def shard(
         exact=is_exact(zero.reduction, mesh.device_type),
     )
     units = find_units(model, zero.units, is_unit)
-    return _Sharder(model, layout, mesh, units, materialise).run()
+    values_on = device or _current_device(mesh.device_type)
+    return _Sharder(model, layout, mesh, units, materialise, values_on).run()
 
 
 class _Sharder:
@@ -146,6 +150,7 @@ class _Sharder:
         mesh: DeviceMesh,
         units: list[tuple[str, list[nn.Module]]],
         materialise: Materialise | None,
+        device: torch.device,
     ) -> None:
         self.model, self.layout, self.mesh = model, layout, mesh
         self.ledger = Ledger()
@@ -153,7 +158,7 @@ class _Sharder:
         self.rank = groups[SHARD].rank()
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
-        self.values = Values(layout, _current_device(mesh.device_type), list(groups.values()), materialise)
+        self.values = Values(layout, device, list(groups.values()), materialise)
         self.exchanges: dict[str, Exchange] = {
             axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
         }

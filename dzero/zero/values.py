@@ -16,12 +16,13 @@ Materialise = Callable[[nn.Module], None]
 
 
 class Values:
-    """Gives a unit its values. `groups`: those of the axes over which they must agree."""
+    """Gives a unit its values; on meta none. `groups`: those of the axes over which they must agree."""
 
     def __init__(
         self, layout: Layout, device: torch.device, groups: list[dist.ProcessGroup], materialise: Materialise | None
     ) -> None:
         self._layout, self._device, self._groups, self._materialise = layout, device, groups, materialise
+        self._blank = device.type == "meta"
 
     def equalise_buffers(self, model: nn.Module) -> None:
         """Rank 0's buffers for all, unless they are drawn; as bytes, since not every backend moves every dtype."""
@@ -39,10 +40,10 @@ class Values:
                 self._materialise(module)
         for slot in slots:
             param = slot.param
-            if param.is_meta:
+            if param.is_meta and not self._blank:
                 raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
             param.data = param.data.to(self._device).contiguous()
-            if self._materialise is None:
+            if self._materialise is None and not self._blank:
                 self._broadcast(param.data)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

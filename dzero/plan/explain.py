@@ -1,0 +1,135 @@
+"""A layout in words: what every unit is, and what happens in a step, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dzero.hardware import dtype_name, format_bytes, format_count
+from dzero.mesh import REPLICATE, SHARD
+from dzero.offload.actions import schedule_of
+from dzero.offload.places import Places
+from dzero.terminal import Table
+from dzero.zero.layout import Layout, Row
+from dzero.zero.shapes import UnitShape
+from dzero.zero.tiers import KINDS
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Of the unit, or of `count` units from `unit` to `last_unit`. `sent_bytes`: by one rank, for each."""
+
+    phase: str
+    kind: str
+    axis: str
+    unit: str
+    last_unit: str
+    sent_bytes: int
+    count: int = 1
+
+
+def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collective]:
+    """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them."""
+    *blocks, root = units
+    n, copies, microbatches = layout.shard, layout.replicate, layout.microbatches
+    inner = n if layout.reshard_after_forward in (True, False) else int(layout.reshard_after_forward)
+    itemsize = layout.param.dtype.itemsize
+
+    def one(phase: str, kind: str, axis: str, unit: UnitShape, ranks: int, owned_bytes: int) -> Iterator[Collective]:
+        if ranks > 1 and owned_bytes:
+            yield Collective(phase, kind, axis, unit.name, unit.name, (ranks - 1) * owned_bytes)
+
+    def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[Collective]:
+        trained = unit.shard_elems(n, trainable_only=True)
+        yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
+        if last:
+            back = layout.grad.dtype if layout.exact else layout.replicate_wire
+            owned = -(-trained // copies) * (layout.replicate_wire.itemsize + back.itemsize)
+            yield from one(phase, "all_reduce", REPLICATE, unit, copies, owned)
+
+    for index in range(microbatches):
+        last = index == microbatches - 1
+        of = f" {index + 1} of {microbatches}" if microbatches > 1 else ""
+        if layout.param.sharded or index == 0:
+            for unit in (root, *blocks):
+                yield from one(f"forward{of}", "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
+        again = layout.param.sharded and layout.reshard_after_forward is not False
+        for unit in (root, *reversed(blocks)):
+            if again:
+                owned = unit.shard_elems(inner) * itemsize
+                yield from one(f"backward{of}", "all_gather", SHARD, unit, inner, owned)
+            if layout.cadence(last).reduce and unit is not root:
+                yield from reduced(f"backward{of}", unit, last)
+        if layout.cadence(last).reduce:
+            yield from reduced(f"backward{of}", root, last)
+
+
+def folded(found: Iterator[Collective]) -> list[Collective]:
+    """The same with neighbours of one kind and size as one; what takes turns (gather, reduce) is told kind by kind."""
+    rows: list[Collective] = []
+    for each in found:
+        like = (each.phase, each.kind, each.axis, each.sent_bytes)
+        for number, row in enumerate(reversed(rows[-3:]), 1):
+            if (row.phase, row.kind, row.axis, row.sent_bytes) == like:
+                rows[-number] = replace(row, last_unit=each.unit, count=row.count + 1)
+                break
+        else:
+            rows.append(each)
+    return rows
+
+
+def tables(layout: Layout, units: Sequence[UnitShape]) -> list[Table]:
+    """What every kind of state is, the units, a step's collectives, and its actions off the device."""
+    return [table for table in (_kinds(layout), _units(layout, units), _step(layout, units)) if table.rows]
+
+
+def actions(layout: Layout, units: Sequence[UnitShape]) -> list[str]:
+    """Slots and actions off the device, in order; nothing where every state is on it."""
+    schedule = schedule_of(Places(layout, units))
+    return [*schedule.lines()] if schedule.slots else []
+
+
+def _kinds(layout: Layout) -> Table:
+    rows = []
+    for kind in KINDS:
+        row: Row = getattr(layout, kind)
+        cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
+        own = kind == "master" and layout.param.dtype == layout.master.dtype
+        dtype = "the parameter itself" if own else dtype_name(row.dtype)
+        part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""
+        rows.append((kind, cut, dtype, f"{row.tier}{part}"))
+    title = f"stage {layout.stage} on {layout.replicate} (replicate) x {layout.shard} (shard) ranks"
+    return Table(title, ("kind of state", "cut", "dtype", "lives on"), tuple(rows), left=4)
+
+
+def _units(layout: Layout, units: Sequence[UnitShape]) -> Table:
+    """Neighbours of one size as one row."""
+    rows: list[tuple[str, str, int, int, int]] = []
+    for unit in units:
+        size = len(unit.params), sum(p.elems for p in unit.params), unit.shard_elems(layout.shard)
+        if rows and rows[-1][2:] == size:
+            first, _, *_ = rows[-1]
+            rows[-1] = (first, unit.name, *size)
+        else:
+            rows.append((unit.name, unit.name, *size))
+    told = tuple(
+        (first if first == last else f"{first} … {last}", str(count), format_count(elems), format_count(shard))
+        for first, last, count, elems, shard in rows
+    )
+    header = ("unit (gathered, reduced and moved together)", "parameters", "elements", "of which a rank's shard")
+    return Table("units, each of", header, told)
+
+
+def _step(layout: Layout, units: Sequence[UnitShape]) -> Table:
+    rows = tuple(
+        (
+            each.phase,
+            each.kind,
+            each.axis,
+            each.unit if each.count == 1 else f"{each.unit} … {each.last_unit}",
+            str(each.count),
+            format_bytes(each.sent_bytes * each.count),
+        )
+        for each in folded(collectives(layout, units))
+    )
+    return Table("collectives of a step, in order", ("when", "what", "axis", "units", "calls", "sent"), rows, left=4)

@@ -1,0 +1,18 @@
+"""What torch keeps to itself and a simulation cannot do without: here, behind a check of the version, nowhere else."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FakeStore", "FakeTensorMode", "TorchDispatchMode", "check_version"]
+
+TRIED = ("2.11", "2.12", "2.13")
+
+
+def check_version() -> None:
+    """Raises RuntimeError where these parts may mean something else."""
+    if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
+        raise RuntimeError(f"torch {torch.__version__}: simulation uses private parts of torch {', '.join(TRIED)}")

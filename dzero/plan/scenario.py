@@ -1,0 +1,86 @@
+"""A run as a plan needs it: what the configuration says of model, ranks and memory, without data and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dzero.comm.collectives import is_exact
+from dzero.mesh import MeshConfig
+from dzero.models.build import build
+from dzero.models.config import ModelConfig
+from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.tiers import OffloadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run. `accumulate`: microbatches per step, each of `sequences` of `tokens` on every rank.
+
+    device_type: what the run computes on, cpu or cuda. vocab_size: ids of the data.
+    """
+
+    model: ModelConfig
+    ranks: int
+    sequences: int
+    tokens: int
+    accumulate: int = 1
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    block: BlockConfig = field(default_factory=BlockConfig)
+    max_norm: float | None = 1.0
+    device_type: str = "cuda"
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("ranks", "sequences", "tokens", "accumulate"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)}: must be a whole number ≥ 1")
+        if self.offload.activations != "device":
+            raise ValueError(
+                f"offload.activations={self.offload.activations}: what waits off the device between forward and "
+                "backward is not simulated; take offload.activations=device"
+            )
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """(replicate, shard)."""
+        return self.mesh.degrees(self.ranks, stage=self.zero.stage)
+
+    def layout(self) -> Layout:
+        """The table. Raises ValueError for settings that do not go together."""
+        replicate, degree = self.degrees
+        return Layout.of(
+            self.zero,
+            self.precision,
+            self.offload,
+            replicate=replicate,
+            shard=degree,
+            microbatches=self.accumulate,
+            exact=is_exact(self.zero.reduction, self.device_type),
+        )
+
+    def build(self) -> nn.Module:
+        """The model on meta, its blocks as they will run, but not compiled."""
+        model = build(self.model, self.vocab_size)
+        apply_blocks(model, replace(self.block, compile=False), "cpu")
+        return model
+
+    def loss_of(self, model: nn.Module) -> Callable[[], torch.Tensor]:
+        """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0."""
+
+        def loss() -> torch.Tensor:
+            tokens, targets = (torch.zeros(self.sequences, self.tokens, dtype=torch.int64) for _ in range(2))
+            if self.block.loss_tiles > 1:
+                tiled: torch.Tensor = model(tokens, targets)
+                return tiled
+            return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+        return loss

@@ -1,0 +1,191 @@
+"""One rank of a run of any size, without its memory and without its device.
+
+    what                                  how
+    sharding, microbatches, collectives   simulated: the real code (zero/shard.py, comm/), in a process group that moves
+                                          nothing, on fake tensors: shapes and storages, no memory
+    forward, loss, backward               simulated: the model's own code, as the CPU runs it (see the note)
+    gradients, states, decision           simulated: the real optimizer (optim/); all ranks agree, all is finite
+    updates                               in place, so they take no memory; not simulated
+    states off the device                 simulated as absent (plan/absent.py): gradients leave when the next unit's
+                                          backward begins; what is brought back for its use is computed
+    host memory, disk, moves, updates     computed: the schedule (offload/actions.py), which is pure, says both exactly
+    equal blocks                          simulated three and four at a time, then repeated exactly (plan/repeat.py)
+
+Rank 0 is simulated, whose shards are the largest.
+
+Note: which device. FSDP2 asks a CUDA device for streams and events, which a machine without one does not have, so the
+simulated device is a CPU's: the same storages, made and freed in the program's order. A GPU's kernels for attention may
+save other statistics for backward. `device_type` says what `zero.reduction=auto` stands for: `native` on CUDA.
+Blocks are not compiled.
+
+Note: values. A fake tensor has none. Where the code reads one anyway, it finds what `_NoValues` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dzero.comm.collectives import is_exact
+from dzero.comm.ledger import Entry, Traffic
+from dzero.mesh import make_mesh
+from dzero.offload.actions import schedule_of
+from dzero.offload.places import Places
+from dzero.offload.schedule import Schedule
+from dzero.optim.adamw import AdamW
+from dzero.plan.absent import Absent, with_brought
+from dzero.plan.observe import Action, Observed, observe
+from dzero.plan.private import FakeStore, FakeTensorMode, TorchDispatchMode, check_version
+from dzero.plan.repeat import SHORT, repeat
+from dzero.plan.scenario import Scenario
+from dzero.plan.storages import Moment, StorageMeter
+from dzero.zero.account import expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
+from dzero.zero.shard import Sharded, shard
+from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of rank 0. `moments`: those at which most may be held on the device. `schedule`: host and disk.
+
+    shapes: of the whole model's units.
+    """
+
+    layout: Layout
+    shapes: list[UnitShape]
+    moments: list[Moment]
+    actions: list[Action]
+    traffic: dict[Entry, Traffic]
+    schedule: Schedule
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment at which most is held on the device."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def simulate(scenario: Scenario, *, whole: bool = False) -> Simulated:
+    """A step of a run's rank 0, the second one, as all later ones are.
+
+    whole: every block, not three and four; the result is the same, with more moments.
+
+    Raises ValueError for settings that do not go together, RuntimeError in a process that has a process group, in one
+    whose torch was not tried, and where the simulated collectives are not those of the table.
+    """
+    check_version()
+    layout, layers = scenario.layout(), scenario.model.layers
+    shapes = _shapes(scenario)
+    places = Places(layout, shapes)
+    with _fake_group(scenario.ranks), _parameters_stay_themselves():
+        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1])
+        if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
+            observed = _observe(scenario, mesh)
+        else:
+            short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
+            observed = repeat(short, long, layers, shapes)
+    _check_traffic(layout, shapes, observed.traffic)
+    moments, schedule = with_brought(observed.moments, places), schedule_of(places)
+    return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
+
+
+def _blocks_are_equal(scenario: Scenario) -> bool:
+    """A part of a kind that is off the device is that of some blocks."""
+    return scenario.model.kind == "llama" and all(fraction == 1 for _, fraction in scenario.layout().tiers.values())
+
+
+def _with_layers(scenario: Scenario, layers: int) -> Scenario:
+    return replace(scenario, model=replace(scenario.model, layers=layers))
+
+
+def _check_traffic(layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic]) -> None:
+    """The simulated collectives are the table's, to the byte."""
+    moved = {entry: each for entry, each in traffic.items() if entry.phase != "control"}
+    expected = expected_traffic(layout, shapes)
+    if moved != expected:
+        raise RuntimeError(f"the simulated step moves\n{moved}\nand the table says\n{expected}")
+
+
+def _observe(scenario: Scenario, mesh: DeviceMesh) -> Observed:
+    sharded = _sharded_on_meta(scenario, mesh)
+    # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
+    with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
+        sharded.model.to_empty(device="cpu")
+        optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+        absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
+        return observe(sharded, optim, scenario.loss_of(sharded.model), meter, absent.left)
+
+
+def _sharded_on_meta(scenario: Scenario, mesh: DeviceMesh) -> Sharded:
+    """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
+    model = scenario.build()
+    working = scenario.layout().param.dtype
+    for param in model.parameters():
+        param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
+    exact = is_exact(scenario.zero.reduction, scenario.device_type)
+    return shard(
+        model,
+        replace(scenario.zero, reduction="exact" if exact else "native"),
+        precision=scenario.precision,
+        mesh=mesh,
+        microbatches=scenario.accumulate,
+        device=META,
+    )
+
+
+def _shapes(scenario: Scenario) -> list[UnitShape]:
+    model = scenario.build()
+    units = [*find_units(model, scenario.zero.units), (ROOT, [model])]
+    slots = slots_by_unit(model, units)
+    return shapes_of(slots)
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is read of tensors without values: that all ranks agree and all gradients are finite.
+
+    A number is 1 (true), no element is found, and two tensors are equal.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return 1
+        if func is aten.nonzero.default:
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        if func is aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _fake_group(ranks: int) -> Iterator[None]:
+    if dist.is_initialized():
+        raise RuntimeError(
+            "simulate() makes a process group of its own, and this process is in one: simulate before "
+            "init_process_group, or in a process of its own"
+        )
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _parameters_stay_themselves() -> Iterator[None]:
+    """When `to_empty` gives them storages: units, hooks and optimizers know them by identity."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -1,0 +1,75 @@
+"""Where a run's settings come from, and what those that say `auto` stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from dzero.config import RunConfig
+from dzero.hardware import dtype_name
+from dzero.terminal import Table
+from dzero.zero.layout import Layout
+
+COMMAND_LINE = "the command line"
+
+
+def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
+    """Every setting that was given, or is not the default of its dataclass, and where it was set."""
+    given = {line.lstrip("+~").partition("=")[0] for line in settings}
+    files = _from_files(settings, conf)
+    rows = []
+    for key, value, default in _settings(config):
+        if key in given:
+            rows.append((key, str(value), COMMAND_LINE))
+        elif value != default:
+            rows.append((key, str(value), files.get(key, "conf/config.yaml")))
+    return Table("settings that are not the defaults", ("setting", "value", "from"), tuple(rows), left=3)
+
+
+def stands_for(config: RunConfig, layout: Layout) -> Table:
+    """Settings that choose by the rest."""
+    reduction = "exact: fp32 sums in rank order, the same bits at every stage" if layout.exact else "the backend's own"
+    chosen = (
+        ("zero.reduction", config.zero.reduction, "auto", reduction),
+        ("precision.reduce", config.precision.reduce, "auto", f"{dtype_name(layout.wire)} on the wire"),
+        ("precision.grad", config.precision.grad, "auto", f"{dtype_name(layout.grad.dtype)} where gradients are kept"),
+        ("offload.overlap", config.offload.overlap, "auto", layout.offload.mode),
+        ("train.accumulate", config.train.accumulate, None, f"{layout.microbatches} microbatches per step"),
+    )
+    off_device = layout.master.tier != "device"
+    rows = [
+        (key, "null" if value is None else str(value), meaning)
+        for key, value, asks, meaning in chosen
+        if value == asks and (key != "offload.overlap" or off_device)
+    ]
+    return Table("settings that choose by themselves", ("setting", "value", "here"), tuple(rows), left=3)
+
+
+def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, default) of all settings, group by group."""
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{key}.")
+            continue
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        yield key, value, None if default is dataclasses.MISSING else default
+
+
+def _from_files(settings: Sequence[str], conf: Path) -> dict[str, str]:
+    """The settings that the chosen options of conf/ make, by key: in which file."""
+    chosen: dict[str, str] = {}
+    for entry in OmegaConf.load(conf / "config.yaml").defaults:
+        if isinstance(entry, DictConfig):
+            chosen |= {str(group): str(option) for group, option in entry.items()}
+    chosen |= {key: option for key, _, option in (line.partition("=") for line in settings) if (conf / key).is_dir()}
+    found: dict[str, str] = {}
+    for group, option in chosen.items():
+        path = conf / group / f"{option}.yaml"
+        if path.exists() and isinstance(values := OmegaConf.load(path), DictConfig):
+            found |= {f"{group}.{key!s}": f"conf/{group}/{option}.yaml" for key in values}
+    return found
