@@ -71,7 +71,9 @@ def watched(rank: int, ranks: int, run: RunConfig, folder: Path, hurt: str = "",
 
     def hurting(step: int, *args: Any, **kwargs: Any) -> bool:
         if hurt and rank == 0 and step == 3:
-            shutil.rmtree(hurt)
+            shutil.rmtree(hurt, ignore_errors=True)  # a save that is under way tidies up there, too
+            if Path(hurt).is_dir():
+                shutil.rmtree(hurt)
             Path(hurt).touch()
         if hurt and rank == 0 and step == 5:
             Path(hurt).unlink()
