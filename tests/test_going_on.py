@@ -71,9 +71,8 @@ def watched(rank: int, ranks: int, run: RunConfig, folder: Path, hurt: str = "",
 
     def hurting(step: int, *args: Any, **kwargs: Any) -> bool:
         if hurt and rank == 0 and step == 3:
-            shutil.rmtree(hurt, ignore_errors=True)  # a save that is under way tidies up there, too
-            if Path(hurt).is_dir():
-                shutil.rmtree(hurt)
+            while Path(hurt).is_dir():  # a save that is under way works there, too
+                shutil.rmtree(hurt, ignore_errors=True)
             Path(hurt).touch()
         if hurt and rank == 0 and step == 5:
             Path(hurt).unlink()
