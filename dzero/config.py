@@ -153,6 +153,10 @@ class RunConfig:
 
     def check_ranks(self, ranks: int) -> None:
         """What depends on the number of data-parallel ranks. Raises ValueError."""
+        self.layout(ranks, self.launch.device_type)
+
+    def layout(self, ranks: int, device_type: str) -> Layout:
+        """The table as these settings fill it on `ranks` data-parallel ranks. Raises ValueError."""
         replicate, shard = self.mesh.degrees(ranks, stage=self.zero.stage)
         layout = Layout.of(
             self.zero,
@@ -161,9 +165,10 @@ class RunConfig:
             replicate=replicate,
             shard=shard,
             microbatches=self.train.microbatches(ranks),
-            exact=is_exact(self.zero.reduction, self.launch.device_type),
+            exact=is_exact(self.zero.reduction, device_type),
         )
         self.optim.check(layout)
+        return layout
 
     def check_here(self) -> None:
         """What this machine can tell before any worker starts: its devices and files. Raises ValueError or OSError."""

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dzero.comm.collectives import is_exact
 from dzero.config import RunConfig
 from dzero.data.corpus import load
 from dzero.models.build import build, flops_per_token
@@ -33,19 +32,7 @@ def ranks_of(config: RunConfig) -> int:
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
     """The table as these settings fill it. Raises ValueError for ranks that do not divide."""
-    ranks = ranks_of(config)
-    replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
-    layout = Layout.of(
-        config.zero,
-        config.precision,
-        config.offload,
-        replicate=replicate,
-        shard=shard,
-        microbatches=config.train.microbatches(ranks),
-        exact=is_exact(config.zero.reduction, device_type),
-    )
-    config.optim.check(layout)
-    return layout
+    return config.layout(ranks_of(config), device_type)
 
 
 def model_of(config: RunConfig) -> nn.Module:
