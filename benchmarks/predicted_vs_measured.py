@@ -5,8 +5,9 @@
 
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
 peak is that of tensors' storages, from the profiler's allocation events of one step, over what the states take between
-steps; `resident` beside it is how much the process's memory grew from before the model to its high-water mark in the
-step. Rates are measured by the same processes first (plan/probes.py), so times are predicted from nothing of a run.
+steps on the device and on the host, which are one memory here; `resident` beside it is how much the process's memory
+grew from before the model to its high-water mark in the step. Rates are measured by the same processes first
+(plan/probes.py), so times are predicted from nothing of a run.
 
 Goals: peak within 5 %, bytes exact, step time with a median error of at most 20 %.
 """
@@ -44,7 +45,7 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import combine, key_of
 from dzero.plan.pace import moved_of, pace_of
 from dzero.plan.probes import Effort, probe
-from dzero.zero.account import expected_traffic, resting_bytes
+from dzero.zero.account import KINDS, expected_traffic, resting_bytes
 from dzero.zero.tiers import DiskConfig
 
 RANKS, PEAK, TIME = 2, 0.05, 0.20
@@ -148,13 +149,16 @@ def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dic
     apply_blocks(like, block, "cpu")
     costs = costs_of(like, partial(loss, cell))
     memory, moved = memory_of(layout, units, costs), moved_of(layout, units)
+    rest = resting_bytes(layout, units)
+    at_rest = sum(getattr(rest, kind) for kind in KINDS if kind not in TIERS[cell.tier])
+    on_host = optim.offload.schedule.host_bytes
     planned = sum(traffic.sent_bytes for traffic in expected_traffic(layout, units).values())
     return {
-        "peak": (memory.peak.total_bytes, allocated + resting_bytes(layout, units).total),
+        "peak": (memory.peak.total_bytes + sum(memory.host.values()), allocated + at_rest + on_host),
         "resident": resident,
         "bytes": [
             (planned, sent),
-            (sum(memory.host.values()), optim.offload.schedule.host_bytes),
+            (sum(memory.host.values()), on_host),
             (sum(memory.disk.values()), optim.offload.schedule.disk_bytes),
             *((getattr(moved, way), count) for way, count in use.items()),
         ],

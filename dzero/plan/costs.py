@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,12 +38,29 @@ FLOPS: dict[Any, Callable[..., int]] = {
     ),
 }
 """Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention."""
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators that touch nothing."""
 Loss = Callable[[nn.Module], torch.Tensor]
 """Runs the model on one microbatch of its own making; a scalar."""
 
 
 def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:
     return count(*(tensor.shape for tensor in tensors))
+
+
+class Work(NamedTuple):
+    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls."""
+
+    flops: float = 0.0
+    attention: float = 0.0
+    bytes: float = 0.0
+    calls: int = 0
+
+    def __add__(self, more: Work) -> Work:  # type: ignore[override]
+        """Both, one after the other."""
+        return Work(
+            self.flops + more.flops, self.attention + more.attention, self.bytes + more.bytes, self.calls + more.calls
+        )
 
 
 @dataclass(frozen=True)
@@ -54,7 +71,19 @@ class Span:
     unit: str
     peak_bytes: int
     saved_bytes: int
-    flops: float
+    work: Work
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """Of one call."""
+    kind = func._overloadpacket
+    if (count := FLOPS.get(kind)) is not None:
+        flops = count(*args, **kwargs, out_val=out)
+        return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
+    if func.is_view or kind in EMPTY:
+        return Work(calls=1)
+    touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
+    return Work(bytes=sum(touched.values()), calls=1)
 
 
 @dataclass(frozen=True)
@@ -63,9 +92,9 @@ class Costs:
 
     spans: tuple[Span, ...]
 
-    def flops(self, direction: str) -> float:
-        """Of matmuls and attention; recomputation counts as backward."""
-        return sum(span.flops for span in self.spans if span.direction == direction)
+    def work(self, direction: str) -> Work:
+        """In all; recomputation counts as backward."""
+        return sum((span.work for span in self.spans if span.direction == direction), Work())
 
 
 def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -> Costs:
@@ -99,15 +128,14 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.spans: list[Span] = []
         self._live: dict[int, int] = {}
         self._bytes = self._peak = 0
-        self._flops = 0.0
+        self._work = Work()
         self._at = (FORWARD, ROOT)
         self._seen = True
         self._grads: dict[str, list[nn.Parameter]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if (count := FLOPS.get(func._overloadpacket)) is not None:
-            self._flops += count(*args, **(kwargs or {}), out_val=out)
+        self._work += _work_of(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._take(tensor.untyped_storage())
@@ -148,8 +176,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for param in self._grads.pop(unit, []):
                 param.grad = None
         held = sum(p.grad.nbytes for params in self._grads.values() for p in params if p.grad is not None)
-        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, self._flops))
-        self._peak, self._flops = self._bytes, 0.0
+        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, self._work))
+        self._peak, self._work = self._bytes, Work()
 
     def leave(self, unit: str, around: str) -> None:
         """The backward of `unit` has ended, if no other has begun."""

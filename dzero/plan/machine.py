@@ -3,8 +3,10 @@
     what                     of one device         of the whole node        between devices
     memory                   device_bytes          host_bytes, disk_bytes
     work per second          <dtype>_flops         update_elems_per_s
+                             attention_flops
+    seconds of a call        operator_s                                     collective_latency_s
     bytes per second         device_bandwidth      host_bandwidth           node_link, network
-      to host memory         host_link                                      and collective_latency_s
+      to host memory         host_link
       to scratch disks                             disk_read, disk_write
 
 Rates hold for large pieces, in one direction while the other is as busy, and bandwidths are what transfers reach, not
@@ -23,7 +25,7 @@ from dzero.hardware import dtype_name
 
 DEVICE_TYPES = ("cuda", "cpu")
 FLOPS = ("bf16", "fp16", "fp32")
-MAY_BE_ZERO = ("reserved_bytes", "collective_latency_s")
+MAY_BE_ZERO = ("reserved_bytes", "operator_s", "collective_latency_s")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class HardwareConfig:
     devices_per_node: devices, and so ranks, of one node. device_bytes: memory of one, as the driver tells it;
     reserved_bytes: of that, what the driver's context, libraries and the allocator's rounding take.
     <dtype>_flops: dense peak of one device, products summed in fp32. efficiency: the part of it that a large matrix
-    product reaches, (0, 1]. device_bandwidth: of one device's memory, reads and writes together.
+    product reaches, (0, 1]. attention_flops: what causal attention reaches, all products counted.
+    operator_s: of an operator on little data, as the program is slowed by it. device_bandwidth: of one device's memory,
+    reads and writes together, as operators reach it that are no products.
     host_link: of one device, each way, what a page-locked copy reaches alone; host_bandwidth: of all devices of a node
     together, each way, None where the links do not limit each other.
     node_link, network: of one device, each direction, in a collective within a node and across nodes;
@@ -68,6 +72,8 @@ class HardwareConfig:
     fp16_flops: float | None
     fp32_flops: float | None
     efficiency: float
+    attention_flops: float | None
+    operator_s: float
     device_bandwidth: float | None
     host_link: float | None
     host_bandwidth: float | None = None

@@ -18,6 +18,8 @@ MEANING = {
     "fp16_flops": "peak of one device, fp16",
     "fp32_flops": "peak of one device, fp32",
     "efficiency": "of the peak, reached by matrix products",
+    "attention_flops": "reached by attention, bf16",
+    "operator_s": "of an operator on little data",
     "device_bandwidth": "memory of one device, read and written",
     "host_link": "copy between host and one device, alone",
     "host_bandwidth": "of all devices at once",

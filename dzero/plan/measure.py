@@ -121,8 +121,8 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
     peak = peaks[half] if half else None
     first = each[0]
     assert first.link_alone is not None, "the first rank copies alone"
-    gathers = [rank.all_gather for rank in each if rank.all_gather is not None]
-    reduces = [rank.reduce_scatter for rank in each if rank.reduce_scatter is not None]
+    gathers = [rank.exchange.all_gather for rank in each if rank.exchange.all_gather is not None]
+    reduces = [rank.exchange.reduce_scatter for rank in each if rank.exchange.reduce_scatter is not None]
     gather, reduce = min(gathers, default=None), min(reduces, default=None)
     hardware = HardwareConfig(
         name=f"{key.device or key.cpu}, {key.cores} cores, {key.ranks} rank{'s' * (key.ranks > 1)}",
@@ -134,12 +134,14 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
         fp16_flops=peaks["fp16"],
         fp32_flops=peaks["fp32"],
         efficiency=min(1.0, slowest[half] / peak) if half and peak else 1.0,
-        device_bandwidth=min(rank.copy for rank in each),
+        attention_flops=min(rank.operators.attention for rank in each),
+        operator_s=max(rank.operators.operator_s for rank in each),
+        device_bandwidth=min(rank.operators.bandwidth for rank in each),
         host_link=first.link_alone,
         host_bandwidth=sum(rank.link for rank in each) if key.ranks > 1 else None,
         node_link=2 / (1 / gather + 1 / reduce) if gather and reduce else None,
         network=None,
-        collective_latency_s=max(rank.latency_s for rank in each),
+        collective_latency_s=max(rank.exchange.latency_s for rank in each),
         host_bytes=key.host_bytes,
         disk_bytes=disk_bytes,
         disk_read=first.disk_read,

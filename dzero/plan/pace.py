@@ -1,15 +1,17 @@
 """Seconds of a step, and what sets them: work and bytes over the rates of the hardware.
 
     what                 work                                   over
-    compute              matmuls of forward and backward        reachable FLOP/s of the device
+    compute              operators of forward and backward      reachable FLOP/s and bandwidth of the device; beside it,
+                         (costs.py)                             the program's own time, a moment for each operator
     shard, replicate     bytes sent along an axis (account.py)  the axis' link, and a latency for each call
+    update               states on the device                   its bandwidth (a CPU: the host's elements per second)
     host link            what leaves the device and comes back  its slower direction (both go at once)
     host update          parameters whose masters are off it    the host's elements per second
     disk                 what is read and written               the disks', one after the other
 
     phase      what goes on at once                             so it takes
     backward   compute, collectives, host link, disk (params)   the longest of them
-    update     host update, host link, disk (states)            the longest of them
+    update     host update, host link, disk (states)            the longest of them; before it, that on the device
     step       overlap=step: one after the other; forward: the update beside forward; backward, delayed: beside both
 
 On a CPU, cores are the device, the links and the host at once: there everything but the disk adds up.
@@ -23,14 +25,15 @@ from dataclasses import dataclass
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
-from dzero.plan.costs import BACKWARD, FORWARD, Costs
+from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
 from dzero.plan.machine import HardwareConfig
-from dzero.zero.account import expected_traffic
+from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import names_off_device
 
-COMPUTE, HOST_LINK, UPDATE, DISK = "compute", "host link", "host update", "disk"
+COMPUTE, UPDATE = "compute", "update"
+HOST_LINK, HOST_UPDATE, DISK = "host link", "host update", "disk"
 
 
 @dataclass(frozen=True)
@@ -103,35 +106,79 @@ def _states_on_disk(places: Places, units: Sequence[UnitShape]) -> tuple[int, in
 
 def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Pace:
     """Of a step on `hardware`."""
-    ranks, moved, share = layout.ranks, moved_of(layout, units), hardware.share(layout.ranks)
-    unknown: list[str] = []
-
-    def over(work: float, rate: float | None, key: str) -> float:
-        if work and rate is None:
-            unknown.append(key)
-        return work / rate if work and rate else 0.0
-
-    stride = {SHARD: 1, REPLICATE: layout.shard}
-    degree = {SHARD: layout.shard, REPLICATE: layout.replicate}
-    flops = hardware.reachable_flops(layout.param.dtype)
-    parts = {way: over(layout.microbatches * costs.flops(way), flops, "flops") for way in (FORWARD, BACKWARD)}
-    seconds = {COMPUTE: sum(parts.values())}
-    for axis, count in moved.axes.items():
-        link = hardware.link(degree[axis], stride=stride[axis], world=ranks)
-        seconds[axis] = over(count, link, "node_link or network") + moved.calls[axis] * hardware.collective_latency_s
-    seconds[HOST_LINK] = over(max(moved.out, moved.back), share.host_link, "host_link")
-    updated = names_off_device(layout.tiers, units)["master"]
-    elems = sum(p.shard_elems(layout.shard) for unit in units for p in unit.params if p.name in updated)
-    seconds[UPDATE] = over(elems, share.update_elems_per_s, "update_elems_per_s")
-    seconds[DISK] = over(moved.read, share.disk_read, "disk_read") + over(moved.written, share.disk_write, "disk_write")
+    moved, rates = moved_of(layout, units), _Rates(layout, hardware)
+    away = names_off_device(layout.tiers, units)["master"]
+    elems = dict.fromkeys((False, True), 0)  # whose master is off the device
+    for unit in units:
+        for param in unit.params:
+            elems[param.name in away] += param.shard_elems(layout.shard) if param.trainable else 0
+    parts = {way: layout.microbatches * rates.compute_s(costs.work(way)) for way in (FORWARD, BACKWARD)}
+    seconds = {
+        COMPUTE: sum(parts.values()),
+        **rates.axes_s(moved, units),
+        UPDATE: rates.device_update_s(elems[False]),
+        HOST_LINK: rates.over(max(moved.out, moved.back), "host_link"),
+        HOST_UPDATE: rates.over(elems[True], "update_elems_per_s"),
+        DISK: rates.over(moved.read, "disk_read") + rates.over(moved.written, "disk_write"),
+    }
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])
     else:
-        train = max(seconds[COMPUTE], *(seconds.get(axis, 0.0) for axis in degree), seconds[HOST_LINK])
-        update = max(seconds[UPDATE], seconds[DISK], seconds[HOST_LINK] if updated else 0.0)
+        train = max(seconds[each] for each in (COMPUTE, SHARD, REPLICATE, HOST_LINK))
+        update = max(seconds[HOST_UPDATE], seconds[DISK], seconds[HOST_LINK] if away else 0.0)
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0
         beside = {"step": 0.0, "forward": forward}.get(layout.offload.mode, train)
-        step = train + max(0.0, update - beside)
+        step = train + seconds[UPDATE] + max(0.0, update - beside)
     bound = max(seconds, key=lambda what: seconds[what])
     taken = {what: each for what, each in seconds.items() if each}
-    return Pace(taken, None if unknown else step, bound, tuple(dict.fromkeys(unknown)))
+    return Pace(taken, None if rates.unknown else step, bound, tuple(dict.fromkeys(rates.unknown)))
+
+
+class _Rates:
+    """Of one rank; collects the figures in `unknown` that are asked for and that the hardware lacks."""
+
+    def __init__(self, layout: Layout, hardware: HardwareConfig) -> None:
+        self._layout, self._hardware = layout, hardware
+        self._share = hardware.share(layout.ranks)
+        self.unknown: list[str] = []
+
+    def over(self, work: float, figure: str) -> float:
+        """Seconds at a figure of this rank's share of its node."""
+        return self._over(work, getattr(self._share, figure), figure)
+
+    def compute_s(self, work: Work) -> float:
+        """A GPU works while the program tells it what comes next; a CPU is the program's too."""
+        flops = self._hardware.reachable_flops(self._layout.param.dtype)
+        attention = self._hardware.attention_flops
+        device_s = self._over(work.flops, flops, "flops")
+        device_s += self._over(work.attention, min(filter(None, (attention, flops)), default=None), "flops")
+        device_s += self._over(work.bytes, self._hardware.device_bandwidth, "device_bandwidth")
+        program_s = work.calls * self._hardware.operator_s
+        return device_s + program_s if self._hardware.devices_are_host else max(device_s, program_s)
+
+    def axes_s(self, moved: Moved, units: Sequence[UnitShape]) -> dict[str, float]:
+        """Of the collectives along each axis, decisions included."""
+        layout, seconds = self._layout, {SHARD: 0.0, REPLICATE: 0.0}
+        stride, degree = {SHARD: 1, REPLICATE: layout.shard}, {SHARD: layout.shard, REPLICATE: layout.replicate}
+        calls = dict(moved.calls)
+        for entry, traffic in expected_control(layout, units).items():
+            calls[entry.axis] = calls.get(entry.axis, 0) + traffic.calls
+        for axis, count in calls.items():
+            link = self._hardware.link(degree[axis], stride=stride[axis], world=layout.ranks)
+            seconds[axis] = self._over(moved.axes.get(axis, 0), link, "node_link or network")
+            seconds[axis] += count * self._hardware.collective_latency_s
+        return seconds
+
+    def device_update_s(self, elems: int) -> float:
+        """Of parameters whose states are on the device: all are read, all but gradients written."""
+        if self._hardware.devices_are_host:
+            return self.over(elems, "update_elems_per_s")
+        layout = self._layout
+        states = 2 * layout.master.dtype.itemsize + 4 * layout.moments.dtype.itemsize
+        count = elems * (states + layout.grad.dtype.itemsize + layout.param.dtype.itemsize)
+        return self._over(count, self._hardware.device_bandwidth, "device_bandwidth")
+
+    def _over(self, work: float, rate: float | None, figure: str) -> float:
+        if work and rate is None:
+            self.unknown.append(figure)
+        return work / rate if work and rate else 0.0

@@ -16,7 +16,7 @@ from dzero.models.llama import Llama, LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.plan.analytic import memory_of
-from dzero.plan.costs import FORWARD, Costs, costs_of
+from dzero.plan.costs import BACKWARD, FORWARD, Costs, costs_of
 from dzero.plan.pace import moved_of
 from dzero.zero.account import resting_bytes
 from dzero.zero.tiers import DiskConfig
@@ -153,7 +153,8 @@ def test_forward_is_counted_as_matmuls_and_attention() -> None:
     multiplied = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     tokens = SEQUENCES * TOKENS
     attention = 4 * SHAPE.layers * SHAPE.heads * SHAPE.head_dim * TOKENS * tokens
-    assert costs(Run()).flops(FORWARD) == 2 * multiplied * tokens + attention
+    work = costs(Run()).work(FORWARD)
+    assert (work.flops, work.attention) == (2 * multiplied * tokens, attention)
 
 
 def test_recomputation_keeps_less_and_computes_more() -> None:
@@ -163,4 +164,4 @@ def test_recomputation_keeps_less_and_computes_more() -> None:
     grown = blocks[-1].saved_bytes - blocks[-2].saved_bytes
     assert grown == inputs
     assert max(span.peak_bytes for span in again.spans) < max(span.peak_bytes for span in kept.spans)
-    assert again.flops("backward") > kept.flops("backward")
+    assert again.work(BACKWARD).flops > kept.work(BACKWARD).flops

@@ -41,6 +41,8 @@ def node(**changes: Any) -> HardwareConfig:
         "fp16_flops": 100e12,
         "fp32_flops": 10e12,
         "efficiency": 0.5,
+        "attention_flops": 50e12,
+        "operator_s": 2e-6,
         "device_bandwidth": 1000e9,
         "host_link": 20e9,
         "host_bandwidth": 40e9,

@@ -18,10 +18,12 @@ from dzero.errors import RunError
 from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.plan import cache
 from dzero.plan.cache import Measurement
+from dzero.plan.exchanges import ExchangeRates
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.machine_tables import age, as_yaml, machine_table, text
 from dzero.plan.measure import cached, combine, found, key_of, measured
-from dzero.plan.probes import Effort, RankFigures, copy_rate, link_rate, matmul_flops, update_rate
+from dzero.plan.operators import OperatorRates
+from dzero.plan.probes import Effort, RankFigures, link_rate, matmul_flops, update_rate
 
 SMALL = Effort(
     seconds=0.02,
@@ -37,12 +39,10 @@ RANK = RankFigures(
     bf16_flops=4e11,
     fp16_flops=5e11,
     fp32_flops=1e10,
-    copy=2e12,
+    operators=OperatorRates(attention=2e11, operator_s=3e-6, bandwidth=2e12),
     link=1e10,
     link_alone=1.6e10,
-    all_gather=3e9,
-    reduce_scatter=1e9,
-    latency_s=1e-4,
+    exchange=ExchangeRates(all_gather=3e9, reduce_scatter=1e9, latency_s=1e-4),
     update_elems_per_s=1e8,
     disk_read=3e9,
     disk_write=2e9,
@@ -144,15 +144,17 @@ def test_the_key_is_this_machine() -> None:
 
 def test_ranks_make_a_node() -> None:
     """What each has: the slowest. What they share: the sum. What the first measures alone: as it is."""
-    slow = replace(RANK, bf16_flops=3e11, copy=1e12, link=5e9, latency_s=3e-4, reduce_scatter=0.5e9, link_alone=None)
+    slow = replace(RANK, bf16_flops=3e11, link=5e9, link_alone=None)
+    slow = replace(slow, operators=OperatorRates(1e11, 4e-6, 1e12), exchange=ExchangeRates(3e9, 0.5e9, 3e-4))
     node = combine(KEY, [RANK, replace(slow, disk_read=None, disk_write=None)], disk_bytes=9)
     hardware = node.hardware
     assert (hardware.bf16_flops, hardware.device_bandwidth, hardware.collective_latency_s) == (3e11, 1e12, 3e-4)
+    assert (hardware.attention_flops, hardware.operator_s) == (1e11, 4e-6)
     assert (hardware.host_link, hardware.host_bandwidth) == (1.6e10, 1.5e10)
     assert (hardware.update_elems_per_s, hardware.disk_read, hardware.disk_bytes) == (2e8, 3e9, 9)
     assert hardware.node_link == 2 / (1 / 3e9 + 1 / 0.5e9)  # as many bytes one way as the other
     assert (node.all_gather, node.reduce_scatter) == (3e9, 0.5e9)
-    alone = combine(replace(KEY, ranks=1), [replace(RANK, all_gather=None, reduce_scatter=None)], disk_bytes=9)
+    alone = combine(replace(KEY, ranks=1), [replace(RANK, exchange=ExchangeRates(None, None, 0.0))], disk_bytes=9)
     assert (alone.hardware.node_link, alone.hardware.host_bandwidth) == (None, None)
     assert alone.hardware.name == "abacus, 2 cores, 1 rank"
 
@@ -174,8 +176,7 @@ def test_matrix_products_are_timed_in_every_dtype(dtype: torch.dtype) -> None:
     assert matmul_flops(CPU, dtype, SMALL) > 1e6
 
 
-def test_copies_and_updates_are_timed() -> None:
-    assert copy_rate(CPU, SMALL) > 1e6
+def test_links_and_updates_are_timed() -> None:
     assert link_rate(CPU, SMALL) > 1e6
     assert update_rate(SMALL) > 1e4
 

@@ -1,0 +1,36 @@
+"""Medians of several rounds after a warm-up."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 1000
+
+
+def seconds_of(do: Callable[[], object], device: torch.device, budget_s: float) -> float:
+    """The median time of `do`, for about `budget_s` in all, after a first call."""
+    first_s = median_of_rounds(do, device, 1)
+    return median_of_rounds(do, device, min(MOST_ROUNDS, max(LEAST_ROUNDS, math.ceil(budget_s / max(first_s, 1e-6)))))
+
+
+def median_of_rounds(do: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """The median time of `rounds` calls, after one more."""
+    times = []
+    for _ in range(rounds + 1):
+        wait(device)
+        start = time.perf_counter()
+        do()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
