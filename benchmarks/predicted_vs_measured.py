@@ -6,8 +6,8 @@
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
 peak is that of tensors' storages, from the profiler's allocation events of one step, over what the states take between
 steps on the device and on the host, which are one memory here; `resident` beside it is how much the process's memory
-grew from before the model to its high-water mark in the step. Rates are measured by the same processes first
-(plan/probes.py), so times are predicted from nothing of a run.
+grew from before the model to its high-water mark in the step. Rates are measured by the same processes before
+each configuration (plan/probes.py), so times are predicted from nothing of a run.
 
 Goals: peak within 5 %, bytes exact, step time with a median error of at most 20 %.
 """
@@ -35,7 +35,7 @@ from torch import nn
 from workload import loss_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
+from dzero.hardware import give_back_freed_memory, peak_rss_bytes, reset_peak_rss, rss_bytes
 from dzero.models.llama import Llama, LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import BlockConfig, apply_blocks
@@ -112,6 +112,7 @@ def step(cell: Cell, sharded: Sharded, optim: AdamW) -> None:
 def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dict[str, Any]:
     """(predicted, measured) by quantity."""
     gc.collect()
+    give_back_freed_memory()
     before = rss_bytes()
     model = Llama(SHAPES[cell.shape])
     block = BlockConfig(activation_checkpoint=cell.recompute, compile=False)
@@ -152,6 +153,7 @@ def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dic
     rest = resting_bytes(layout, units)
     at_rest = sum(getattr(rest, kind) for kind in KINDS if kind not in TIERS[cell.tier])
     on_host = optim.offload.schedule.host_bytes
+    pace = pace_of(layout, units, costs, hardware)
     planned = sum(traffic.sent_bytes for traffic in expected_traffic(layout, units).values())
     return {
         "peak": (memory.peak.total_bytes + sum(memory.host.values()), allocated + at_rest + on_host),
@@ -162,7 +164,9 @@ def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dic
             (sum(memory.disk.values()), optim.offload.schedule.disk_bytes),
             *((getattr(moved, way), count) for way, count in use.items()),
         ],
-        "step_s": (pace_of(layout, units, costs, hardware).step_s, median(times)),
+        "step_s": (pace.step_s, median(times)),
+        "seconds": dict(pace.seconds),
+        "hardware": asdict(hardware),
     }
 
 
@@ -194,9 +198,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         ranks = Children(RANKS, serve, str(Path(folder) / "rendezvous"), folder)
         try:
-            figures = ranks.ask(Effort())
-            hardware = combine(key_of(RANKS), figures, disk_bytes=1 << 40).hardware
             for cell in cells:
+                hardware = combine(key_of(RANKS), ranks.ask(Effort()), disk_bytes=1 << 40).hardware
                 found.append((cell, ranks.ask((cell, folder, options.steps, hardware))[0]))
                 print(*found[-1], flush=True)
             for pipe in ranks._pipes:
@@ -207,8 +210,7 @@ def main() -> None:
     if options.smoke:
         print(text)
     else:
-        cells_of = [{"cell": asdict(cell), **each} for cell, each in found]
-        append_row("predicted_vs_measured", {"hardware": asdict(hardware), "cells": cells_of})
+        append_row("predicted_vs_measured", {"cells": [{"cell": asdict(cell), **each} for cell, each in found]})
         write_table("predicted_vs_measured", text)
 
 

@@ -60,7 +60,8 @@ def test_hundreds_of_ranks_move_what_the_table_says_and_take_the_slower_link() -
     assert link is not None
     assert network is not None
     for found, rate in ((inside, link), (across, network)):
-        seconds = found.moved.axes["shard"] / rate + found.moved.calls["shard"] * found.hardware.collective_latency_s
+        calls = found.moved.calls["shard"] + 2  # and two that agree: on norms, on the loss
+        seconds = found.moved.axes["shard"] / rate + calls * found.hardware.collective_latency_s
         assert found.pace.seconds["shard"] == pytest.approx(seconds)
 
 
