@@ -5,7 +5,7 @@
     unsharded     gathered parameters              all units at stages 1-2; else u's and the root's
     buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
                                                    reduced buffer of the unit before; FSDP2 frees each one later
-    grad          reduced, or whole while waiting  units whose backward has ended; all where microbatches accumulate
+    grad          reduced, or whole while waiting  units whose backward has ended; others where microbatches accumulate
     master, moments                                those that stay on the device
     activations   and temporaries, whole gradients of u and of the root: costs.py
 
@@ -83,6 +83,7 @@ class _Device:
             "master": self._shards(mastered) * master.itemsize,
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
+        self._accumulates_on_host = Places(layout, units).accumulates_on_host
         self._kept = layout.shard > 1 and not layout.param.sharded
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
@@ -131,14 +132,17 @@ class _Device:
         return self._whole(unit, trainable_only=True) * self._layout.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
-        layout = self._layout
-        if layout.microbatches > 1:
-            whole = not layout.grad.sharded and self._ranks > 1
-            return (
-                sum((self._whole(name, trainable_only=True) if whole else self._staying(name)) for name in self._order)
-                * layout.grad.dtype.itemsize
-            )
-        return sum(map(self._staying, reduced)) * layout.grad.dtype.itemsize
+        """Of units that are reduced for good, and before that what waits for the last microbatch."""
+        waiting = [name for name in self._order if name not in reduced] if self._layout.microbatches > 1 else []
+        elems = sum(map(self._staying, reduced)) + sum(map(self._waiting, waiting))
+        return elems * self._layout.grad.dtype.itemsize
+
+    def _waiting(self, unit: str) -> int:
+        """Elements of a unit's gradients that accumulate on the device."""
+        if not self._layout.grad.sharded and self._ranks > 1:
+            return self._whole(unit, trainable_only=True)
+        away = self._away["grad"] if self._accumulates_on_host else set()
+        return self._shards([p for p in self._units[unit].params if p.trainable and p.name not in away])
 
     def _staying(self, unit: str) -> int:
         """Elements of a unit's reduced gradients that stay on the device."""

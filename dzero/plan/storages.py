@@ -2,8 +2,9 @@
 
 The same meter runs over real tensors and over fake ones (plan/simulate.py), so that prediction and measurement count
 the same. A storage counts from the first operator that it is seen in until its last reference goes; one that FSDP2
-resizes counts as what it is now. Not counted: what an operator takes and frees inside itself, what host kernels (numba)
-take, and what an allocator keeps. So the high-water mark lies below an allocator's.
+resizes counts as what it is now. Not counted: memory that is not torch's (views of host slots, which torch cannot
+resize), what an operator takes and frees inside itself, what host kernels (numba) take, and what an allocator keeps.
+So the high-water mark lies below an allocator's.
 
     kind          what
     param         shards that FSDP2 registers between uses
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -123,10 +124,15 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._change(held, 0)
                 held.left = True
 
+    @property
+    def total(self) -> int:
+        """Of all that is held now."""
+        return sum(held.count for held in [*self._held.values()])
+
     def begin(self) -> None:
         """Forget the moments so far; what is held stays."""
         self._points, self._changes = [], []
-        for held in self._held.values():
+        for held in [*self._held.values()]:  # others may free meanwhile
             self._changes.append(_Change(0, held, held.count))
 
     def moments(self) -> list[Moment]:
@@ -150,7 +156,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if held is None:
             held = _Held(self.kind, weakref.ref(storage, partial(self._freed, id(storage))))
             self._held[id(storage)] = held
-            self._change(held, storage.nbytes())
+            self._change(held, storage.nbytes() if storage.resizable() else 0)
         return held
 
     def _tell(self, tensor: torch.Tensor, kind: str) -> None:
@@ -160,9 +166,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look_at_sizes(self) -> None:
         """FSDP2 frees and allocates gathered parameters by resizing them, which no operator shows."""
-        for held in self._held.values():
+        for held in [*self._held.values()]:  # others may free meanwhile
             storage = None if held.left else held.storage()
-            if storage is not None and storage.nbytes() != held.count:
+            if storage is not None and storage.resizable() and storage.nbytes() != held.count:
                 self._change(held, storage.nbytes())
 
     def _change(self, held: _Held, count: int) -> None:
@@ -172,6 +178,16 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int, _: object) -> None:
         self._change(self._held.pop(key), 0)
+
+
+def peak_above(run: Callable[[], object]) -> int:
+    """How much more the second of two runs holds at its fullest moment than between them."""
+    with StorageMeter() as meter:
+        run()
+        before = meter.total
+        meter.begin()
+        run()
+        return max(moment.total for moment in meter.moments()) - before
 
 
 def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
