@@ -24,8 +24,8 @@ another, and nothing is gathered ahead.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dzero.mesh import REPLICATE, SHARD
@@ -122,22 +122,24 @@ class _Step:
         self._computed_s = 0.0
         self._issued_s = [0.0] * (2 + layout.offload.prefetch_units)
         self._fresh_s = dict.fromkeys(self._order, 0.0)
+        self._to_update: list[str] = []
+        self._updates: Iterator[str] = iter(())
         self._reduced_s, self._evicted_s = (dict.fromkeys(self._order, 0.0) for _ in range(2))
 
     def run(self) -> None:
         """From one step's decision to the next; for overlap=step from the first gather to the last update."""
-        layout, mode = self._layout, self._layout.offload.mode
-        if mode != "step":
-            self._send_back(self._update([name for name in self._order if name not in self._early], 0.0))
-            self._send_back(dict.fromkeys(self._early, 0.0))
-        if mode == "delayed":
-            self._fresh_s = dict.fromkeys(self._order, 0.0)
-        for index in range(layout.microbatches):
+        from_before = self._layout.offload.mode != "step"
+        if from_before:
+            for name in self._early:
+                self._send_back(name, 0.0)
+            self._to_update = [name for name in self._order if name not in self._early]
+            self._updates = self._update(self._to_update, 0.0)
+        for index in range(self._layout.microbatches):
             self.begun_s.append(self._computed_s)
             for direction in (FORWARD, BACKWARD):
                 self._pass(direction, index)
-        if mode == "step":
-            self._send_back(self._update(self._order, max(self._reduced_s.values())))
+        if not from_before:
+            deque(self._update(self._order, max(self._reduced_s.values())), maxlen=0)
 
     def _pass(self, direction: str, index: int) -> None:
         """Forward or backward of a microbatch: at the most one unit is gathered that was not at work yet."""
@@ -167,7 +169,10 @@ class _Step:
 
     def _gather(self, direction: str, index: int, name: str, issued_s: float) -> float:
         """When the unit's parameters are there."""
-        layout, take, moves, fresh_s = self._layout, self._durations, self._moves[name], self._fresh_s[name]
+        layout, take, moves = self._layout, self._durations, self._moves[name]
+        while name in self._to_update:
+            self._to_update.remove(next(self._updates))
+        fresh_s = 0.0 if layout.offload.mode == "delayed" else self._fresh_s[name]
         self._issued_s.append(issued_s)
         there_s = max(issued_s, fresh_s)
         if direction == FORWARD or layout.reshard_after_forward is not False:
@@ -195,13 +200,15 @@ class _Step:
             at_s = add(DISK, LOAD, name, take.read(moves.disk_grad), at_s)
         self._evicted_s[name] = add(DISK, SPILL, name, take.written(moves.disk_grad), at_s)
         if is_last and name in self._early:
-            self._update([name], self._evicted_s[name])
+            deque(self._update([name], self._evicted_s[name], ahead=True), maxlen=0)
 
-    def _update(self, names: Sequence[str], begun_s: float) -> dict[str, float]:
-        """When each unit is updated. Units on disk take turns with their slots in host memory."""
+    def _update(self, names: Sequence[str], begun_s: float, *, ahead: bool = False) -> Iterator[str]:
+        """Yields each unit once it is. Units on disk take turns with their slots in host memory.
+
+        ahead: new working copies stay on the host."""
         take, add = self._durations, self.lanes.add
-        loaded_s: list[float] = []
-        updated_s, spilled_s = dict[str, float](), list[float]()
+        names = [*names]
+        loaded_s, spilled_s = list[float](), list[float]()
         for at, name in enumerate(names):
             for coming in names[len(loaded_s) : at + DISK_TURNS]:
                 free_s = spilled_s[len(loaded_s) - DISK_TURNS] if len(loaded_s) >= DISK_TURNS else 0.0
@@ -213,15 +220,16 @@ class _Step:
             moments_s = add(*to, name, take.copied(moves.moments), loaded_s[at])
             done_s = add(UPDATE, UPDATE, name, take.updated(moves.updated_elems), grad_s, moments_s)
             spilled_s.append(add(DISK, SPILL, name, take.written(moves.written_states), done_s))
-            updated_s[name] = add(*fro, name, take.copied(moves.moments), done_s)
-        return updated_s
+            add(*fro, name, take.copied(moves.moments), done_s)
+            if not ahead:
+                self._send_back(name, done_s)
+            yield name
 
-    def _send_back(self, updated_s: Mapping[str, float]) -> None:
-        """New working copies, to the device and to disk."""
-        take, add = self._durations, self.lanes.add
-        for name, at_s in updated_s.items():
-            spilled_s = add(DISK, SPILL, name, take.written(self._moves[name].disk_work), at_s)
-            self._fresh_s[name] = add(BACK, FETCH, name, take.copied(self._moves[name].work), at_s, spilled_s)
+    def _send_back(self, name: str, updated_s: float) -> None:
+        """New working copies, to disk or to the device."""
+        take, moves = self._durations, self._moves[name]
+        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
+        self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)
 
     def _of(self, direction: str, index: int, name: str) -> list[Collective]:
         return self._collectives[phase_of(direction, index, self._layout.microbatches), name]
