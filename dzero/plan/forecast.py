@@ -65,6 +65,11 @@ class Forecast:
         return self.memory.peak.when
 
     @property
+    def peak_bytes(self) -> int:
+        """Of the device, as tensors take it: what fragmentation loses is left out."""
+        return sum(count for kind, count in self.tiers[DEVICE].kinds.items() if kind != "fragmentation")
+
+    @property
     def fits(self) -> bool:
         """On every tier."""
         return not any(tier.short_bytes for tier in self.tiers.values())
