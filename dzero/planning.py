@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,9 +97,25 @@ def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_siz
         return planned(replace(config, mesh=mesh, block=block), hardware, vocab_size)
 
 
+def tell_plan(
+    board: TensorBoardSink, step: int, config: RunConfig, ranks: int, device_type: str, vocab_size: int
+) -> tuple[int | None, str | None]:
+    """The plan of a run under way, onto its board: the device's peak that it predicts, and a line on what is lacking.
+
+    The run goes on whatever happens here.
+    """
+    try:
+        forecast = planned_under_way(config, ranks, device_type, vocab_size)
+        return forecast.peak_bytes, onto_board(board, forecast, step)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return None, f"TensorBoard has no plan of this run: {type(error).__name__}: {reason}"
+
+
 def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str | None:
     """Write it there; what the board lacks where matplotlib is not installed."""
     picture, lacks = None, None
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # that it builds its cache is no news of a run
     try:
         picture = pixels(forecast)
     except RunError as error:

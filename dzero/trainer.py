@@ -32,7 +32,7 @@ from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
-from dzero.planning import onto_board, planned_under_way
+from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
 from dzero.saves import Saves
 from dzero.stopping import EXIT_SAVED, StopRequest
@@ -231,19 +231,14 @@ class Trainer:
         return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
 
     def _plan(self, step: int, monitor: Monitor) -> None:
-        """This run's plan onto its board. A run goes on without it, but not silently."""
-        if monitor.board is None or not self.config.monitor.plan:
-            return
-        with self.recorder.aside():
-            try:
-                ranks, vocab_size = dist.get_world_size(), self.corpus.vocab_size
-                forecast = planned_under_way(self.config, ranks, self.device.type, vocab_size)
-                self.recorder.planned_bytes = forecast.peak_bytes
-                lacks = onto_board(monitor.board, forecast, step)
-            except Exception as error:
-                lacks = f"this run's plan is not in TensorBoard: {type(error).__name__}: {error}".splitlines()[0]
-        if lacks:
-            monitor.note(step, lacks)
+        """This run's plan, for its board."""
+        if monitor.board is not None and self.config.monitor.plan:
+            ranks, vocab_size = dist.get_world_size(), self.corpus.vocab_size
+            with self.recorder.aside():
+                told = tell_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
+            self.recorder.planned_bytes, lacks = told
+            if lacks:
+                monitor.note(step, lacks)
 
     def _introduce(self) -> str:
         layout, ranks = self.sharded.layout, dist.get_world_size()

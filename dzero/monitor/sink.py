@@ -62,7 +62,12 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks."""
+    """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks.
+
+    board: that for TensorBoard, where there is one.
+    """
+
+    board: TensorBoardSink | None = None
 
     def __init__(
         self,
@@ -75,7 +80,6 @@ class Monitor:
         terminal: Terminal | None = None,
     ) -> None:
         self.sinks: list[Sink] = []
-        self.board: TensorBoardSink | None = None
         if rank != 0:
             return
         self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))

@@ -24,7 +24,7 @@ another, and nothing is gathered ahead.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -139,7 +139,7 @@ class _Step:
             for direction in (FORWARD, BACKWARD):
                 self._pass(direction, index)
         if not from_before:
-            deque(self._update(self._order, max(self._reduced_s.values())), maxlen=0)
+            list(self._update(self._order, max(self._reduced_s.values())))
 
     def _pass(self, direction: str, index: int) -> None:
         """Forward or backward of a microbatch: at the most one unit is gathered that was not at work yet."""
@@ -147,13 +147,13 @@ class _Step:
         used = dict.fromkeys(span.unit for span in spans if span.unit in self._moves)
         to_gather = [*used, *(name for name in self._order if name not in used)]
         last = {span.unit: at for at, span in enumerate(spans)}
-        there_s: dict[str, float] = {}
+        there_s, at_work = dict[str, float](), set[str]()
         for at, span in enumerate(spans):
             if span.unit in to_gather:
                 to_gather.remove(span.unit)
                 there_s[span.unit] = self._gather(direction, index, span.unit, self._computed_s)
             start_s = max(self._computed_s, there_s.get(span.unit, 0.0))
-            at_work = {each.unit for each in spans[: at + 1]}
+            at_work.add(span.unit)
             if self._ahead and to_gather and there_s.keys() <= at_work:
                 name = to_gather.pop(0)
                 there_s[name] = self._gather(direction, index, name, start_s)
@@ -200,14 +200,13 @@ class _Step:
             at_s = add(DISK, LOAD, name, take.read(moves.disk_grad), at_s)
         self._evicted_s[name] = add(DISK, SPILL, name, take.written(moves.disk_grad), at_s)
         if is_last and name in self._early:
-            deque(self._update([name], self._evicted_s[name], ahead=True), maxlen=0)
+            list(self._update([name], self._evicted_s[name], ahead=True))
 
     def _update(self, names: Sequence[str], begun_s: float, *, ahead: bool = False) -> Iterator[str]:
-        """Yields each unit once it is. Units on disk take turns with their slots in host memory.
-
-        ahead: new working copies stay on the host."""
-        take, add = self._durations, self.lanes.add
-        names = [*names]
+        """Yields each unit once its bars are there: those of forward come between them. Units on disk take turns with
+        their slots in host memory. ahead: new working copies stay on the host.
+        """
+        take, add, names = self._durations, self.lanes.add, [*names]
         loaded_s, spilled_s = list[float](), list[float]()
         for at, name in enumerate(names):
             for coming in names[len(loaded_s) : at + DISK_TURNS]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import struct
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -18,14 +16,12 @@ from dzero import __main__ as commands
 from dzero.command_line import composed
 from dzero.config import RunConfig
 from dzero.monitor.board import TensorBoardSink
-from dzero.monitor.sink import Monitor
 from dzero.plan.forecast import Forecast
 from dzero.plan.measure import unmeasured
 from dzero.plan.picture import draw, pixels
 from dzero.plan.picture_timeline import _Axis, _joined
 from dzero.plan.timeline import Bar, Timeline
-from dzero.planning import onto_board, planned, planned_under_way
-from dzero.trainer import Trainer
+from dzero.planning import onto_board, planned, planned_under_way, tell_plan
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
@@ -128,14 +124,10 @@ def test_a_run_under_way_is_planned_without_touching_its_random_numbers() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_plan_that_fails_is_told_and_stops_nothing() -> None:
-    trainer, told = Trainer.__new__(Trainer), list[str]()
-    trainer.config, trainer.device = settled(), torch.device("cpu")
-    trainer.recorder = cast("Any", SimpleNamespace(aside=nullcontext))
-    monitor = SimpleNamespace(board=object(), note=lambda _, line: told.append(line))
-    trainer._plan(1, cast("Monitor", monitor))  # outside of a process group, without a corpus
-    (line,) = told
-    assert line.startswith("this run's plan is not in TensorBoard: ")
+def test_a_plan_that_fails_is_told_in_a_line_and_raises_nothing(tmp_path: Path) -> None:
+    told = tell_plan(TensorBoardSink(tmp_path), 1, settled("train.global_sequences=8"), 3, "cpu", 256)
+    assert told == (None, ANY)
+    assert str(told[1]).startswith("TensorBoard has no plan of this run: ValueError: train.global_sequences=8")
 
 
 def test_a_run_has_its_plan_in_its_board(tmp_path: Path) -> None:

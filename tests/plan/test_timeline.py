@@ -90,6 +90,12 @@ def test_a_step_is_as_long_as_its_lanes_allow(run: str) -> None:
         assert timeline.end_s == pytest.approx(step_s + faster_way, rel=1e-9)
 
 
+def test_gradients_off_the_device_come_back_to_masters_on_it() -> None:
+    _, timeline = foreseen("zero.stage=2 offload.grad=host")
+    busy = timeline.busy_s()
+    assert busy[BACK] == pytest.approx(busy[OUT])
+
+
 def when(timeline: Timeline, kind: str, unit: str) -> list[Bar]:
     return sorted((b for b in timeline.bars if (b.kind, b.unit) == (kind, unit)), key=lambda bar: bar.start_s)
 
