@@ -182,7 +182,8 @@ def _mark_peak(axes: Any, moments: Sequence[Moment], height: float) -> None:
     side = "right" if at > len(moments) / 2 else "left"
     text = f"{format_bytes(moment.total_bytes)} at {moment.when}"
     axes.plot([at + 0.5], [height], "v", color=INK, markersize=5, clip_on=False)
-    axes.annotate(text, (at + 0.5, height), (0, 7), textcoords="offset points", ha=side, fontsize=8.5, color=INK)
+    look = {"ha": side, "fontsize": 8.5, "color": INK, "bbox": {"facecolor": "white", "linewidth": 0, "pad": 1.5}}
+    axes.annotate(text, (at + 0.5, height), (0, 8), textcoords="offset points", **look)
 
 
 def scale_of(count: float) -> tuple[float, str]:

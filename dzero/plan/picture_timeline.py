@@ -93,19 +93,17 @@ def draw_timeline(figure: Any, forecast: Forecast, timeline: Timeline) -> None:
 def _draw_lane(axes: Any, axis: _Axis, row: int, bars: Sequence[Bar]) -> None:
     """Bars of one lane, in the order of time; names where there is room."""
     axes.axhspan(row - 0.36, row + 0.36, color="#f4f6f8", linewidth=0)
-    for kind, like in groupby(bars, key=lambda bar: bar.kind):
-        run = [*like]
-        parts = [part for bar in run for part in axis.seen(bar)]
-        narrow = sum(end - start for start, end in parts) < NARROW * axis.width_s * len(parts)
-        wide = [(start, max(end, start + LEAST * axis.width_s)) for start, end in parts]
+    for kind in KINDS:
+        seen = [(bar.unit, *part) for bar in bars if bar.kind == kind for part in axis.seen(bar)]
+        narrow = sum(end - start for _, start, end in seen) < NARROW * axis.width_s * len(seen)
+        wide = [(start, max(end, start + LEAST * axis.width_s)) for _, start, end in seen]
         spans = [(start, end - start) for start, end in (_joined(wide, LEAST / 2 * axis.width_s) if narrow else wide)]
         edge = {"linewidth": 0} if narrow else {"edgecolor": "white", "linewidth": 0.4}
         axes.broken_barh(spans, (row - 0.36, 0.72), facecolor=WORK[kind], **edge)
-        for bar in run:
-            for start, end in axis.seen(bar):
-                if end - start > LETTER * (len(bar.unit) + 1) * axis.width_s:
-                    text = {"ha": "center", "va": "center", "fontsize": 6.5, "color": INK}
-                    axes.text((start + end) / 2, row, bar.unit, clip_on=True, **text)
+        for unit, start, end in seen:
+            if end - start > LETTER * (len(unit) + 1) * axis.width_s:
+                text = {"ha": "center", "va": "center", "fontsize": 6.5, "color": INK}
+                axes.text((start + end) / 2, row, unit, clip_on=True, **text)
 
 
 def _joined(parts: Sequence[tuple[float, float]], gap_s: float) -> list[tuple[float, float]]:
