@@ -14,6 +14,7 @@ from dzero.checkpoint.inspect import bytes_of, inspect
 from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
+from dzero.monitor.board import TensorBoardSink
 from dzero.offload.disk_speed import bench
 from dzero.plan.assumptions import read_papers
 from dzero.plan.machine_tables import as_yaml, machine_table
@@ -21,7 +22,7 @@ from dzero.plan.measure import cached, measured
 from dzero.plan.paper_tables import paper_tables
 from dzero.plan.picture import draw
 from dzero.plan.tables import tables
-from dzero.planning import explained, hardware_of, planned
+from dzero.planning import explained, hardware_of, onto_board, planned
 from dzero.terminal import bar, show
 from dzero.verify.verify import CONF, verify
 
@@ -109,12 +110,19 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         show(tables(found))
         if options.picture is not None:
             draw(found, options.picture)
+        if options.tensorboard is not None:
+            board = TensorBoardSink(options.tensorboard)
+            lacks = onto_board(board, found)
+            board.close()
+            if lacks:
+                print(lacks, file=sys.stderr)
         print(f"\n{found.verdict()}", flush=True)
         sys.exit(0 if found.fits else 1)
 
     what = "as train.py takes them; mesh.dp=RANKS, hardware=NODE (conf/hardware). Exit code 1 where it does not fit"
     parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=what)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="bars by tier, and the device through a step")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="tiers, the device, and lanes through a step")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="tables and picture, for tensorboard --logdir")
     parser.set_defaults(run=run)
 
 

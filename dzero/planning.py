@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,13 +13,18 @@ from torch.nn import functional
 
 from dzero.config import RunConfig
 from dzero.data.corpus import load
+from dzero.errors import RunError
+from dzero.mesh import local_ranks
 from dzero.models.build import build, flops_per_token
+from dzero.monitor.board import TensorBoardSink
 from dzero.parallel.blocks import apply_blocks
 from dzero.plan.costs import costs_of
 from dzero.plan.explain import actions, tables
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.measure import cached, measured
+from dzero.plan.measure import cached, measured, unmeasured
+from dzero.plan.picture import pixels
+from dzero.plan.tables import tables as plan_tables
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
@@ -35,9 +42,10 @@ def layout_of(config: RunConfig, device_type: str) -> Layout:
     return config.layout(ranks_of(config), device_type)
 
 
-def model_of(config: RunConfig) -> nn.Module:
-    """As a run would train it, on meta and in fp32."""
-    vocab_size = None if config.model.vocab_size is not None else load(config.data).vocab_size
+def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
+    """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
+    if vocab_size is None and config.model.vocab_size is None:
+        vocab_size = load(config.data).vocab_size
     model = build(config.model, vocab_size)
     apply_blocks(model, config.block, "cpu")
     return model
@@ -56,10 +64,10 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
     return [table for table in [*told, *tables(layout, units)] if table.rows], actions(layout, units)
 
 
-def planned(config: RunConfig, hardware: HardwareConfig) -> Forecast:
+def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
     """What a run with these settings needs of `hardware`. Raises ValueError for ranks that do not divide."""
     ranks, train = ranks_of(config), config.train
-    layout, model = layout_of(config, hardware.device_type), model_of(config)
+    layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
     units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
     costs = costs_of(model.to(layout.param.dtype), _Loss(config), config.zero.units)
     step_tokens = train.sequences(ranks) * train.sequence_tokens
@@ -71,6 +79,49 @@ def hardware_of(config: RunConfig) -> HardwareConfig:
     if config.hardware is not None:
         return config.hardware
     return (cached(config.launch.workers) or measured(config.launch.workers)).hardware
+
+
+def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
+    """The same of a run, by one of its ranks: on the hardware that its settings name, if it is of this kind, else here.
+
+    Nothing is measured, and no random number is taken.
+    """
+    local, hardware = local_ranks(), config.hardware
+    if hardware is None or hardware.device_type != device_type:
+        known = cached(local)
+        hardware = known.hardware if known else None
+    if hardware is None or hardware.device_type != device_type:
+        hardware = unmeasured(local, device_type)
+    mesh, block = replace(config.mesh, dp=ranks), replace(config.block, compile=None)
+    with torch.random.fork_rng(devices=[]):
+        return planned(replace(config, mesh=mesh, block=block), hardware, vocab_size)
+
+
+def tell_plan(
+    board: TensorBoardSink, step: int, config: RunConfig, ranks: int, device_type: str, vocab_size: int
+) -> tuple[int | None, str | None]:
+    """The plan of a run under way, onto its board: the device's peak that it predicts, and a line on what is lacking.
+
+    The run goes on whatever happens here.
+    """
+    try:
+        forecast = planned_under_way(config, ranks, device_type, vocab_size)
+        return forecast.peak_bytes, onto_board(board, forecast, step)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return None, f"TensorBoard has no plan of this run: {type(error).__name__}: {reason}"
+
+
+def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str | None:
+    """Write it there; what the board lacks where matplotlib is not installed."""
+    picture, lacks = None, None
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # that it builds its cache is no news of a run
+    try:
+        picture = pixels(forecast)
+    except RunError as error:
+        lacks = str(error)
+    board.plan(step, plan_tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
+    return lacks
 
 
 class _Loss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,11 @@ class Shared:
 
 
 class Recorder:
-    """One worker's figures; `losses` of its steps. `flops_per_token`: of forward and backward, None where unknown.
+    """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
-    done_steps: made before, by the run that this one goes on from."""
+    flops_per_token: of forward and backward, None where unknown. done_steps: made before, by the run that this one goes
+    on from.
+    """
 
     def __init__(
         self,
@@ -65,12 +68,17 @@ class Recorder:
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
+        self.planned_bytes: int | None = None
         self._grad_bytes = 0
         self._lr = self._scale = 0.0
 
     def begin_run(self) -> None:
         """Peaks count from here."""
         self._memory.reset()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside, between two steps, is no part of the run."""
+        return self._memory.aside()
 
     def begin_step(self) -> None:
         """Time counts from here."""
@@ -149,6 +157,7 @@ class Recorder:
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,
+            planned_bytes=self.planned_bytes if self._device.type == "cuda" else None,
         )
 
     def _memory_by_kind(self) -> Mapping[str, int]:

@@ -32,6 +32,7 @@ from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
+from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
 from dzero.saves import Saves
 from dzero.stopping import EXIT_SAVED, StopRequest
@@ -153,6 +154,8 @@ class Trainer:
         self.schedule.step()
         self._check_skips(step, monitor)
         monitor.step(self.recorder.end_step(step, shared.loss))
+        if step == self.done_steps + 1:
+            self._plan(step, monitor)  # not before it: a restart waits for its first step
         return shared
 
     def _microbatches(self) -> torch.Tensor:
@@ -226,6 +229,16 @@ class Trainer:
     @property
     def _evaluates(self) -> bool:
         return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
+
+    def _plan(self, step: int, monitor: Monitor) -> None:
+        """This run's plan, for its board."""
+        if monitor.board is not None and self.config.monitor.plan:
+            ranks, vocab_size = dist.get_world_size(), self.corpus.vocab_size
+            with self.recorder.aside():
+                told = tell_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
+            self.recorder.planned_bytes, lacks = told
+            if lacks:
+                monitor.note(step, lacks)
 
     def _introduce(self) -> str:
         layout, ranks = self.sharded.layout, dist.get_world_size()

@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder saves trainer sources planning verify
+recorder saves sources planning trainer verify
 __main__
 """
 ORDER = LEVELS.split()

@@ -39,10 +39,11 @@ def write_text(path: Path, words: int = 8000) -> Path:
 
 
 def settled(data: Path, *settings: str) -> RunConfig:
-    """The small run on the text or tokens at `data`, with `settings` over it."""
+    """The small run on the text or tokens at `data`, with `settings` over it; without a plan, which takes longer."""
     config.register()
+    quick = [] if any(setting.startswith("monitor.") for setting in settings) else ["monitor.plan=false"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.resolve(compose("config", overrides=[*SMALL.split(), f"data.path={data}", *settings]))
+        return config.resolve(compose("config", overrides=[*SMALL.split(), *quick, f"data.path={data}", *settings]))
 
 
 def train(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:

@@ -5,19 +5,24 @@ optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
 memory/<kind>_bytes  traffic/<kind>_bytes                   of rank 0; traffic is that of one step
 offload/<lane>_busy_s  .._waited_s  .._moved_bytes          of rank 0 and one step: at work, stood waiting for, moved
-config  note  summary                                       text
+memory/planned_bytes                                        what the plan says the device's peak would be, process aside
+plan                                                        image
+plan  config  note  summary                                 text
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.tables import summary_tables
 from dzero.offload.swap import LaneUse
-from dzero.terminal import plain
+from dzero.terminal import Table, plain
 
 
 class TensorBoardSink:
@@ -43,6 +48,15 @@ class TensorBoardSink:
     def note(self, step: int, message: str) -> None:
         """Keep something rare as text."""
         self._writer.add_text("note", code_block(message), step)
+
+    def plan(
+        self, step: int, tables: Sequence[Table], verdict: str, picture: np.ndarray[Any, Any] | None, peak_bytes: int
+    ) -> None:
+        """Keep a plan: its tables as text, its picture (uint8 [height, width, RGB]), the device's peak that it says."""
+        self._writer.add_text("plan", code_block(f"{plain(tables)}\n\n{verdict}"), step)
+        self._writer.add_scalar("memory/planned_bytes", peak_bytes, step)
+        if picture is not None:
+            self._writer.add_image("plan", picture, step, dataformats="HWC")
 
     def summary(self, summary: RunSummary) -> None:
         """Keep the closing tables as text."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.process_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else rss_bytes()
+        self.process_bytes = self._now_bytes()
 
     def reset(self) -> bool:
         """Forget the peak so far. False where the system refuses: the peak then reaches back to the process's start."""
@@ -39,6 +40,16 @@ class MemoryMeter:
             return reset_peak_rss()
         torch.cuda.reset_peak_memory_stats(self._device)
         return True
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done inside is no part of the run: what stays in memory of it counts as the process's."""
+        before = self._now_bytes()
+        yield
+        self.process_bytes += max(0, self._now_bytes() - before)
+
+    def _now_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else rss_bytes()
 
     def peak_bytes(self) -> int:
         """The most in use since `reset`."""

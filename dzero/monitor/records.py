@@ -45,6 +45,8 @@ class RunSummary:
     `peak_bytes`: peak memory by kind, one mapping per rank, in rank order. `traffic`: calls and bytes sent by this
     rank in `traffic_steps` steps; `theory`: the same for one step, by formula. `lanes`: the offload's lanes in all
     steps; `host_bytes`: of this rank's arena. `step_flops`: of the model on this rank in a step, None where unknown.
+    `planned_bytes`: this rank's peak as the plan says, the process aside; None without a plan, and on a CPU, whose
+    measured peak has libraries and the allocator's rest in it.
     """
 
     steps: int
@@ -64,3 +66,4 @@ class RunSummary:
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     host_bytes: int = 0
     step_flops: float | None = None
+    planned_bytes: int | None = None

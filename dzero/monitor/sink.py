@@ -20,11 +20,14 @@ class MonitorConfig:
 
     `log_every_steps`: steps between two lines of the plain log (a terminal has a live line instead).
     `tensorboard`: write event files to `<run folder>/tensorboard`, a point every `scalars_every_steps` steps.
+    `plan`: with this run's plan (`python -m dzero plan`), which rank 0 makes after the first step; the others wait for
+    it, a second or two, 10 s for 80 layers.
     """
 
     log_every_steps: int = 10
     tensorboard: bool = True
     scalars_every_steps: int = 1
+    plan: bool = True
 
     def __post_init__(self) -> None:
         for name in ("log_every_steps", "scalars_every_steps"):
@@ -35,6 +38,8 @@ class MonitorConfig:
                 f"monitor.scalars_every_steps={self.scalars_every_steps} has no effect with monitor.tensorboard=false; "
                 "remove it, or set monitor.tensorboard=true"
             )
+        if not self.tensorboard and not self.plan:
+            raise ValueError("monitor.plan=false has no effect with monitor.tensorboard=false; remove it")
 
 
 class Sink(Protocol):
@@ -57,7 +62,12 @@ class Sink(Protocol):
 
 
 class Monitor:
-    """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks."""
+    """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks.
+
+    board: that for TensorBoard, where there is one.
+    """
+
+    board: TensorBoardSink | None = None
 
     def __init__(
         self,
@@ -74,13 +84,12 @@ class Monitor:
             return
         self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))
         if config.tensorboard:
-            self.sinks.append(
-                TensorBoardSink(
-                    run_folder / "tensorboard",
-                    resolved_config=resolved_config,
-                    scalars_every_steps=config.scalars_every_steps,
-                )
+            self.board = TensorBoardSink(
+                run_folder / "tensorboard",
+                resolved_config=resolved_config,
+                scalars_every_steps=config.scalars_every_steps,
             )
+            self.sinks.append(self.board)
 
     def step(self, record: StepRecord) -> None:
         """Tell of one optimizer step."""

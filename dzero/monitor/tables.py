@@ -6,6 +6,7 @@ import torch
 
 from dzero.comm.ledger import Traffic
 from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
+from dzero.monitor.memory import PROCESS
 from dzero.monitor.records import RunSummary
 from dzero.terminal import DIFFERS, OK, Table
 
@@ -19,7 +20,7 @@ def summary_tables(summary: RunSummary) -> list[Table]:
 
 
 def result_table(summary: RunSummary) -> Table:
-    """Losses, speed and what was skipped."""
+    """Losses, speed, what was skipped, and rank 0's peak beside its plan."""
     speed, held_out = summary.speed, summary.held_out_loss
     rate = "unknown: no step after the warm-up"
     if speed.tokens_per_s is not None:
@@ -27,19 +28,18 @@ def result_table(summary: RunSummary) -> Table:
     mfu = "unknown peak" if summary.peak_flops is None else "unknown"
     if speed.mfu is not None and summary.peak_flops is not None:
         mfu = f"{speed.mfu:.1%} of {summary.peak_flops / 1e12:.4g} TFLOP/s per device"
-    return Table(
-        "result",
-        ("quantity", "value"),
-        (
-            ("steps", f"{summary.steps}, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"),
-            ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
-            ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}"),
-            ("tokens/s", rate),
-            ("MFU", mfu),
-            ("skipped steps", str(summary.skipped_steps)),
-        ),
-        left=2,
-    )
+    rows = [
+        ("steps", f"{summary.steps}, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"),
+        ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
+        ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}"),
+        ("tokens/s", rate),
+        ("MFU", mfu),
+        ("skipped steps", str(summary.skipped_steps)),
+    ]
+    if summary.planned_bytes is not None:
+        peak = sum(count for kind, count in summary.peak_bytes[0].items() if kind != PROCESS)
+        rows.append(("device peak", f"{format_bytes(peak)}, predicted {format_bytes(summary.planned_bytes)}"))
+    return Table("result", ("quantity", "value"), tuple(rows), left=2)
 
 
 def memory_table(summary: RunSummary) -> Table:

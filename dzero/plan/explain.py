@@ -28,6 +28,11 @@ class Collective:
     count: int = 1
 
 
+def phase_of(direction: str, microbatch: int, microbatches: int) -> str:
+    """What a collective's `phase` says; `microbatch` from 0 on."""
+    return f"{direction} {microbatch + 1} of {microbatches}" if microbatches > 1 else direction
+
+
 def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collective]:
     """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them."""
     *blocks, root = units
@@ -49,19 +54,19 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
 
     for index in range(microbatches):
         last = index == microbatches - 1
-        of = f" {index + 1} of {microbatches}" if microbatches > 1 else ""
+        forward, backward = (phase_of(direction, index, microbatches) for direction in ("forward", "backward"))
         if layout.param.sharded or index == 0:
             for unit in (root, *blocks):
-                yield from one(f"forward{of}", "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
+                yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
         again = layout.param.sharded and layout.reshard_after_forward is not False
         for unit in (root, *reversed(blocks)):
             if again:
                 owned = unit.shard_elems(inner) * itemsize
-                yield from one(f"backward{of}", "all_gather", SHARD, unit, inner, owned)
+                yield from one(backward, "all_gather", SHARD, unit, inner, owned)
             if layout.cadence(last).reduce and unit is not root:
-                yield from reduced(f"backward{of}", unit, last)
+                yield from reduced(backward, unit, last)
         if layout.cadence(last).reduce:
-            yield from reduced(f"backward{of}", root, last)
+            yield from reduced(backward, root, last)
 
 
 def folded(found: Iterator[Collective]) -> list[Collective]:

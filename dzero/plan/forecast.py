@@ -10,6 +10,7 @@ from dzero.plan.analytic import Memory, memory_of
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.pace import Moved, Pace, moved_of, pace_of
+from dzero.plan.timeline import Timeline, timeline_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
@@ -49,11 +50,24 @@ class Forecast:
     pace: Pace
     step_tokens: int
     model_flops: float | None
+    units: Sequence[UnitShape]
+    costs: Costs
+
+    def timeline(self) -> Timeline | None:
+        """A step, bar by bar; None where the hardware does not say all that its pace needs."""
+        if self.pace.step_s is None:
+            return None
+        return timeline_of(self.layout, self.units, self.costs, self.hardware)
 
     @property
     def when(self) -> str:
         """The device's fullest moment."""
         return self.memory.peak.when
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the device, as tensors take it: what fragmentation loses is left out."""
+        return sum(count for kind, count in self.tiers[DEVICE].kinds.items() if kind != "fragmentation")
 
     @property
     def fits(self) -> bool:
@@ -118,4 +132,6 @@ def forecast(
         pace=pace_of(layout, units, costs, hardware),
         step_tokens=step_tokens,
         model_flops=model_flops,
+        units=units,
+        costs=costs,
     )

@@ -3,6 +3,7 @@
     found(ranks)      the cached figures, or measures them now (under half a minute)
     cached(ranks)     the cached figures, or None
     measured(ranks)   measures them now, and caches them
+    unmeasured(...)   its memory only
 
 A rank has the threads and cores that it has in training, and all ranks work at the same time, so what they share
 (cores, memory, caches) is shared as in a run. Peaks of listed GPUs are their datasheet's, with the efficiency that was
@@ -16,8 +17,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -59,6 +61,24 @@ def cached(ranks: int | None = None) -> Measurement | None:
     except (DamagedCache, OSError) as error:
         print(f"{error}; it counts as none, and the next measurement replaces it", file=sys.stderr)
         return None
+
+
+def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
+    """This machine as far as it need not be measured: memory, no rates."""
+    host_bytes = host_memory_bytes()
+    on_gpu = device_type == "cuda"
+    unknown = {item.name: None for item in fields(HardwareConfig) if "None" in str(item.type)}
+    known: dict[str, Any] = {
+        "name": torch.cuda.get_device_name() if on_gpu else _cpu_model(),
+        "device_type": device_type,
+        "devices_per_node": ranks,
+        "device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else host_bytes // ranks,
+        "reserved_bytes": 0,
+        "host_bytes": host_bytes,
+        "efficiency": 1.0,
+        "collective_latency_s": 0.0,
+    }
+    return HardwareConfig(**unknown | known)
 
 
 def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:

@@ -1,59 +1,194 @@
-"""A forecast as a picture: what each tier holds, and what lies on the device through one microbatch."""
+"""A forecast as a picture, for a file or for TensorBoard.
+
+    panel          what it shows                                                      drawn by
+    tiers          a stacked bar per tier: bytes by kind, and the tier's capacity     _draw_tiers
+    the device     the same kinds while each unit is at work                          _draw_moments
+    a step         lanes over seconds (timeline.py)                                   picture_timeline.py
+
+A kind of state has one colour everywhere, and what moves or updates it has it too. matplotlib is an extra of the
+installation, so it is imported where it is used.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dzero.errors import RunError
-from dzero.plan.forecast import TIERS, Forecast
+from dzero.hardware import dtype_name, format_bytes, format_count
+from dzero.plan.analytic import Moment
+from dzero.plan.colours import HOST, INK, RED, colour_of, hatch_of
+from dzero.plan.costs import BACKWARD, FORWARD
+from dzero.plan.forecast import DEVICE, TIERS, Forecast
+from dzero.plan.picture_timeline import draw_timeline, height_of
+from dzero.zero.units import ROOT
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-GB = 1e9
+NO_MATPLOTLIB = "the plan's picture needs matplotlib: pip install 'dzero[plot]'"
+DPI = 130
+WIDTH, MEMORY_HEIGHT, NOTE_HEIGHT = 14.0, 4.9, 0.5
+SHOWN_CAPACITY = 2.5
+"""A capacity so many times what is used is told, not drawn: the bar would be too small to read."""
+TICKS = 42
 
 
 def draw(forecast: Forecast, path: Path) -> None:
     """Write it to `path`. Raises RunError for another format than `FORMATS`, and without matplotlib."""
     if path.suffix not in FORMATS:
         raise RunError(f"--picture={path}: the name must end with one of {', '.join(FORMATS)}")
+    figure_of(forecast).savefig(path, dpi=DPI)
+
+
+def pixels(forecast: Forecast) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Of the picture: uint8 [height, width, RGB]. Raises RunError without matplotlib."""
+    figure = figure_of(forecast)
+    figure.set_dpi(DPI)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def figure_of(forecast: Forecast) -> Figure:
+    """All panels; in place of the timeline what it lacks, where the hardware does not say it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RunError("--picture needs matplotlib: pip install 'dzero[plot]'") from error
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    tiers, moments = figure.subplots(1, 2, width_ratios=(1, 2))
-    _draw_tiers(tiers, forecast)
-    _draw_moments(moments, forecast)
-    layout = forecast.layout
-    figure.suptitle(
-        f"{forecast.params / 1e9:.3g} B parameters, stage {layout.stage}, {layout.ranks} ranks: {forecast.verdict()}"
-    )
-    figure.savefig(path)
-
-
-def _draw_tiers(axes: Any, forecast: Forecast) -> None:
-    """A stacked bar per tier, and its capacity."""
+        raise RunError(NO_MATPLOTLIB) from error
+    timeline = forecast.timeline()
+    below = height_of(timeline) if timeline else NOTE_HEIGHT
+    figure = Figure(figsize=(WIDTH, MEMORY_HEIGHT + below), layout="constrained")
+    memory, step = figure.subfigures(2, 1, height_ratios=(MEMORY_HEIGHT, below), squeeze=False)[:, 0]
     used = [name for name in TIERS if forecast.tiers[name].kinds]
-    for at, name in enumerate(used):
-        tier, bottom = forecast.tiers[name], 0.0
-        for number, (kind, count) in enumerate(tier.kinds.items()):
-            axes.bar(at, count / GB, 0.6, bottom, color=f"C{number}", edgecolor="white")
-            if count > 0.04 * tier.total_bytes:
-                axes.text(at, bottom + count / GB / 2, kind, ha="center", va="center", fontsize=8)
-            bottom += count / GB
-        if tier.capacity_bytes is not None and tier.capacity_bytes < 3 * tier.total_bytes:
-            axes.hlines(tier.capacity_bytes / GB, at - 0.4, at + 0.4, color="black", linestyle="--")
-    axes.set_xticks(range(len(used)), used)
-    axes.set_ylabel("GB per rank (dashed: what there is)")
+    axes = memory.subplots(1, len(used) + 1, width_ratios=[*[1] * len(used), 10 - 1.4 * len(used)])
+    for each, name in zip(axes, used, strict=False):
+        _draw_tier(each, forecast, name)
+    _draw_moments(axes[-1], forecast)
+    if timeline:
+        draw_timeline(step, forecast, timeline)
+    else:
+        lacks = ", ".join(forecast.pace.unknown)
+        step.text(
+            0.5, 0.5, f"no timeline: {lacks} unknown; python -m dzero hardware measures this machine", ha="center"
+        )
+    memory.suptitle(_title(forecast), color=INK if forecast.fits else RED, fontsize=12, weight="bold")
+    return figure
+
+
+def _title(forecast: Forecast) -> str:
+    layout = forecast.layout
+    axes = f"{layout.replicate} replicate x {layout.shard} shard" if layout.hybrid else f"{layout.ranks} ranks"
+    what = (
+        f"{format_count(forecast.params)} parameters in {dtype_name(layout.param.dtype)}, stage {layout.stage}, {axes}"
+    )
+    accumulated = f", {layout.microbatches} microbatches" if layout.microbatches > 1 else ""
+    return f"{what}{accumulated}: {forecast.verdict()}"
+
+
+def _draw_tier(axes: Any, forecast: Forecast, name: str) -> None:
+    """A stacked bar on an axis of its own, and the tier's capacity as a dashed line where that is near."""
+    tier, bottom = forecast.tiers[name], 0.0
+    total, capacity = tier.total_bytes, tier.capacity_bytes
+    near = capacity if capacity is not None and capacity < SHOWN_CAPACITY * total else None
+    top = 1.04 * max(total, near or 0)
+    scale, unit = scale_of(top)
+    for kind, count in tier.kinds.items():
+        axes.bar(0, count / scale, 0.9, bottom / scale, color=colour_of(kind), hatch=hatch_of(kind), edgecolor="white")
+        if count > 0.035 * top:
+            label = f"{kind}\n{format_bytes(count)}" if count > 0.09 * top else kind
+            look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": INK}
+            box = {"facecolor": colour_of(kind), "linewidth": 0, "pad": 0.6}
+            axes.text(0, (bottom + count / 2) / scale, label, bbox=box, **look)
+        bottom += count
+    if near is not None:
+        axes.axhline(near / scale, color=RED if tier.short_bytes else INK, linestyle="--", linewidth=1.2)
+    of = "of unknown" if capacity is None else f"of {format_bytes(capacity)}"
+    axes.set_title(
+        f"{name}\n{format_bytes(total)}\n{of}", fontsize=9, color=RED if tier.short_bytes else INK, linespacing=1.3
+    )
+    axes.set(xlim=(-0.5, 0.5), ylim=(0, top / scale), xticks=[], ylabel=unit)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def _draw_moments(axes: Any, forecast: Forecast) -> None:
     """The device's kinds, unit by unit."""
-    moments = forecast.memory.device
+    moments = _told(forecast)
     kinds = [kind for kind in moments[0].kinds if any(moment.kinds.get(kind) for moment in moments)]
-    stacked = [[moment.kinds.get(kind, 0) / GB for moment in moments] for kind in kinds]
-    axes.stackplot(range(len(moments)), stacked, labels=kinds, step="mid")
-    every = max(1, len(moments) // 24)
-    axes.set_xticks(range(0, len(moments), every), [m.when for m in moments[::every]], rotation=90, fontsize=7)
+    peak = max(moment.total_bytes for moment in moments)
+    scale, unit = scale_of(peak)
+    edges = [0, *[at + 0.5 for at in range(len(moments))], len(moments)]
+
+    def stepped(values: Sequence[float]) -> list[float]:
+        return [values[0], *values, values[-1]]
+
+    below = np.zeros(len(moments) + 2)
+    for kind in kinds:
+        above = below + stepped([moment.kinds.get(kind, 0) / scale for moment in moments])
+        colours = {"facecolor": colour_of(kind), "edgecolor": "white", "linewidth": 0.3, "hatch": hatch_of(kind)}
+        axes.fill_between(edges, below, above, step="mid", label=kind, **colours)
+        below = above
+    _mark_phases(axes, moments)
+    _mark_peak(axes, moments, peak / scale)
+    capacity = forecast.tiers[DEVICE].capacity_bytes
+    if capacity is not None and capacity < 1.5 * peak:
+        axes.axhline(capacity / scale, color=RED if capacity < peak else INK, linestyle="--", linewidth=1.2)
+    axes.set(xlim=(0, len(moments)), ylim=(0, 1.2 * peak / scale), ylabel=unit)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("on the device while each unit is at work, last microbatch of a step", fontsize=9)
-    axes.legend(loc="upper left", fontsize=8)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+
+
+def _told(forecast: Forecast) -> list[Moment]:
+    """Without moments of the root between two units where it computes nothing; on a CPU with what lies on the host."""
+    moments, spans = forecast.memory.device, forecast.costs.spans
+    host = {kind: count for kind, count in forecast.tiers[DEVICE].kinds.items() if kind.endswith(HOST)}
+    between = {
+        at
+        for at, (before, span, after) in enumerate(zip(spans, spans[1:], spans[2:], strict=False), 1)
+        if span.unit == ROOT and not span.flops and {before.direction, after.direction} == {span.direction}
+    }
+    kept = [each for at, each in enumerate(moments) if at not in between or each is forecast.memory.peak]
+    return [Moment(each.when, {**each.kinds, **host}) for each in kept]
+
+
+def _mark_phases(axes: Any, moments: Sequence[Moment]) -> None:
+    """A unit's name below its moment, of many every nth; the direction above, and a line between two."""
+    every = -(-len(moments) // TICKS)
+    shown = range(0, len(moments), every)
+    names = [moments[at].when.removeprefix(FORWARD).removeprefix(BACKWARD).strip() for at in shown]
+    axes.set_xticks([at + 0.5 for at in shown], names, rotation=90, fontsize=7)
+    directions = [moment.when.split()[0] for moment in moments]
+    look = {"ha": "center", "va": "top", "fontsize": 9, "color": INK}
+    for direction in (FORWARD, BACKWARD):
+        first, count = directions.index(direction), directions.count(direction)
+        axes.text(first + count / 2, 0.985, direction, transform=axes.get_xaxis_transform(), **look)
+        axes.axvline(first + count, color=INK, linewidth=0.6, linestyle=":")
+
+
+def _mark_peak(axes: Any, moments: Sequence[Moment], height: float) -> None:
+    """Where the device is fullest, and with how much."""
+    at = max(range(len(moments)), key=lambda at: moments[at].total_bytes)
+    moment = moments[at]
+    side = "right" if at > len(moments) / 2 else "left"
+    text = f"{format_bytes(moment.total_bytes)} at {moment.when}"
+    axes.plot([at + 0.5], [height], "v", color=INK, markersize=5, clip_on=False)
+    look = {"ha": side, "fontsize": 8.5, "color": INK, "bbox": {"facecolor": "white", "linewidth": 0, "pad": 1.5}}
+    axes.annotate(text, (at + 0.5, height), (0, 8), textcoords="offset points", **look)
+
+
+def scale_of(count: float) -> tuple[float, str]:
+    """Bytes of the unit in which `count` bytes read well, and its name."""
+    for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if count >= 1024**power:
+            return 1024.0**power, name
+    return 1024.0, "KiB"

@@ -85,5 +85,7 @@ def test_tensorboard_can_be_off(tmp_path: Path) -> None:
 def test_impossible_settings_name_the_key() -> None:
     with pytest.raises(ValueError, match=r"monitor\.log_every_steps=0"):
         MonitorConfig(log_every_steps=0)
+    with pytest.raises(ValueError, match=r"monitor\.plan=false has no effect"):
+        MonitorConfig(tensorboard=False, plan=False)
     with pytest.raises(ValueError, match=r"scalars_every_steps=5 has no effect"):
         MonitorConfig(tensorboard=False, scalars_every_steps=5)

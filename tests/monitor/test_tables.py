@@ -54,6 +54,13 @@ def test_what_is_not_known_is_said() -> None:
     assert known["tokens/s"].startswith("8,192 (297 steps")
 
 
+def test_the_peak_stands_beside_what_was_planned_of_it() -> None:
+    peaks = ({"param": 10 * 2**20, "activations": 54 * 2**20, "process": 2**30},)
+    rows = dict(result_table(replace(SUMMARY, planned_bytes=63 * 2**20, peak_bytes=peaks)).rows)
+    assert rows["device peak"] == "64.0 MiB, predicted 63.0 MiB"
+    assert "device peak" not in dict(result_table(SUMMARY).rows)
+
+
 def test_plain_tables_are_aligned() -> None:
     text = plain(summary_tables(SUMMARY))
     memory = text.split("\n\n")[1].splitlines()

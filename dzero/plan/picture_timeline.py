@@ -1,0 +1,131 @@
+"""The timeline as a panel: a row per lane. Of many microbatches the first and the last are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from dzero.hardware import format_count
+from dzero.plan.colours import INK, WORK
+from dzero.plan.forecast import Forecast
+from dzero.plan.timeline import KINDS, LANES, Bar, Timeline
+
+GAP = 0.05
+"""Of the width, for the microbatches that are left out."""
+LANE_HEIGHT, EDGES_HEIGHT = 0.55, 0.95
+"""Inches of a lane, and of what is above and below them."""
+NARROW = 1 / 350
+"""Of the width: bars below it are drawn as one where they touch."""
+LETTER = 1 / 240
+LEAST = 1 / 1500
+"""Of the width: no bar is drawn narrower."""
+ARROWS = {"device to host": "device → host", "host to device": "host → device"}
+
+
+class _Axis:
+    """From seconds of the step to the panel's: without what lies between the first and the last microbatch."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        begun = timeline.microbatches_s
+        self.left_out = max(0, len(begun) - 2)
+        self.cut_s = (begun[1], begun[-1]) if self.left_out else (timeline.end_s, timeline.end_s)
+        seen_s = timeline.end_s - (self.cut_s[1] - self.cut_s[0])
+        self.gap_s = GAP * seen_s if self.left_out else 0.0
+        self.width_s, self.end_s = seen_s + self.gap_s, timeline.end_s
+
+    def at(self, moment_s: float) -> float:
+        """Where a moment lies; one that is left out, in the gap."""
+        first, last = self.cut_s
+        if moment_s <= first:
+            return moment_s
+        return moment_s - (last - first) + self.gap_s if moment_s >= last else first + self.gap_s / 2
+
+    def seen(self, bar: Bar) -> list[tuple[float, float]]:
+        """(from, to) of the parts of it that are not left out."""
+        first, last = self.cut_s
+        parts = [(bar.start_s, min(bar.end_s, first)), (max(bar.start_s, last), bar.end_s)]
+        return [(self.at(start), self.at(end)) for start, end in parts if start < end]
+
+    def ticks(self) -> list[float]:
+        """Seconds worth a tick."""
+        from matplotlib.ticker import MaxNLocator
+
+        every = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(0, self.width_s)
+        step, first, last = float(every[1] - every[0]), *self.cut_s
+        moments = [step * n for n in range(int(self.end_s / step) + 1)]
+        return [each for each in moments if each <= first or each >= last]
+
+
+def height_of(timeline: Timeline) -> float:
+    """Inches that it takes."""
+    return EDGES_HEIGHT + LANE_HEIGHT * len(timeline.busy_s())
+
+
+def draw_timeline(figure: Any, forecast: Forecast, timeline: Timeline) -> None:
+    """On all of `figure`."""
+    axes, axis, busy = figure.subplots(), _Axis(timeline), timeline.busy_s()
+    lanes = [lane for lane in LANES if busy.get(lane)]
+    bars = sorted(timeline.bars, key=lambda bar: (bar.lane, bar.start_s))
+    for lane, of_lane in groupby(bars, key=lambda bar: bar.lane):
+        _draw_lane(axes, axis, lanes.index(lane), [*of_lane])
+    name, factor = ("s", 1.0) if axis.width_s >= 2 else ("ms", 1e3) if axis.width_s >= 2e-3 else ("µs", 1e6)
+    for kind in KINDS:
+        if any(bar.kind == kind for bar in timeline.bars):
+            axes.bar(0, 0, color=WORK[kind], label=kind.replace("_", "-"))
+    if axis.left_out:
+        left, right = axis.cut_s[0], axis.cut_s[0] + axis.gap_s
+        axes.axvspan(left, right, facecolor="white", hatch="...", edgecolor="#d0d5da", linewidth=0, zorder=3)
+        told = f"{axis.left_out} more microbatch{'es' * (axis.left_out > 1)}"
+        look = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 9, "color": INK, "zorder": 4}
+        axes.text((left + right) / 2, (len(lanes) - 1) / 2, told, bbox={"color": "white", "pad": 2}, **look)
+    ticks = axis.ticks()
+    axes.set_xticks([axis.at(each) for each in ticks], [f"{each * factor:g}" for each in ticks], fontsize=8)
+    shares = [f"{ARROWS.get(lane, lane)}\n{_seconds(busy[lane])}, {busy[lane] / axis.end_s:.0%}" for lane in lanes]
+    axes.set_yticks(range(len(lanes)), shares, fontsize=8)
+    axes.set(xlim=(0, axis.width_s), ylim=(len(lanes) - 0.45, -0.55), xlabel=name)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(_title(forecast, timeline), fontsize=10, color=INK)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+
+
+def _draw_lane(axes: Any, axis: _Axis, row: int, bars: Sequence[Bar]) -> None:
+    """Bars of one lane, in the order of time; names where there is room."""
+    axes.axhspan(row - 0.36, row + 0.36, color="#f4f6f8", linewidth=0)
+    for kind in KINDS:
+        seen = [(bar.unit, *part) for bar in bars if bar.kind == kind for part in axis.seen(bar)]
+        narrow = sum(end - start for _, start, end in seen) < NARROW * axis.width_s * len(seen)
+        wide = [(start, max(end, start + LEAST * axis.width_s)) for _, start, end in seen]
+        spans = [(start, end - start) for start, end in (_joined(wide, LEAST / 2 * axis.width_s) if narrow else wide)]
+        edge = {"linewidth": 0} if narrow else {"edgecolor": "white", "linewidth": 0.4}
+        axes.broken_barh(spans, (row - 0.36, 0.72), facecolor=WORK[kind], **edge)
+        for unit, start, end in seen:
+            if end - start > LETTER * (len(unit) + 1) * axis.width_s:
+                text = {"ha": "center", "va": "center", "fontsize": 6.5, "color": INK}
+                axes.text((start + end) / 2, row, unit, clip_on=True, **text)
+
+
+def _joined(parts: Sequence[tuple[float, float]], gap_s: float) -> list[tuple[float, float]]:
+    """Neighbours as one."""
+    joined = list(parts[:1])
+    for start, end in parts[1:]:
+        if start - joined[-1][1] <= gap_s:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _title(forecast: Forecast, timeline: Timeline) -> str:
+    rate = f", {format_count(int(forecast.tokens_per_s))} tokens/s" if forecast.tokens_per_s else ""
+    mfu = "" if forecast.mfu is None else f", MFU {forecast.mfu:.0%}"
+    pace = f"one step: {_seconds(forecast.pace.step_s or 0.0)}{rate}{mfu}, at the pace of {forecast.pace.bound}"
+    return f"{pace}; {_seconds(timeline.end_s)} where units wait for each other as drawn"
+
+
+def _seconds(seconds: float) -> str:
+    for least, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"
