@@ -42,7 +42,8 @@ from dzero.plan.analytic import memory_of
 from dzero.plan.costs import costs_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import combine, key_of
-from dzero.plan.pace import moved_of, pace_of
+from dzero.plan.moves import moved_of
+from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
 from dzero.plan.storages import peak_above
 from dzero.zero.account import KINDS, expected_traffic, resting_bytes

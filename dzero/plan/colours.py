@@ -36,7 +36,8 @@ WORK: Mapping[str, str] = {
     "all_reduce": "#d9822b",
     "evict": "#f6c48f",
     "fetch": "#5f97d3",
-    "host update": "#6ab187",
+    "update": "#6ab187",
+    "decide": "#56616b",
     "load": "#a68fce",
     "spill": "#c5b6e0",
 }

@@ -9,7 +9,8 @@ from dzero.hardware import format_bytes
 from dzero.plan.analytic import Memory, memory_of
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.pace import Moved, Pace, moved_of, pace_of
+from dzero.plan.moves import Moved, moved_of
+from dzero.plan.pace import Pace, pace_of
 from dzero.plan.timeline import Timeline, timeline_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape

@@ -76,6 +76,7 @@ def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
         "reserved_bytes": 0,
         "host_bytes": host_bytes,
         "efficiency": 1.0,
+        "operator_s": 0.0,
         "collective_latency_s": 0.0,
     }
     return HardwareConfig(**unknown | known)

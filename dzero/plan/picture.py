@@ -155,7 +155,7 @@ def _told(forecast: Forecast) -> list[Moment]:
     between = {
         at
         for at, (before, span, after) in enumerate(zip(spans, spans[1:], spans[2:], strict=False), 1)
-        if span.unit == ROOT and not span.flops and {before.direction, after.direction} == {span.direction}
+        if span.unit == ROOT and not span.work.flops and {before.direction, after.direction} == {span.direction}
     }
     kept = [each for at, each in enumerate(moments) if at not in between or each is forecast.memory.peak]
     return [Moment(each.when, {**each.kinds, **host}) for each in kept]

@@ -184,10 +184,11 @@ def peak_above(run: Callable[[], object]) -> int:
     """How much more the second of two runs holds at its fullest moment than between them."""
     with StorageMeter() as meter:
         run()
-        before = meter.total
+        before: int = meter.total
         meter.begin()
         run()
-        return max(moment.total for moment in meter.moments()) - before
+        peak: int = max(moment.total for moment in meter.moments())
+    return peak - before
 
 
 def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:

@@ -4,9 +4,11 @@
     compute             forward and backward of a unit     when the one before has ended and its parameters are there
     shard, replicate    all-gather                         when the unit before the one that gathers begins to compute
                         reduce-scatter, all-reduce         after the last backward of the unit
+                        decisions                          after the last reduction
     device to host      gradients (evict)                  once reduced
     host to device      parameters (fetch)                 a unit ahead of their gather
                         new working copies (fetch)         once updated
+    update              masters that are on the device     once all ranks agree on the norm
     host update         masters that are off the device    see below; and its gradient and states have come
     disk                load, spill                        a few units ahead of their use; after it
 
@@ -32,17 +34,18 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.actions import update_order
 from dzero.offload.places import DISK_TURNS, Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
-from dzero.plan.durations import Durations, moves_of
+from dzero.plan.durations import Durations
 from dzero.plan.explain import Collective, collectives, phase_of
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.pace import COMPUTE, DISK, UPDATE
+from dzero.plan.moves import moved_of, moves_of
+from dzero.plan.pace import COMPUTE, DISK, HOST_UPDATE, UPDATE
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
 OUT, BACK = "device to host", "host to device"
-LANES = (COMPUTE, SHARD, REPLICATE, OUT, BACK, UPDATE, DISK)
-ALL_GATHER, EVICT, FETCH, LOAD, SPILL = "all_gather", "evict", "fetch", "load", "spill"
-KINDS = (FORWARD, BACKWARD, ALL_GATHER, "reduce_scatter", "all_reduce", EVICT, FETCH, UPDATE, LOAD, SPILL)
+LANES = (COMPUTE, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
+ALL_GATHER, DECIDE, EVICT, FETCH, LOAD, SPILL = "all_gather", "decide", "evict", "fetch", "load", "spill"
+KINDS = (FORWARD, BACKWARD, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE, EVICT, FETCH, UPDATE, LOAD, SPILL)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def timeline_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardwa
     """Of a step on `hardware`; costs of one microbatch. Raises ValueError for a rate that is needed and unknown."""
     step = _Step(layout, units, costs, hardware)
     step.run()
+    if step.unknown:
+        raise ValueError(f"the hardware does not say {', '.join(dict.fromkeys(step.unknown))}")
     return Timeline(tuple(step.lanes.bars), tuple(step.begun_s))
 
 
@@ -111,6 +116,7 @@ class _Step:
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> None:
         self._layout, self._durations, self._moves = layout, Durations(layout, hardware), moves_of(layout, units)
+        self._decisions, self.unknown = moved_of(layout, units).decisions, self._durations.unknown
         self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
@@ -138,8 +144,20 @@ class _Step:
             self.begun_s.append(self._computed_s)
             for direction in (FORWARD, BACKWARD):
                 self._pass(direction, index)
+        decided_s = self._decide(max(self._reduced_s.values()))
+        for name in self._order:
+            seconds = self._durations.updated_on_device(self._moves[name].device_elems)
+            self.lanes.add(UPDATE, UPDATE, name, seconds, decided_s)
         if not from_before:
-            list(self._update(self._order, max(self._reduced_s.values())))
+            list(self._update(self._order, decided_s))
+
+    def _decide(self, reduced_s: float) -> float:
+        """All ranks agree on norm and loss."""
+        ends = [
+            self.lanes.add(axis, DECIDE, "", self._durations.decided(n), reduced_s)
+            for axis, n in self._decisions.items()
+        ]
+        return max(ends, default=reduced_s)
 
     def _pass(self, direction: str, index: int) -> None:
         """Forward or backward of a microbatch: at the most one unit is gathered that was not at work yet."""
@@ -157,7 +175,7 @@ class _Step:
             if self._ahead and to_gather and there_s.keys() <= at_work:
                 name = to_gather.pop(0)
                 there_s[name] = self._gather(direction, index, name, start_s)
-            seconds = self._durations.span(span)
+            seconds = self._durations.compute(span.work)
             self._computed_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
             if direction == BACKWARD and span.unit in used and last[span.unit] == at:
                 self._reduce(index, span.unit)
@@ -182,7 +200,7 @@ class _Step:
             there_s = max(there_s, fetched_s)
         for each in self._of(direction, index, name):
             if each.kind == ALL_GATHER:
-                there_s = self.lanes.add(each.axis, each.kind, name, take.collective(each), there_s)
+                there_s = self.lanes.add(each.axis, each.kind, name, take.sent(each.axis, each.sent_bytes), there_s)
         return there_s
 
     def _reduce(self, index: int, name: str) -> None:
@@ -193,7 +211,7 @@ class _Step:
             return
         for each in self._of(BACKWARD, index, name):
             if each.kind != ALL_GATHER:
-                at_s = add(each.axis, each.kind, name, take.collective(each), at_s)
+                at_s = add(each.axis, each.kind, name, take.sent(each.axis, each.sent_bytes), at_s)
         self._reduced_s[name] = at_s
         at_s = add(OUT, EVICT, name, take.copied(moves.grad + moves.late_grad * is_last), at_s)
         if index and self._layout.grad.sharded:
@@ -214,10 +232,10 @@ class _Step:
                 count = self._moves[coming].read_states + self._moves[coming].disk_grad
                 loaded_s.append(add(DISK, LOAD, coming, take.read(count), begun_s, free_s, self._evicted_s[coming]))
             moves = self._moves[name]
-            to, fro = ((OUT, EVICT), (BACK, FETCH))[:: 1 if moves.updated_elems else -1]
+            to, fro = ((OUT, EVICT), (BACK, FETCH))[:: 1 if moves.host_elems else -1]
             grad_s = add(BACK, FETCH, name, take.copied(moves.grad_back), loaded_s[at])
             moments_s = add(*to, name, take.copied(moves.moments), loaded_s[at])
-            done_s = add(UPDATE, UPDATE, name, take.updated(moves.updated_elems), grad_s, moments_s)
+            done_s = add(HOST_UPDATE, UPDATE, name, take.updated(moves.host_elems), grad_s, moments_s)
             spilled_s.append(add(DISK, SPILL, name, take.written(moves.written_states), done_s))
             add(*fro, name, take.copied(moves.moments), done_s)
             if not ahead:

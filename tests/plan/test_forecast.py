@@ -17,7 +17,7 @@ from dzero.models.llama import Llama, LlamaShape
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, costs_of
-from dzero.plan.pace import moved_of
+from dzero.plan.moves import moved_of
 from dzero.plan.storages import peak_above
 from dzero.zero.account import KINDS, resting_bytes
 from dzero.zero.tiers import DiskConfig
@@ -28,6 +28,7 @@ STATES = {
     "device": {},
     "host": {"grad": "host", "master": "host", "moments": "host"},
     "master alone": {"master": "host"},
+    "grad alone": {"grad": "host"},
     "host_all": {"param": "host", "grad": "host", "master": "host", "moments": "host"},
     "disk": {"grad": "host", "master": "disk", "moments": "disk"},
 }
@@ -143,6 +144,7 @@ OFF_DEVICE = [
     Run(2, 1, "none", "host"),
     Run(1, 2, "none", "host"),
     Run(2, 2, "none", "master alone"),
+    Run(2, 1, "none", "grad alone"),
     Run(3, 2, "none", "host_all"),
     Run(3, 1, "full", "host_all"),
     Run(2, 1, "none", "disk"),

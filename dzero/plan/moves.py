@@ -1,0 +1,120 @@
+"""Bytes that one rank moves in a step: along the mesh's axes by the table, and from tier to tier, unit by unit.
+
+what                         when
+param                        to the device for each use; from disk before that
+grad                         to the host at each reduction, and to disk, where the next one finds it
+late_grad, grad_back         once, to where the update runs
+moments                      to where the update runs, and back
+work                         new working copies, to the device, and to disk
+states                       from disk for an update, and back; what a host slot still holds is not read again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dzero.offload.actions import update_order
+from dzero.offload.places import Places
+from dzero.zero.account import expected_control, expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
+from dzero.zero.tiers import names_off_device
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Bytes of one unit, each time; elements that the host and that the device updates."""
+
+    param: int
+    disk_param: int
+    grad: int
+    disk_grad: int
+    late_grad: int
+    grad_back: int
+    moments: int
+    work: int
+    disk_work: int
+    read_states: int
+    written_states: int
+    host_elems: int
+    device_elems: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes in a step. `out`, `back`: device to host, and host to device. decisions: collectives of a few numbers."""
+
+    axes: Mapping[str, int]
+    calls: Mapping[str, int]
+    decisions: Mapping[str, int]
+    out: int
+    back: int
+    read: int
+    written: int
+
+
+def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
+    """By unit."""
+    away, places = names_off_device(layout.tiers, units), Places(layout, units)
+    read = _states_read(places, units)
+    sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
+    gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
+    found = {}
+    for unit in units:
+        shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
+        trained = {param.name for param in unit.params if param.trainable}
+
+        def elems(names: Iterable[str], shards: dict[str, int] = shards) -> int:
+            return sum(shards.get(name, 0) for name in names)
+
+        param, grad = elems(away["param"]) * working, elems(away["grad"]) * gradient
+        found[unit.name] = Moves(
+            param=param,
+            disk_param=param if on_disk["param"] else 0,
+            grad=grad,
+            disk_grad=grad if on_disk["grad"] else 0,
+            late_grad=elems(away["master"] - away["grad"]) * gradient,
+            grad_back=elems(away["grad"] - away["master"]) * gradient,
+            moments=2 * elems(away["master"] ^ away["moments"]) * moment,
+            work=elems(away["master"] - away["param"]) * working,
+            disk_work=param if on_disk["param"] else 0,
+            read_states=read[unit.name],
+            written_states=sum(sizes[pair.disk] for pair in places.going("states", unit.name)),
+            host_elems=elems(away["master"]),
+            device_elems=elems(trained - away["master"]),
+        )
+    return found
+
+
+def moved_of(layout: Layout, units: Sequence[UnitShape]) -> Moved:
+    """In a step, of all units."""
+    axes: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    for entry, traffic in expected_traffic(layout, units).items():
+        axes[entry.axis] = axes.get(entry.axis, 0) + traffic.sent_bytes
+        calls[entry.axis] = calls.get(entry.axis, 0) + traffic.calls
+    reductions = layout.microbatches if layout.grad.sharded else 1
+    uses = 2 * layout.microbatches if layout.reshard_after_forward is not False else layout.microbatches
+    each = moves_of(layout, units).values()
+    return Moved(
+        axes=axes,
+        calls=calls,
+        decisions={entry.axis: traffic.calls for entry, traffic in expected_control(layout, units).items()},
+        out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
+        back=sum(uses * unit.param + unit.grad_back + unit.moments + unit.work for unit in each),
+        read=sum(uses * unit.disk_param + reductions * unit.disk_grad + unit.read_states for unit in each),
+        written=sum(unit.disk_work + reductions * unit.disk_grad + unit.written_states for unit in each),
+    )
+
+
+def _states_read(places: Places, units: Sequence[UnitShape]) -> dict[str, int]:
+    """Bytes by unit, in a step after the first."""
+    read: dict[str, int] = {}
+    sizes, holds = places.piece_bytes(), dict[str, str]()
+    for _ in range(2):
+        for unit in update_order(units):
+            pairs = places.pairs("states", unit.name)
+            read[unit.name] = sum(sizes[pair.disk] for pair in pairs if holds.get(pair.host) != unit.name)
+            holds |= {pair.host: unit.name for pair in pairs}
+    return read
