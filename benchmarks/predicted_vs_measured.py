@@ -6,8 +6,8 @@
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
 peak is the high-water mark of tensors' storages (plan/storages.py) in a step; states between steps and host memory, the
 same memory here, are counted in. `resident` beside it is how much the process grew from before the model to its
-high-water mark in the steps. Rates are measured by the same processes before each configuration (plan/probes.py), so
-times are predicted from nothing of a run.
+high-water mark in the steps. Rates are measured by the same processes before and after each configuration
+(plan/probes.py), since a shared machine drifts; times are predicted from nothing of a run, the mean of both rates'.
 
 Goals: peak within 5 %, bytes exact, step time with a median error of at most 20 %.
 """
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -110,8 +110,8 @@ def step(cell: Cell, sharded: Sharded, optim: AdamW) -> None:
     optim.step()
 
 
-def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dict[str, Any]:
-    """(predicted, measured) by quantity."""
+def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
+    """(predicted, measured) by quantity; seconds are still to be predicted, from `plan`."""
     gc.collect()
     give_back_freed_memory()
     before = rss_bytes()
@@ -155,7 +155,6 @@ def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dic
     rest = resting_bytes(layout, units)
     at_rest = sum(getattr(rest, kind) for kind in KINDS if kind not in TIERS[cell.tier])
     on_host = optim.offload.schedule.host_bytes
-    pace = pace_of(layout, units, costs, hardware)
     planned = sum(traffic.sent_bytes for traffic in expected_traffic(layout, units).values())
     return {
         "peak": (memory.peak.total_bytes + sum(memory.host.values()), grown + at_rest + on_host),
@@ -166,9 +165,8 @@ def answer(cell: Cell, folder: str, steps: int, hardware: HardwareConfig) -> dic
             (sum(memory.disk.values()), optim.offload.schedule.disk_bytes),
             *((getattr(moved, way), count) for way, count in use.items()),
         ],
-        "step_s": (pace.step_s, median(times)),
-        "seconds": dict(pace.seconds),
-        "hardware": asdict(hardware),
+        "step_s": median(times),
+        "plan": (layout, units, costs),
     }
 
 
@@ -206,9 +204,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         ranks = Children(RANKS, serve, str(Path(folder) / "rendezvous"), folder)
         try:
+            after = rates(ranks)
             for cell in cells:
-                hardware = combine(key_of(RANKS), ranks.ask(Effort()), disk_bytes=1 << 40).hardware
-                found.append((cell, ranks.ask((cell, folder, options.steps, hardware))[0]))
+                before, each = after, ranks.ask((cell, folder, options.steps))[0]
+                after = rates(ranks)
+                found.append((cell, timed(each, before, after)))
                 print(*found[-1], flush=True)
             for pipe in ranks._pipes:
                 pipe.send(None)
@@ -220,6 +220,21 @@ def main() -> None:
     else:
         append_row("predicted_vs_measured", {"cells": [{"cell": asdict(cell), **each} for cell, each in found]})
         write_table("predicted_vs_measured", text)
+
+
+def rates(ranks: Children) -> HardwareConfig:
+    """What the machine shows now."""
+    return combine(key_of(RANKS), ranks.ask(Effort()), disk_bytes=1 << 40).hardware
+
+
+def timed(each: dict[str, Any], *shown: HardwareConfig) -> dict[str, Any]:
+    """With the seconds that are predicted, from what the machine showed around it."""
+    plan = each.pop("plan")
+    paces = [pace_of(*plan, hardware) for hardware in shown]
+    step_s = mean(pace.step_s or 0.0 for pace in paces)
+    seconds = {lane: mean(pace.seconds[lane] for pace in paces) for lane in paces[0].seconds}
+    rows = {"seconds": seconds, "hardware": [asdict(hardware) for hardware in shown]}
+    return {**each, "step_s": (step_s, each["step_s"]), **rows}
 
 
 def report(found: list[tuple[Cell, dict[str, Any]]]) -> str:

@@ -51,13 +51,11 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A machine's figures, when they were taken (UTC), and the two rates that `hardware.node_link` is the mean of."""
+    """A machine's figures, and when they were taken (UTC)."""
 
     key: Key
     when: datetime
     hardware: HardwareConfig
-    all_gather: float | None
-    reduce_scatter: float | None
 
     @property
     def age_s(self) -> float:

@@ -38,11 +38,6 @@ def machine_table(measurement: Measurement) -> Table:
     """A row for each figure."""
     hardware = measurement.hardware
     rows = [(meaning, figure, text(figure, getattr(hardware, figure))) for figure, meaning in MEANING.items()]
-    more = {
-        "all-gather, of each rank": measurement.all_gather,
-        "reduce-scatter, of each rank": measurement.reduce_scatter,
-    }
-    rows += [(meaning, "", text("node_link", rate)) for meaning, rate in more.items()]
     title = f"{hardware.name}, measured {measurement.when:%Y-%m-%d %H:%M} UTC, {age(measurement.age_s)}"
     return Table(title, ("figure", "setting", "value"), tuple(rows), left=2)
 

@@ -142,9 +142,7 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
     peak = peaks[half] if half else None
     first = each[0]
     assert first.link_alone is not None, "the first rank copies alone"
-    gathers = [rank.exchange.all_gather for rank in each if rank.exchange.all_gather is not None]
-    reduces = [rank.exchange.reduce_scatter for rank in each if rank.exchange.reduce_scatter is not None]
-    gather, reduce = min(gathers, default=None), min(reduces, default=None)
+    links = [rank.exchange.link for rank in each if rank.exchange.link is not None]
     hardware = HardwareConfig(
         name=f"{key.device or key.cpu}, {key.cores} cores, {key.ranks} rank{'s' * (key.ranks > 1)}",
         device_type=key.device_type,
@@ -160,7 +158,7 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
         device_bandwidth=min(rank.operators.bandwidth for rank in each),
         host_link=first.link_alone,
         host_bandwidth=sum(rank.link for rank in each) if key.ranks > 1 else None,
-        node_link=2 / (1 / gather + 1 / reduce) if gather and reduce else None,
+        node_link=min(links, default=None),
         network=None,
         collective_latency_s=max(rank.exchange.latency_s for rank in each),
         host_bytes=key.host_bytes,
@@ -169,4 +167,4 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
         disk_write=first.disk_write,
         update_elems_per_s=sum(rank.update_elems_per_s for rank in each),
     )
-    return Measurement(key=key, when=cache.now(), hardware=hardware, all_gather=gather, reduce_scatter=reduce)
+    return Measurement(key=key, when=cache.now(), hardware=hardware)

@@ -41,16 +41,15 @@ def operator_rates(device: torch.device, matmul_flops: float, *, tokens: int, bu
     """matmul_flops: reached in bf16. tokens: of the larger measurement. budget_s: of each."""
     attention = _attention_flops(device, budget_s)
 
-    def left(shape: LlamaShape, sequences: int, length: int) -> tuple[float, Work]:
-        """Seconds besides matrix products and attention, and the work."""
-        seconds, work = _decoder(shape, sequences, length, device, budget_s)
-        return seconds - work.flops / matmul_flops - work.attention / attention, work
+    def left(seconds: float, work: Work) -> float:
+        """Seconds besides matrix products and attention; a twentieth where the machine was too uneven to tell."""
+        return max(seconds - work.flops / matmul_flops - work.attention / attention, 0.05 * seconds)
 
-    few_s, few = left(NARROW, 1, FEW)
-    operator_s = max(few_s / few.calls, 1e-9)
-    many_s, many = left(WIDE, max(1, tokens // SEQUENCE), SEQUENCE)
+    few_s, few = _decoder(NARROW, 1, FEW, device, budget_s)
+    operator_s = left(few_s, few) / few.calls
+    many_s, many = _decoder(WIDE, max(1, tokens // SEQUENCE), SEQUENCE, device, budget_s)
     calls_s = many.calls * operator_s if device.type == "cpu" else 0.0  # a GPU is told ahead of what it does
-    return OperatorRates(attention, operator_s, many.bytes / max(many_s - calls_s, 0.05 * many_s, 1e-9))
+    return OperatorRates(attention, operator_s, many.bytes / max(left(many_s, many) - calls_s, 0.05 * many_s))
 
 
 def _attention_flops(device: torch.device, budget_s: float) -> float:

@@ -43,10 +43,9 @@ class Effort:
     matrix: int = 8192
     copy_bytes: int = 128 << 20
     tokens: int = 512
-    collective_bytes: int = 2 << 20
     update_elems: int = 4 << 20
     disk_bytes: int = 64 << 20
-    rounds: int = 5
+    rounds: int = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
     operators = _together(partial(operator_rates, device, flops["bf16"], tokens=tokens, budget_s=budget_s))
     alone = _together(lambda: link_rate(device, effort) if first else None)
     link = _together(partial(link_rate, device, effort))
-    exchange = exchange_rates(device, unit_bytes=effort.collective_bytes, rounds=effort.rounds)
+    exchange = exchange_rates(device, rounds=effort.rounds)
     update = _together(partial(update_rate, effort))
     speeds = measure_disk(DiskConfig(paths=[disk]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
     return RankFigures(

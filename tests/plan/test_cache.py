@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measurements import KEY, MEASUREMENT
+from measurements import HARDWARE, KEY, MEASUREMENT
 
 from dzero.plan import cache
 from dzero.plan.cache import DamagedCache
@@ -55,7 +55,7 @@ def test_a_write_that_fails_leaves_the_old_one(place: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        cache.store(replace(MEASUREMENT, all_gather=1.0))
+        cache.store(replace(MEASUREMENT, hardware=replace(HARDWARE, node_link=1.0)))
     assert cache.load(KEY) == MEASUREMENT
     assert [file.name for file in place.parent.iterdir()] == [KEY.file]
 
@@ -97,7 +97,7 @@ def test_a_link_is_not_followed_but_replaced(place: Path, tmp_path: Path) -> Non
     before = other.read_bytes()
     with pytest.raises(DamagedCache, match="a symbolic link, which is not followed"):
         cache.load(KEY)
-    cache.store(replace(MEASUREMENT, all_gather=1.0))
+    cache.store(replace(MEASUREMENT, hardware=replace(HARDWARE, node_link=1.0)))
     assert other.read_bytes() == before
     assert not place.is_symlink()
 
