@@ -11,6 +11,7 @@ from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export
 from dzero.checkpoint.export import plan as plan_export
 from dzero.checkpoint.folder import checkpoint_at
 from dzero.checkpoint.inspect import bytes_of, inspect
+from dzero.choosing import choose
 from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
@@ -20,6 +21,7 @@ from dzero.plan.machine_tables import as_yaml, machine_table
 from dzero.plan.measure import cached, measured
 from dzero.plan.paper_tables import paper_tables
 from dzero.plan.picture import draw
+from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
 from dzero.planning import explained, hardware_of, planned
 from dzero.terminal import bar, show
@@ -93,7 +95,12 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
-        shown, off_device = explained(composed(options.settings, CONF, here=False), options.settings, CONF)
+        config = composed(options.settings, CONF, here=False)
+        if config.auto:
+            choice = choose(config, options.settings)
+            print(f"{choice.line}\n", flush=True)
+            config = choice.config
+        shown, off_device = explained(config, options.settings, CONF)
         show(shown)
         if off_device:
             print("\nslots and actions off the device, in order\n  " + "\n  ".join(off_device), flush=True)
@@ -105,6 +112,11 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
         config = composed(options.settings, CONF, here=False)
+        if config.auto:
+            choice = choose(config, options.settings)
+            show(ranking_tables(choice.ranking, choice.defaults))
+            print(f"\n{choice.line}\n", flush=True)
+            config = choice.config
         found = planned(config, hardware_of(config))
         show(tables(found))
         if options.picture is not None:

@@ -1,0 +1,244 @@
+"""Which settings fit some hardware, and which of those are fastest: what `zero=auto` stands for.
+
+    searched       candidates, simplest first
+    tiers          the rows of TIERS: all on the device, a part of the states on the host, ..., all on disk
+    recomputation  none, selective, full
+    stage          0, 1, 2, 3
+    microbatch     every divisor of a rank's sequences of a step, the largest first
+
+The fastest that fits is best; of equally fast ones, to `DIGITS` digits, the simplest, which is the first in this order,
+the upper settings before the lower. Where the hardware lacks a figure that a candidate's pace needs, it comes after
+those whose pace is known, the simplest first.
+
+Memory decides in three steps, since a run of the model on fake tensors (costs.py) takes seconds:
+
+    bound     from                                             refuses
+    floor     states alone                                     what no activations could make fit
+    at least  runs with the two smallest microbatches, drawn   what the same operators on more sequences overfill: a
+              out in a straight line                           sum of tensors is linear in them, and a peak of sums
+                                                               grows ever faster
+    exact     a run with this microbatch                       the rest; nothing is chosen without
+
+`HEADROOM` of every tier stays free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+from dzero.parallel.blocks import ACTIVATIONS
+from dzero.plan.analytic import memory_of
+from dzero.plan.costs import Costs
+from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
+from dzero.plan.machine import HardwareConfig
+from dzero.plan.pace import pace_of
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
+from dzero.zero.tiers import KINDS
+
+HEADROOM = 0.05
+"""Of each tier's capacity, kept free besides what is predicted: an assumption."""
+DIGITS = 3
+BEST = 5
+STAGES = (0, 1, 2, 3)
+STAGE, RECOMPUTE = "zero.stage", "block.activation_checkpoint"
+MICROBATCH, ACCUMULATE = "train.microbatch_sequences", "train.accumulate"
+TIERS = (  # of param, grad, master and moments, and the fraction of them
+    ("device", "device", "device", "device", 1.0),
+    ("device", "host", "host", "host", 0.25),
+    ("device", "host", "host", "host", 0.5),
+    ("device", "host", "host", "host", 0.75),
+    ("device", "host", "host", "host", 1.0),
+    ("host", "host", "host", "host", 1.0),
+    ("device", "host", "host", "disk", 1.0),
+    ("device", "host", "disk", "disk", 0.5),
+    ("device", "host", "disk", "disk", 1.0),
+    ("host", "host", "disk", "disk", 1.0),
+    ("disk", "disk", "disk", "disk", 1.0),
+)
+Settings = Mapping[str, Any]
+"""By their names on the command line."""
+
+
+def space(sequences: int) -> Iterator[Settings]:
+    """Every combination of what is searched, the simplest first. sequences: of a rank and step."""
+    for *tiers, fraction in TIERS:
+        away = dict(zip(KINDS, tiers, strict=True))
+        places: Settings = {f"offload.{kind}": tier for kind, tier in away.items()}
+        parts = {f"offload.{kind}_fraction": fraction if tier != "device" else 1.0 for kind, tier in away.items()}
+        for recompute in ACTIVATIONS:
+            for stage in STAGES:
+                for microbatch in divisors(sequences):
+                    batch = {MICROBATCH: microbatch, ACCUMULATE: sequences // microbatch}
+                    yield {**places, **parts, RECOMPUTE: recompute, STAGE: stage, **batch}
+
+
+def divisors(count: int) -> list[int]:
+    """Of `count`, the largest first."""
+    return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """`settings`: those that are searched, with their values here. simplicity: 0 is the simplest."""
+
+    settings: Settings
+    layout: Layout
+    recompute: str
+    microbatch: int
+    simplicity: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """It does not fit: `short` bytes by tier, at least, of what may be used. step_s: as predicted, None: unknown."""
+
+    candidate: Candidate
+    step_s: float | None
+    short: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """A candidate that fits with headroom."""
+
+    candidate: Candidate
+    forecast: Forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """`best` first, of `candidates` in all; `refused`: those that would be faster than the best, the fastest first.
+
+    closest: where nothing fits, what lacks least.
+    """
+
+    best: tuple[Fits, ...]
+    refused: tuple[Refused, ...]
+    candidates: int
+    closest: Fits | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is trained, and on what. costs: of a microbatch, by recomputation and sequences; step_tokens: all ranks'."""
+
+    units: Sequence[UnitShape]
+    costs: Callable[[str, int], Costs]
+    hardware: HardwareConfig
+    step_tokens: int
+    model_flops: float | None
+
+
+def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
+    """What each tier lacks to hold its bytes with headroom; one of unknown size holds nothing."""
+    rooms = {name: int((1 - HEADROOM) * (tier.capacity_bytes or 0)) for name, tier in tiers.items()}
+    return {name: tier.total_bytes - rooms[name] for name, tier in tiers.items() if tier.total_bytes > rooms[name]}
+
+
+def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
+    """The best few that fit."""
+    return _Search(candidates, subject).ranking()
+
+
+class _Search:
+    def __init__(self, candidates: Sequence[Candidate], subject: Subject) -> None:
+        self._candidates, self._subject = candidates, subject
+        self._smallest = sorted({candidate.microbatch for candidate in candidates})[:2]
+        self._exact = cache(subject.costs)
+        self._floors: dict[tuple[Any, ...], dict[str, int]] = {}
+
+    def ranking(self) -> Ranking:
+        if all(map(self._floor, self._candidates)):
+            return Ranking(best=(), refused=(), candidates=len(self._candidates), closest=self._closest())
+        expected = {candidate.simplicity: self._expected_s(candidate) for candidate in self._candidates}
+        ordered = sorted(self._candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity))
+        best: list[Fits] = []
+        refused: list[Refused] = []
+        for candidate in ordered:
+            if len(best) == BEST:
+                break
+            if short := self._floor(candidate) or self._at_least(candidate):
+                found = None
+            else:
+                found = self._forecast(candidate)
+                short = short_bytes(found.tiers)
+            if found is not None and not short:
+                best.append(Fits(candidate=candidate, forecast=found))
+            elif not best:
+                refused.append(Refused(candidate=candidate, step_s=expected[candidate.simplicity], short=short))
+        best.sort(key=lambda each: _order(each.forecast.pace.step_s, each.candidate.simplicity))
+        closest = None if best else self._closest()
+        return Ranking(best=tuple(best), refused=tuple(refused), candidates=len(ordered), closest=closest)
+
+    def _floor(self, candidate: Candidate) -> dict[str, int]:
+        """What states alone lack; recomputation changes nothing in them."""
+        key = tuple(value for name, value in candidate.settings.items() if name != RECOMPUTE)
+        if key not in self._floors:
+            self._floors[key] = self._short(candidate, Costs(()))
+        return self._floors[key]
+
+    def _at_least(self, candidate: Candidate) -> dict[str, int]:
+        """What it lacks at least, from the two smallest microbatches."""
+        costs = self._exact(candidate.recompute, self._smallest[0])
+        if candidate.microbatch > self._smallest[0]:
+            costs = drawn_out(
+                costs, self._exact(candidate.recompute, self._smallest[1]), self._smallest, candidate.microbatch
+            )
+        return self._short(candidate, costs)
+
+    def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
+        memory = memory_of(candidate.layout, self._subject.units, costs)
+        return short_bytes(tiers_of(memory, self._subject.hardware, candidate.layout.ranks))
+
+    def _expected_s(self, candidate: Candidate) -> float | None:
+        """Seconds of a step, as if a microbatch's work grew with its sequences."""
+        costs = scaled(self._exact(candidate.recompute, self._smallest[0]), candidate.microbatch / self._smallest[0])
+        return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        subject = self._subject
+        costs = self._exact(candidate.recompute, candidate.microbatch)
+        return forecast(
+            candidate.layout,
+            subject.units,
+            costs,
+            subject.hardware,
+            step_tokens=subject.step_tokens,
+            model_flops=subject.model_flops,
+        )
+
+    def _closest(self) -> Fits:
+        """With the fewest bytes too many, of those with the smallest microbatch."""
+        smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
+        least = min(smallest, key=lambda each: sum(self._at_least(each).values()))
+        return Fits(candidate=least, forecast=self._forecast(least))
+
+
+def _order(step_s: float | None, simplicity: int) -> tuple[bool, float, int]:
+    return step_s is None, float(f"{step_s or 0.0:.{DIGITS - 1}e}"), simplicity
+
+
+def scaled(costs: Costs, factor: float) -> Costs:
+    """Every figure of the microbatch times `factor`."""
+
+    def by_factor(span: Any) -> Any:
+        values = {field.name: getattr(span, field.name) for field in fields(span)}
+        return replace(span, **{k: type(v)(v * factor) for k, v in values.items() if isinstance(v, int | float)})
+
+    return Costs(tuple(map(by_factor, costs.spans)))
+
+
+def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbatch: int) -> Costs:
+    """Peaks on the line through those of the two `microbatches`; the second's, where they run different operators."""
+    if [(s.direction, s.unit) for s in first.spans] != [(s.direction, s.unit) for s in second.spans]:
+        return second
+    one, two = microbatches
+    further = (microbatch - two) / (two - one)
+    pairs = zip(first.spans, second.spans, strict=True)
+    return Costs(
+        tuple(replace(b, peak_bytes=int(b.peak_bytes + further * (b.peak_bytes - a.peak_bytes))) for a, b in pairs)
+    )
