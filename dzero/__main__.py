@@ -116,8 +116,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
             choice = choose(config, options.settings)
             show(ranking_tables(choice.ranking, choice.defaults))
             print(f"\n{choice.line}\n", flush=True)
-            config = choice.config
-        found = planned(config, hardware_of(config))
+            found = choice.ranking.best[0].forecast
+        else:
+            found = planned(config, hardware_of(config))
         show(tables(found))
         if options.picture is not None:
             draw(found, options.picture)

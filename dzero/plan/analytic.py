@@ -57,25 +57,33 @@ class Memory:
 
 def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:
     """Of a rank that trains these units; `costs` of one of its microbatches."""
-    schedule = schedule_of(Places(layout, units))
+    return Memory(on_device(layout, units, costs), *off_device(layout, units))
+
+
+def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
+    """The moments of a step's last microbatch."""
+    return tuple(_Device(layout, units).moments(costs))
+
+
+def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes on the host and on disk, by kind; they depend on no microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    for slot in schedule.slots:
+    for slot in schedule_of(Places(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
-    return Memory(tuple(_Device(layout, units).moments(costs)), tiers["host"], tiers["disk"])
+    return tiers["host"], tiers["disk"]
 
 
 class _Device:
     """What is alive while each unit is at work."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
-        self._layout, self._units, self._ranks = layout, {unit.name: unit for unit in units}, layout.shard
+        self._layout, self._ranks = layout, layout.shard
         self._order = [unit.name for unit in units]
         away = names_off_device(layout.tiers, units)
         every = [param for unit in units for param in unit.params]
         trained = [param for param in every if param.trainable]
-        self._away = away
         param, master = layout.param.dtype, layout.master.dtype
         mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
         self._rest = {
@@ -84,6 +92,11 @@ class _Device:
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
         self._kept = layout.shard > 1 and not layout.param.sharded
+        self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
+        off = away["grad"] | away["master"]
+        self._stays = {
+            unit.name: self._shards([p for p in unit.params if p.trainable and p.name not in off]) for unit in units
+        }
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
         """One per span, and the update."""
@@ -142,11 +155,13 @@ class _Device:
 
     def _staying(self, unit: str) -> int:
         """Elements of a unit's reduced gradients that stay on the device."""
-        away = self._away["grad"] | self._away["master"]
-        return self._shards([p for p in self._units[unit].params if p.trainable and p.name not in away])
+        return self._stays[unit]
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
-        return self._units[unit].shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
+        return self._wholes[unit, trainable_only]
+
+    def _gathered_elems(self, unit: UnitShape, trainable_only: bool) -> int:
+        return unit.shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
 
     def _shards(self, params: Sequence[ParamShape]) -> int:
         return sum(param.shard_elems(self._ranks) for param in params)

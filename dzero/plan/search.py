@@ -30,7 +30,7 @@ from functools import cache
 from typing import Any
 
 from dzero.parallel.blocks import ACTIVATIONS
-from dzero.plan.analytic import memory_of
+from dzero.plan.analytic import Memory, off_device, on_device
 from dzero.plan.costs import Costs
 from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
 from dzero.plan.machine import HardwareConfig
@@ -91,6 +91,17 @@ class Candidate:
     microbatch: int
     simplicity: int
 
+    @property
+    def table(self) -> tuple[Any, ...]:
+        """What `layout` follows from."""
+        return tuple(value for key, value in self.settings.items() if key != RECOMPUTE)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What it does, no matter in which portions: alike but for fractions and microbatches."""
+        portions = (MICROBATCH, ACCUMULATE, *(f"offload.{kind}_fraction" for kind in KINDS))
+        return tuple(value for key, value in self.settings.items() if key not in portions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
@@ -111,7 +122,7 @@ class Fits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """`best` first, of `candidates` in all; `refused`: those that would be faster than the best, the fastest first.
+    """`best`: of each kind its best, of `candidates` in all; `refused`: what would come before, the fastest first.
 
     closest: where nothing fits, what lacks least.
     """
@@ -150,6 +161,7 @@ class _Search:
         self._smallest = sorted({candidate.microbatch for candidate in candidates})[:2]
         self._exact = cache(subject.costs)
         self._floors: dict[tuple[Any, ...], dict[str, int]] = {}
+        self._off_device: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
 
     def ranking(self) -> Ranking:
         if all(map(self._floor, self._candidates)):
@@ -161,6 +173,8 @@ class _Search:
         for candidate in ordered:
             if len(best) == BEST:
                 break
+            if any(candidate.kind == each.candidate.kind for each in best):
+                continue
             if short := self._floor(candidate) or self._at_least(candidate):
                 found = None
             else:
@@ -176,23 +190,28 @@ class _Search:
 
     def _floor(self, candidate: Candidate) -> dict[str, int]:
         """What states alone lack; recomputation changes nothing in them."""
-        key = tuple(value for name, value in candidate.settings.items() if name != RECOMPUTE)
-        if key not in self._floors:
-            self._floors[key] = self._short(candidate, Costs(()))
-        return self._floors[key]
+        if candidate.table not in self._floors:
+            self._floors[candidate.table] = self._short(candidate, Costs(()))
+        return self._floors[candidate.table]
 
     def _at_least(self, candidate: Candidate) -> dict[str, int]:
         """What it lacks at least, from the two smallest microbatches."""
-        costs = self._exact(candidate.recompute, self._smallest[0])
-        if candidate.microbatch > self._smallest[0]:
-            costs = drawn_out(
-                costs, self._exact(candidate.recompute, self._smallest[1]), self._smallest, candidate.microbatch
-            )
-        return self._short(candidate, costs)
+        first = self._exact(candidate.recompute, self._smallest[0])
+        short = self._short(candidate, first)
+        if short or candidate.microbatch == self._smallest[0]:
+            return short
+        second = self._exact(candidate.recompute, self._smallest[1])
+        return self._short(candidate, drawn_out(first, second, self._smallest, candidate.microbatch))
 
     def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
-        memory = memory_of(candidate.layout, self._subject.units, costs)
-        return short_bytes(tiers_of(memory, self._subject.hardware, candidate.layout.ranks))
+        """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
+        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
+        device = on_device(layout, units, costs)
+        if short := short_bytes(tiers_of(Memory(device, {}, {}), hardware, layout.ranks)):
+            return short
+        if candidate.table not in self._off_device:
+            self._off_device[candidate.table] = off_device(layout, units)
+        return short_bytes(tiers_of(Memory(device, *self._off_device[candidate.table]), hardware, layout.ranks))
 
     def _expected_s(self, candidate: Candidate) -> float | None:
         """Seconds of a step, as if a microbatch's work grew with its sequences."""
@@ -214,7 +233,8 @@ class _Search:
     def _closest(self) -> Fits:
         """With the fewest bytes too many, of those with the smallest microbatch."""
         smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
-        least = min(smallest, key=lambda each: sum(self._at_least(each).values()))
+        lacks = self._floor if all(map(self._floor, self._candidates)) else self._at_least
+        least = min(smallest, key=lambda each: (sum(lacks(each).values()), -each.simplicity))
         return Fits(candidate=least, forecast=self._forecast(least))
 
 

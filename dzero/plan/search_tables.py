@@ -6,16 +6,18 @@ from collections.abc import Mapping
 
 from dzero.hardware import format_bytes, format_count, format_seconds
 from dzero.plan.forecast import DEVICE, DISK, HOST, Forecast, Tier
-from dzero.plan.search import HEADROOM, STAGE, Candidate, Fits, Ranking, Settings
+from dzero.plan.search import HEADROOM, STAGE, Fits, Ranking, Refused, Settings
 from dzero.terminal import Table
+from dzero.zero.tiers import KINDS
 
-REFUSED = 5
+REFUSED = 8
 GROUPS = {  # settings of conf/offload: of param, grad, master and moments
     ("device", "host", "host", "host"): "host",
     ("host", "host", "host", "host"): "host_all",
     ("device", "host", "disk", "disk"): "disk",
     ("disk", "disk", "disk", "disk"): "infinity",
 }
+TIER_KEYS = [f"offload.{kind}" for kind in KINDS]
 MEND = {
     DEVICE: "fewer train.sequence_tokens, block.tiles and block.loss_tiles, more ranks, or devices with more memory",
     HOST: "nodes with more host memory, more nodes, or precision=bf16_remainder and precision.moments=bf16",
@@ -26,13 +28,12 @@ MEND = {
 def words(settings: Settings, defaults: Settings) -> str:
     """As on the command line: the stage, and what is not its default; groups of conf/offload by their names."""
     told = {key: value for key, value in settings.items() if key == STAGE or value != defaults[key]}
-    tiers = tuple(settings.get(f"offload.{kind}") for kind in ("param", "grad", "master", "moments"))
-    group = GROUPS.get(tiers)  # type: ignore[arg-type]  # a pinned kind is in no group
-    if group is not None:
-        told = {key: value for key, value in told.items() if key.count("_fraction") or not key.startswith("offload.")}
-        stage = {STAGE: told.pop(STAGE)} if STAGE in told else {}
-        told = stage | {"offload": group} | told
-    return " ".join(f"{key}={value}" for key, value in told.items())
+    tiers = tuple(settings.get(f"offload.{kind}", "") for kind in KINDS)
+    if tiers in GROUPS:
+        whole = [key for key in told if key in TIER_KEYS]
+        told = {"offload": GROUPS[tiers]} | {key: value for key, value in told.items() if key not in whole}
+    first = [f"{STAGE}={told.pop(STAGE)}"] if STAGE in told else []
+    return " ".join([*first, *(f"{key}={value}" for key, value in told.items())]) or "the settings as they are"
 
 
 def headline(fits: Fits, defaults: Settings) -> str:
@@ -107,16 +108,21 @@ def _figures(forecast: Forecast) -> tuple[str, ...]:
 
 
 def _refused(ranking: Ranking, defaults: Settings) -> Table:
-    rows = []
-    for each in ranking.refused[:REFUSED]:
-        step = "unknown" if each.step_s is None else format_seconds(each.step_s)
-        rows.append((_words(each.candidate, defaults), step, _lacking(each.short)))
-    more = f"; {len(ranking.refused) - REFUSED} more" if len(ranking.refused) > REFUSED else ""
-    return Table(f"faster or simpler, but too large{more}", ("settings", "a step", "each rank lacks"), tuple(rows))
+    """Of each kind what lacks least."""
+    kinds: dict[tuple[object, ...], Refused] = {}
+    for each in ranking.refused:
+        known = kinds.setdefault(each.candidate.kind, each)
+        if sum(each.short.values()) < sum(known.short.values()):
+            kinds[each.candidate.kind] = each
+    rows = [(words(each.candidate.settings, defaults), *_lack(each)) for each in kinds.values()]
+    more = f"; of {len(rows)} kinds {REFUSED}" if len(rows) > REFUSED else ""
+    title = f"what would come before, but is too large{more}"
+    return Table(title, ("settings", "a step", "each rank lacks"), tuple(rows[:REFUSED]))
 
 
-def _words(candidate: Candidate, defaults: Settings) -> str:
-    return words(candidate.settings, defaults)
+def _lack(refused: Refused) -> tuple[str, str]:
+    step_s = "unknown" if refused.step_s is None else format_seconds(refused.step_s)
+    return step_s, _lacking(refused.short)
 
 
 def _lacking(short: Mapping[str, int]) -> str:
