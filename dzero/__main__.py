@@ -11,7 +11,7 @@ from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export
 from dzero.checkpoint.export import plan as plan_export
 from dzero.checkpoint.folder import checkpoint_at
 from dzero.checkpoint.inspect import bytes_of, inspect
-from dzero.choosing import choose
+from dzero.choosing import choose, chosen
 from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
@@ -95,11 +95,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
-        config = composed(options.settings, CONF, here=False)
-        if config.auto:
-            choice = choose(config, options.settings)
-            print(f"{choice.line}\n", flush=True)
-            config = choice.config
+        config = chosen(composed(options.settings, CONF, here=False), options.settings)
         shown, off_device = explained(config, options.settings, CONF)
         show(shown)
         if off_device:

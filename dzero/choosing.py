@@ -10,7 +10,7 @@ ranks               all decide for themselves, on the same figures, and so alike
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,14 +22,15 @@ from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.search import ACCUMULATE, MICROBATCH, Candidate, Ranking, Settings, Subject, search, space
+from dzero.plan.search import ACCUMULATE, MICROBATCH, STAGE, Candidate, Ranking, Settings, Subject, search, space
 from dzero.plan.search_tables import headline, nothing_fits
 from dzero.planning import costs_for, hardware_of, model_of, ranks_of, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`config`: the run with what was chosen; `line` tells it. defaults: of what is searched."""
+    """`config`: the run with what was chosen; `line` tells it. defaults: of what is searched, the
+    stage left out, which is told in any case."""
 
     config: RunConfig
     ranking: Ranking
@@ -49,8 +50,8 @@ def choose(config: RunConfig, given: Sequence[str]) -> Choice:
         )
     config = replace(config, auto=False)
     hardware = _hardware(config)
-    defaults = {key: default_of(config, key) for key in next(space(1))}
-    ranking = search(*subject_of(config, given, hardware))
+    defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}
+    ranking = search(candidates_of(config, pinned(config, given), hardware), subject_of(config, hardware))
     if not ranking.best:
         raise RunError(nothing_fits(ranking, defaults))
     best = ranking.best[0]
@@ -58,11 +59,20 @@ def choose(config: RunConfig, given: Sequence[str]) -> Choice:
     return Choice(config=chosen, ranking=ranking, defaults=defaults, line=headline(best, defaults))
 
 
-def subject_of(config: RunConfig, given: Sequence[str], hardware: HardwareConfig) -> tuple[list[Candidate], Subject]:
-    """The candidates that the settings allow, and what they are judged by. Raises RunError where there is none."""
-    candidates = candidates_of(config, given, hardware)
+def chosen(config: RunConfig, given: Sequence[str]) -> RunConfig:
+    """`config` itself, or what its `zero=auto` stands for, which rank 0 then tells. Raises as `choose`."""
+    if not config.auto:
+        return config
+    choice = choose(config, given)
+    if os.environ.get("RANK", "0") == "0":
+        print(choice.line, flush=True)
+    return choice.config
+
+
+def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
+    """What candidates are judged by."""
     ranks, model = ranks_of(config), model_of(config)
-    return candidates, Subject(
+    return Subject(
         units=units_of(config, model),
         costs=partial(_costs, config),
         hardware=hardware,
@@ -71,9 +81,8 @@ def subject_of(config: RunConfig, given: Sequence[str], hardware: HardwareConfig
     )
 
 
-def candidates_of(config: RunConfig, given: Sequence[str], hardware: HardwareConfig) -> list[Candidate]:
-    """Every combination of what was not given, the simplest first. Raises RunError where all are impossible."""
-    fixed = pinned(config, given)
+def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
+    """Every combination of what is not `fixed`, the simplest first. Raises RunError where all are impossible."""
     sequences = config.train.sequences(ranks_of(config)) // ranks_of(config)
     distinct = dict.fromkeys(
         tuple((key, value) for key, value in each.items() if key not in fixed) for each in space(sequences)

@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-recorder saves trainer sources planning verify
+recorder saves trainer sources planning choosing fitting verify
 __main__
 """
 ORDER = LEVELS.split()

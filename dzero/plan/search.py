@@ -152,10 +152,36 @@ def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
 
 def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
     """The best few that fit."""
-    return _Search(candidates, subject).ranking()
+    judge = _Judge(candidates, subject)
+    if all(map(judge.floor, candidates)):
+        return Ranking(best=(), refused=(), candidates=len(candidates), closest=judge.closest())
+    expected = {candidate.simplicity: judge.expected_s(candidate) for candidate in candidates}
+    best: list[Fits] = []
+    refused: list[Refused] = []
+    for candidate in sorted(candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity)):
+        if any(candidate.kind == each.candidate.kind for each in best):
+            continue
+        judged = judge(candidate)
+        if isinstance(judged, Fits):
+            best.append(judged)
+        elif not best:
+            refused.append(Refused(candidate=candidate, step_s=expected[candidate.simplicity], short=judged))
+        if len(best) == BEST:
+            break
+    best.sort(key=lambda each: _order(each.forecast.pace.step_s, each.candidate.simplicity))
+    closest = None if best else judge.closest()
+    return Ranking(best=tuple(best), refused=tuple(refused), candidates=len(candidates), closest=closest)
 
 
-class _Search:
+def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:
+    """Those that fit, in the order that they have."""
+    judge = _Judge(candidates, subject)
+    return (judged for judged in map(judge, candidates) if isinstance(judged, Fits))
+
+
+class _Judge:
+    """Whether candidates fit, with as few runs of the model as that takes."""
+
     def __init__(self, candidates: Sequence[Candidate], subject: Subject) -> None:
         self._candidates, self._subject = candidates, subject
         self._smallest = sorted({candidate.microbatch for candidate in candidates})[:2]
@@ -163,32 +189,14 @@ class _Search:
         self._floors: dict[tuple[Any, ...], dict[str, int]] = {}
         self._off_device: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
 
-    def ranking(self) -> Ranking:
-        if all(map(self._floor, self._candidates)):
-            return Ranking(best=(), refused=(), candidates=len(self._candidates), closest=self._closest())
-        expected = {candidate.simplicity: self._expected_s(candidate) for candidate in self._candidates}
-        ordered = sorted(self._candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity))
-        best: list[Fits] = []
-        refused: list[Refused] = []
-        for candidate in ordered:
-            if len(best) == BEST:
-                break
-            if any(candidate.kind == each.candidate.kind for each in best):
-                continue
-            if short := self._floor(candidate) or self._at_least(candidate):
-                found = None
-            else:
-                found = self._forecast(candidate)
-                short = short_bytes(found.tiers)
-            if found is not None and not short:
-                best.append(Fits(candidate=candidate, forecast=found))
-            elif not best:
-                refused.append(Refused(candidate=candidate, step_s=expected[candidate.simplicity], short=short))
-        best.sort(key=lambda each: _order(each.forecast.pace.step_s, each.candidate.simplicity))
-        closest = None if best else self._closest()
-        return Ranking(best=tuple(best), refused=tuple(refused), candidates=len(ordered), closest=closest)
+    def __call__(self, candidate: Candidate) -> Fits | dict[str, int]:
+        """It fits; or what each rank lacks, at least."""
+        if short := self.floor(candidate) or self._at_least(candidate):
+            return short
+        found = self._forecast(candidate)
+        return short_bytes(found.tiers) or Fits(candidate=candidate, forecast=found)
 
-    def _floor(self, candidate: Candidate) -> dict[str, int]:
+    def floor(self, candidate: Candidate) -> dict[str, int]:
         """What states alone lack; recomputation changes nothing in them."""
         if candidate.table not in self._floors:
             self._floors[candidate.table] = self._short(candidate, Costs(()))
@@ -213,7 +221,7 @@ class _Search:
             self._off_device[candidate.table] = off_device(layout, units)
         return short_bytes(tiers_of(Memory(device, *self._off_device[candidate.table]), hardware, layout.ranks))
 
-    def _expected_s(self, candidate: Candidate) -> float | None:
+    def expected_s(self, candidate: Candidate) -> float | None:
         """Seconds of a step, as if a microbatch's work grew with its sequences."""
         costs = scaled(self._exact(candidate.recompute, self._smallest[0]), candidate.microbatch / self._smallest[0])
         return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
@@ -230,10 +238,10 @@ class _Search:
             model_flops=subject.model_flops,
         )
 
-    def _closest(self) -> Fits:
+    def closest(self) -> Fits:
         """With the fewest bytes too many, of those with the smallest microbatch."""
         smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
-        lacks = self._floor if all(map(self._floor, self._candidates)) else self._at_least
+        lacks = self.floor if all(map(self.floor, self._candidates)) else self._at_least
         least = min(smallest, key=lambda each: (sum(lacks(each).values()), -each.simplicity))
         return Fits(candidate=least, forecast=self._forecast(least))
 

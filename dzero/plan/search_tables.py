@@ -12,6 +12,7 @@ from dzero.zero.tiers import KINDS
 
 REFUSED = 8
 GROUPS = {  # settings of conf/offload: of param, grad, master and moments
+    ("device", "device", "device", "device"): "none",
     ("device", "host", "host", "host"): "host",
     ("host", "host", "host", "host"): "host_all",
     ("device", "host", "disk", "disk"): "disk",
@@ -25,15 +26,15 @@ MEND = {
 }
 
 
-def words(settings: Settings, defaults: Settings) -> str:
-    """As on the command line: the stage, and what is not its default; groups of conf/offload by their names."""
-    told = {key: value for key, value in settings.items() if key == STAGE or value != defaults[key]}
+def words(settings: Settings, known: Settings) -> str:
+    """As on the command line: what is not as `known`, the stage first; groups of conf/offload by their names."""
+    told = {key: value for key, value in settings.items() if key not in known or value != known[key]}
     tiers = tuple(settings.get(f"offload.{kind}", "") for kind in KINDS)
-    if tiers in GROUPS:
-        whole = [key for key in told if key in TIER_KEYS]
-        told = {"offload": GROUPS[tiers]} | {key: value for key, value in told.items() if key not in whole}
-    first = [f"{STAGE}={told.pop(STAGE)}"] if STAGE in told else []
-    return " ".join([*first, *(f"{key}={value}" for key, value in told.items())]) or "the settings as they are"
+    first = {STAGE: told.pop(STAGE)} if STAGE in told else {}
+    if tiers in GROUPS and any(key in TIER_KEYS for key in told):
+        first |= {"offload": GROUPS[tiers]}
+        told = {key: value for key, value in told.items() if key not in TIER_KEYS}
+    return " ".join(f"{key}={value}" for key, value in (first | told).items()) or "the settings as they are"
 
 
 def headline(fits: Fits, defaults: Settings) -> str:
