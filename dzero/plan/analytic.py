@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dzero.comm.exchange import STAGING_BYTES
 from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, moment_fields
@@ -43,11 +44,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run."""
+    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run.
+
+    `staging`: of exact reductions, on the device from the first step on, besides the moments.
+    """
 
     device: tuple[Moment, ...]
     host: Mapping[str, int]
     disk: Mapping[str, int]
+    staging: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -57,7 +62,7 @@ class Memory:
 
 def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:
     """Of a rank that trains these units; `costs` of one of its microbatches."""
-    return Memory(on_device(layout, units, costs), *off_device(layout, units))
+    return Memory(on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units))
 
 
 def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
@@ -73,6 +78,21 @@ def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, in
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
     return tiers["host"], tiers["disk"]
+
+
+def staging_bytes(layout: Layout, units: Sequence[UnitShape]) -> int:
+    """What comm/exchange.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
+    if not layout.exact:
+        return 0
+    shard = max(unit.shard_elems(layout.shard, trainable_only=True) for unit in units)
+    total = 0
+    for ranks, wire, part in (
+        (layout.shard, layout.wire, shard),
+        (layout.replicate, layout.replicate_wire, -(-shard // layout.replicate)),
+    ):
+        slot_bytes = 2 * ranks * (1 if layout.grad.dtype == wire else 2) * wire.itemsize
+        total += min(part * slot_bytes, STAGING_BYTES) if ranks > 1 else 0
+    return total
 
 
 class _Device:

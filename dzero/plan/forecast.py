@@ -113,6 +113,7 @@ def tiers_of(memory: Memory, hardware: HardwareConfig, ranks: int) -> dict[str, 
     """The device's fullest moment, host and disk, against what one of `ranks` ranks has of each."""
     share = hardware.share(ranks)
     device = {kind: count for kind, count in memory.peak.kinds.items() if count}
+    device |= {"staging": memory.staging} if memory.staging else {}
     capacity: int | None = hardware.usable_bytes
     host = dict(memory.host)
     if hardware.devices_are_host:  # one memory: what lies on the host tier is on the device's

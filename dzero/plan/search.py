@@ -30,7 +30,7 @@ from functools import cache
 from typing import Any
 
 from dzero.parallel.blocks import ACTIVATIONS
-from dzero.plan.analytic import Memory, off_device, on_device
+from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes
 from dzero.plan.costs import Costs
 from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
 from dzero.plan.machine import HardwareConfig
@@ -214,12 +214,13 @@ class _Judge:
     def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
         """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
         layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
-        device = on_device(layout, units, costs)
-        if short := short_bytes(tiers_of(Memory(device, {}, {}), hardware, layout.ranks)):
+        memory = Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units))
+        if short := short_bytes(tiers_of(memory, hardware, layout.ranks)):
             return short
         if candidate.table not in self._off_device:
             self._off_device[candidate.table] = off_device(layout, units)
-        return short_bytes(tiers_of(Memory(device, *self._off_device[candidate.table]), hardware, layout.ranks))
+        host, disk = self._off_device[candidate.table]
+        return short_bytes(tiers_of(replace(memory, host=host, disk=disk), hardware, layout.ranks))
 
     def expected_s(self, candidate: Candidate) -> float | None:
         """Seconds of a step, as if a microbatch's work grew with its sequences."""
