@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from chosen_runs import Taken, taken
 from pool import Pool
+from training import write_text
 
 from dzero.choosing import candidates_of, choose, default_of, pinned, subject_of, with_settings
 from dzero.command_line import composed
@@ -166,13 +167,11 @@ def test_an_impossible_budget_is_refused_with_what_is_lacking(searched: Searched
     tiers = ranking.closest.forecast.tiers
     assert sum(tier.total_bytes for tier in tiers.values()) >= states
     told = nothing_fits(ranking, {})
-    for name, tier in tiers.items():
-        lacks = tier.total_bytes - int(0.95 * 2 * MIB)
-        if lacks > 0:
-            assert (
-                f"{format_bytes(tier.total_bytes)} of 2.00 MiB (1.90 MiB usable): {format_bytes(lacks)} short" in told
-            )
-            assert name in told
+    for (name, tier), mib in zip(tiers.items(), (2, 2, 1), strict=True):
+        usable = int(0.95 * mib * MIB)
+        if (lacks := tier.total_bytes - usable) > 0:
+            assert f"  {name:<6}  {format_bytes(tier.total_bytes)} of {mib}.00 MiB" in told
+            assert f"({format_bytes(usable)} usable): {format_bytes(lacks)} short" in told
     assert re.search(r"to mend it: .*(more ranks|more scratch space)", told)
 
     def enough(name: str) -> int:
@@ -255,8 +254,10 @@ def test_a_choice_can_be_pasted(searched: Searched) -> None:
         assert again == with_settings(config, best.settings)
 
 
-def test_the_commands_show_and_train_what_was_chosen(tmp_path: Path) -> None:
-    settings = [*SMALL, "hardware=laptop", "train.steps=1", "train.evaluate_batches=0", "monitor.tensorboard=false"]
+def test_train_says_what_was_chosen_and_trains_it(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text.txt")
+    settings = [*SMALL, "hardware=laptop", "train.steps=1", "monitor.tensorboard=false", f"data.path={text}"]
+    settings += ["train.evaluate_batches=0", "train.microbatch_sequences=1"]
     command = [sys.executable, str(ROOT / "train.py"), *settings]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
