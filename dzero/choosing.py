@@ -20,9 +20,10 @@ from dzero.errors import RunError
 from dzero.launch import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
+from dzero.plan.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.search import ACCUMULATE, MICROBATCH, STAGE, Candidate, Ranking, Settings, Subject, search, space
+from dzero.plan.search import Ranking, Subject, search
 from dzero.plan.search_tables import headline, nothing_fits
 from dzero.planning import costs_for, hardware_of, model_of, ranks_of, units_of
 

@@ -28,10 +28,11 @@ from dzero.hardware import device_memory_bytes, format_bytes, host_available_byt
 from dzero.launch import launched
 from dzero.mesh import local_rank, local_ranks
 from dzero.plan.analytic import Memory, memory_of
+from dzero.plan.candidates import ACCUMULATE, Candidate
 from dzero.plan.costs import Costs
 from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import FLOPS, HardwareConfig
-from dzero.plan.search import ACCUMULATE, Candidate, fitting, short_bytes
+from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
 from dzero.planning import costs_for, layout_of, model_of, ranks_of, units_of
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dzero.hardware import format_bytes, format_count, format_seconds
+from dzero.plan.candidates import STAGE, Settings
 from dzero.plan.forecast import DEVICE, DISK, HOST, Forecast, Tier
-from dzero.plan.search import HEADROOM, STAGE, Fits, Ranking, Refused, Settings
+from dzero.plan.search import HEADROOM, Fits, Ranking, Refused
 from dzero.terminal import Table
 from dzero.zero.tiers import KINDS
 

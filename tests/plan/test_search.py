@@ -20,9 +20,10 @@ from dzero.command_line import composed
 from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.hardware import format_bytes
+from dzero.plan.candidates import Candidate
 from dzero.plan.forecast import forecast
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.search import HEADROOM, Candidate, Fits, Subject, search, short_bytes
+from dzero.plan.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.terminal import plain
 from dzero.zero.tiers import KINDS, DiskConfig
