@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from dzero import command_line, config, launch
+from dzero import command_line, config, fitting, launch
 from dzero.errors import RunError
 from dzero.trainer import train
 
@@ -20,7 +20,8 @@ def main(composed: DictConfig) -> None:
     """One run; with --multirun one of several, of which one that fails does not keep the others from running."""
     this_run = HydraConfig.get()
     try:
-        launch.start(train, config.resolve(composed), Path(this_run.runtime.output_dir))
+        run = fitting.settled(config.resolve(composed), this_run.overrides.task)
+        launch.start(train, run, Path(this_run.runtime.output_dir))
     except RunError as error:
         if this_run.mode is not RunMode.MULTIRUN:
             sys.exit(f"error: {error}")

@@ -11,6 +11,7 @@ from dzero.checkpoint.export import EXPORTED, SHARD_BYTES, export
 from dzero.checkpoint.export import plan as plan_export
 from dzero.checkpoint.folder import checkpoint_at
 from dzero.checkpoint.inspect import bytes_of, inspect
+from dzero.choosing import choose, chosen
 from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_bytes
@@ -21,6 +22,7 @@ from dzero.plan.machine_tables import as_yaml, machine_table
 from dzero.plan.measure import cached, measured
 from dzero.plan.paper_tables import paper_tables
 from dzero.plan.picture import draw
+from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
 from dzero.planning import explained, hardware_of, onto_board, planned
 from dzero.terminal import bar, show
@@ -94,7 +96,8 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _explain(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
-        shown, off_device = explained(composed(options.settings, CONF, here=False), options.settings, CONF)
+        config = chosen(composed(options.settings, CONF, here=False), options.settings)
+        shown, off_device = explained(config, options.settings, CONF)
         show(shown)
         if off_device:
             print("\nslots and actions off the device, in order\n  " + "\n  ".join(off_device), flush=True)
@@ -106,7 +109,13 @@ def _explain(parser: argparse.ArgumentParser) -> None:
 def _plan(parser: argparse.ArgumentParser) -> None:
     def run(options: argparse.Namespace) -> None:
         config = composed(options.settings, CONF, here=False)
-        found = planned(config, hardware_of(config))
+        if config.auto:
+            choice = choose(config, options.settings)
+            show(ranking_tables(choice.ranking, choice.defaults))
+            print(f"\n{choice.line}\n", flush=True)
+            found = choice.ranking.best[0].forecast
+        else:
+            found = planned(config, hardware_of(config))
         show(tables(found))
         if options.picture is not None:
             draw(found, options.picture)

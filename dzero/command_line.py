@@ -101,8 +101,8 @@ def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> 
         if override.is_add():
             raise ConfigError(f"{override.input_line}: {key} is chosen already; leave the + away")
         for value in values:
-            if isinstance(value, str) and value not in options:
-                raise ConfigError(f"{key}={value}: choose one of {options}{_closest(value, options)}")
+            if not isinstance(value, dict) and not str(value).startswith("{") and str(value) not in options:
+                raise ConfigError(f"{key}={value}: choose one of {options}{_closest(str(value), options)}")
         return
     hint = _hint(key, schema)
     if override.is_delete() and hint is not Any:

@@ -108,6 +108,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
+    auto: bool = False
+    """`zero=auto`: choosing.py settles what was not given before anything starts; what runs has False here."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
@@ -122,7 +124,7 @@ class RunConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     hardware: HardwareConfig | None = None
-    """What predictions are made for; None is this machine. A run obeys none of it, so it is refused nowhere."""
+    """What predictions and `zero=auto` are made for; None is this machine. A run obeys none of it."""
 
     def __post_init__(self) -> None:
         self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit

@@ -55,7 +55,8 @@ class LauncherConfig:
 
     `threads`: CPU threads of each worker, None for cores / workers. `timeout_s`: of any collective; who does not come
     is then named. `check_collectives`: ranks compare every collective before it moves data, to find where the
-    ranks of a model diverge; it costs a small gather each.
+    ranks of a model diverge; it costs a small gather each. `check_memory`: refuse a run that cannot fit this machine
+    before it starts (fitting.py); false starts it all the same.
     """
 
     workers: int | None = None
@@ -63,6 +64,7 @@ class LauncherConfig:
     threads: int | None = None
     timeout_s: float = 120.0
     check_collectives: bool = False
+    check_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +14,15 @@ from torch import nn
 from torch.nn import functional
 
 from dzero.config import RunConfig
-from dzero.data.corpus import load
+from dzero.data.corpus import vocab_size_of
 from dzero.errors import RunError
+from dzero.hardware import dtype_of
+from dzero.launch import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import build, flops_per_token
 from dzero.monitor.board import TensorBoardSink
 from dzero.parallel.blocks import apply_blocks
-from dzero.plan.costs import costs_of
+from dzero.plan.costs import Costs, costs_of
 from dzero.plan.explain import actions, tables
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
@@ -33,8 +37,8 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Of the run that is planned: `mesh.dp`, or as many as a plain run would start here."""
-    return config.mesh.dp or config.launch.worker_count
+    """Of the run that is planned: `mesh.dp`, or torchrun's, or as many as a plain run would start here."""
+    return config.mesh.dp or (int(os.environ["WORLD_SIZE"]) if launched() else config.launch.worker_count)
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
@@ -45,7 +49,7 @@ def layout_of(config: RunConfig, device_type: str) -> Layout:
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
     if vocab_size is None and config.model.vocab_size is None:
-        vocab_size = load(config.data).vocab_size
+        vocab_size = vocab_size_of(config.data)
     model = build(config.model, vocab_size)
     apply_blocks(model, config.block, "cpu")
     return model
@@ -69,16 +73,26 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     ranks, train = ranks_of(config), config.train
     layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
     units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
-    costs = costs_of(model.to(layout.param.dtype), _Loss(config), config.zero.units)
+    costs = costs_for(config, model)
     step_tokens = train.sequences(ranks) * train.sequence_tokens
     return forecast(layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops)
+
+
+def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:
+    """Of one microbatch of the run. model: as `model_of` makes it, which is used up."""
+    model = model_of(config) if model is None else model
+    return costs_of(model.to(dtype_of(config.precision.param)), _Loss(config), config.zero.units)
 
 
 def hardware_of(config: RunConfig) -> HardwareConfig:
     """What the settings name; by default this machine, measured once."""
     if config.hardware is not None:
         return config.hardware
-    return (cached(config.launch.workers) or measured(config.launch.workers)).hardware
+    ranks = local_ranks() if launched() else config.launch.workers
+    known = cached(ranks)
+    if known is None and not launched():
+        print("measuring this machine, once, for about half a minute", file=sys.stderr)
+    return (known or measured(ranks)).hardware
 
 
 def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:

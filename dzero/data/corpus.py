@@ -119,8 +119,18 @@ def load(config: DataConfig) -> Corpus:
     return _encode(config, read_files(found, field), _label(config.path, found))
 
 
+def vocab_size_of(config: DataConfig) -> int:
+    """Of the corpus that `load` would read. Texts are not read for it; token files are. Raises as `load`."""
+    tokens = config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
+    return load(config).vocab_size if tokens else _codec(config).vocab_size
+
+
+def _codec(config: DataConfig) -> Codec:
+    return ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
+
+
 def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Corpus:
-    codec: Codec = ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
+    codec = _codec(config)
     train, held_out, count = encode_split(documents, codec, config.held_out)
     sides = Tokens((train,), label), Tokens((held_out,), label)
     return _corpus(config, *sides, codec.vocab_size, f"{label}, {count:,} documents")

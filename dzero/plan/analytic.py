@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dzero.comm.exchange import STAGING_BYTES
 from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, moment_fields
@@ -43,11 +44,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run."""
+    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run.
+
+    `staging`: of exact reductions, on the device from the first step on, besides the moments.
+    """
 
     device: tuple[Moment, ...]
     host: Mapping[str, int]
     disk: Mapping[str, int]
+    staging: int = 0
 
     @property
     def peak(self) -> Moment:
@@ -57,25 +62,48 @@ class Memory:
 
 def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:
     """Of a rank that trains these units; `costs` of one of its microbatches."""
-    schedule = schedule_of(Places(layout, units))
+    return Memory(on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units))
+
+
+def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
+    """The moments of a step's last microbatch."""
+    return tuple(_Device(layout, units).moments(costs))
+
+
+def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes on the host and on disk, by kind; they depend on no microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    for slot in schedule.slots:
+    for slot in schedule_of(Places(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
-    return Memory(tuple(_Device(layout, units).moments(costs)), tiers["host"], tiers["disk"])
+    return tiers["host"], tiers["disk"]
+
+
+def staging_bytes(layout: Layout, units: Sequence[UnitShape]) -> int:
+    """What comm/exchange.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
+    if not layout.exact:
+        return 0
+    shard = max(unit.shard_elems(layout.shard, trainable_only=True) for unit in units)
+    total = 0
+    for ranks, wire, part in (
+        (layout.shard, layout.wire, shard),
+        (layout.replicate, layout.replicate_wire, -(-shard // layout.replicate)),
+    ):
+        slot_bytes = 2 * ranks * (1 if layout.grad.dtype == wire else 2) * wire.itemsize
+        total += min(part * slot_bytes, STAGING_BYTES) if ranks > 1 else 0
+    return total
 
 
 class _Device:
     """What is alive while each unit is at work."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
-        self._layout, self._units, self._ranks = layout, {unit.name: unit for unit in units}, layout.shard
+        self._layout, self._ranks = layout, layout.shard
         self._order = [unit.name for unit in units]
         away = names_off_device(layout.tiers, units)
         every = [param for unit in units for param in unit.params]
         trained = [param for param in every if param.trainable]
-        self._away = away
         param, master = layout.param.dtype, layout.master.dtype
         mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
         self._rest = {
@@ -83,8 +111,13 @@ class _Device:
             "master": self._shards(mastered) * master.itemsize,
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
-        self._accumulates_on_host = Places(layout, units).accumulates_on_host
         self._kept = layout.shard > 1 and not layout.param.sharded
+        self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
+        at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
+        self._accumulate, self._stay = (
+            {unit.name: self._shards([p for p in unit.params if p.trainable and p.name not in off]) for unit in units}
+            for off in (at_once, away["grad"] | away["master"])
+        )
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
         """One per span, and the update."""
@@ -132,25 +165,22 @@ class _Device:
         return self._whole(unit, trainable_only=True) * self._layout.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
-        """Of units that are reduced for good, and before that what waits for the last microbatch."""
+        """Of units that are reduced for good what stays on the device, and of others what waits for that."""
         waiting = [name for name in self._order if name not in reduced] if self._layout.microbatches > 1 else []
-        elems = sum(map(self._staying, reduced)) + sum(map(self._waiting, waiting))
+        elems = sum(map(self._stay.__getitem__, reduced)) + sum(map(self._waiting, waiting))
         return elems * self._layout.grad.dtype.itemsize
 
     def _waiting(self, unit: str) -> int:
         """Elements of a unit's gradients that accumulate on the device."""
         if not self._layout.grad.sharded and self._ranks > 1:
             return self._whole(unit, trainable_only=True)
-        away = self._away["grad"] if self._accumulates_on_host else set()
-        return self._shards([p for p in self._units[unit].params if p.trainable and p.name not in away])
-
-    def _staying(self, unit: str) -> int:
-        """Elements of a unit's reduced gradients that stay on the device."""
-        away = self._away["grad"] | self._away["master"]
-        return self._shards([p for p in self._units[unit].params if p.trainable and p.name not in away])
+        return self._accumulate[unit]
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
-        return self._units[unit].shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
+        return self._wholes[unit, trainable_only]
+
+    def _gathered_elems(self, unit: UnitShape, trainable_only: bool) -> int:
+        return unit.shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
 
     def _shards(self, params: Sequence[ParamShape]) -> int:
         return sum(param.shard_elems(self._ranks) for param in params)

@@ -17,6 +17,7 @@ from dzero.zero.shapes import UnitShape
 
 FRAGMENTATION = 0.05
 """Of a CUDA device's peak, lost between blocks of the caching allocator: an assumption, not measured."""
+FRAGMENTS = "fragmentation"
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 
 
@@ -109,26 +110,13 @@ def forecast(
     model_flops: float | None,
 ) -> Forecast:
     """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown."""
-    memory, share = memory_of(layout, units, costs), hardware.share(layout.ranks)
-    device = {kind: count for kind, count in memory.peak.kinds.items() if count}
-    capacity: int | None = hardware.usable_bytes
-    host = dict(memory.host)
-    if hardware.devices_are_host:  # one memory: what lies on the host tier is on the device's
-        device |= {f"{kind} (host)": count for kind, count in host.items()}
-        capacity, host = share.host_bytes, {}
-    else:
-        device["fragmentation"] = int(FRAGMENTATION * sum(device.values()))
-    tiers = {
-        DEVICE: Tier(device, capacity),
-        HOST: Tier(host, share.host_bytes),
-        DISK: Tier(dict(memory.disk), share.disk_bytes),
-    }
+    memory = memory_of(layout, units, costs)
     return Forecast(
         hardware=hardware,
         layout=layout,
         params=sum(param.elems for unit in units for param in unit.params),
         memory=memory,
-        tiers=tiers,
+        tiers=tiers_of(memory, hardware, layout.ranks),
         moved=moved_of(layout, units),
         pace=pace_of(layout, units, costs, hardware),
         step_tokens=step_tokens,
@@ -136,3 +124,23 @@ def forecast(
         units=units,
         costs=costs,
     )
+
+
+def tiers_of(memory: Memory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:
+    """The device's fullest moment, host and disk, against what one of `ranks` ranks has of each."""
+    share = hardware.share(ranks)
+    device = {kind: count for kind, count in memory.peak.kinds.items() if count}
+    device |= {"staging": memory.staging} if memory.staging else {}
+    capacity: int | None = hardware.usable_bytes
+    host = dict(memory.host)
+    if hardware.devices_are_host:  # one memory: what lies on the host tier is on the device's
+        device |= {f"{kind} (host)": count for kind, count in host.items()}
+        capacity = None if share.host_bytes is None else share.host_bytes - hardware.reserved_bytes
+        host = {}
+    else:
+        device[FRAGMENTS] = int(FRAGMENTATION * sum(device.values()))
+    return {
+        DEVICE: Tier(device, capacity),
+        HOST: Tier(host, share.host_bytes),
+        DISK: Tier(dict(memory.disk), share.disk_bytes),
+    }

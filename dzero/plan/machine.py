@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -104,6 +105,23 @@ class HardwareConfig:
                 f"hardware.reserved_bytes={self.reserved_bytes}: must be less than "
                 f"hardware.device_bytes={self.device_bytes}, of which it is a part"
             )
+
+    @classmethod
+    def of_sizes(
+        cls,
+        name: str,
+        device_type: str,
+        ranks: int,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        disk_bytes: int | None = None,
+    ) -> HardwareConfig:
+        """A node of `ranks` devices whose rates are unknown."""
+        unknown: dict[str, Any] = {item.name: None for item in fields(cls) if "None" in str(item.type)}
+        sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes, "reserved_bytes": 0}
+        free = {"efficiency": 1.0, "operator_s": 0.0, "collective_latency_s": 0.0}
+        return cls(**{**unknown, **sizes, **free, "name": name, "device_type": device_type, "devices_per_node": ranks})
 
     @property
     def devices_are_host(self) -> bool:

@@ -17,9 +17,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -65,21 +64,14 @@ def cached(ranks: int | None = None) -> Measurement | None:
 
 def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
     """This machine as far as it need not be measured: memory, no rates."""
-    host_bytes = host_memory_bytes()
-    on_gpu = device_type == "cuda"
-    unknown = {item.name: None for item in fields(HardwareConfig) if "None" in str(item.type)}
-    known: dict[str, Any] = {
-        "name": torch.cuda.get_device_name() if on_gpu else _cpu_model(),
-        "device_type": device_type,
-        "devices_per_node": ranks,
-        "device_bytes": torch.cuda.mem_get_info()[1] if on_gpu else host_bytes // ranks,
-        "reserved_bytes": 0,
-        "host_bytes": host_bytes,
-        "efficiency": 1.0,
-        "operator_s": 0.0,
-        "collective_latency_s": 0.0,
-    }
-    return HardwareConfig(**unknown | known)
+    host_bytes, on_gpu = host_memory_bytes(), device_type == "cuda"
+    return HardwareConfig.of_sizes(
+        torch.cuda.get_device_name() if on_gpu else _cpu_model(),
+        device_type,
+        ranks,
+        device_bytes=torch.cuda.mem_get_info()[1] if on_gpu else host_bytes // ranks,
+        host_bytes=host_bytes,
+    )
 
 
 def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:

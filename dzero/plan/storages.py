@@ -36,6 +36,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dzero.plan.private import TorchDispatchMode
+from dzero.zero.hosted import HostShard
 
 KINDS = ("param", "unsharded", "grad", "master", "moments", "buffers", "activations", "temporaries")
 Bytes = tuple[int, ...]
@@ -148,8 +149,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return moments
 
     def _see(self, tensor: torch.Tensor) -> _Held | None:
-        """What is held of a tensor's storage, from now on if it was not yet; None on meta, which takes no memory."""
-        if tensor.device.type == "meta":
+        """What is held of a tensor's storage, from now on if it was not yet; None for what has no memory here."""
+        if tensor.device.type == "meta" or isinstance(tensor, HostShard):
             return None
         storage = tensor.untyped_storage()
         held = self._held.get(id(storage))

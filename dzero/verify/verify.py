@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dzero.choosing import chosen
 from dzero.command_line import composed
 from dzero.errors import RunError, user_errors
 from dzero.launch import start
@@ -39,7 +40,7 @@ def verify(settings: Sequence[str]) -> int:
     """The command. `settings`: Hydra overrides. Returns 0 where the runs agree, 1 where not, 2 where it could not be
     told."""
     try:
-        run = composed(settings, CONF, VerifyRun)
+        run = chosen(composed(settings, CONF, VerifyRun), settings)
         assert isinstance(run, VerifyRun)
         with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
             start(work, run, Path(folder))

@@ -1,0 +1,147 @@
+"""Before a run allocates anything: `zero=auto` is settled, and what cannot fit this machine is refused.
+
+    tier    needs (plan/analytic.py)         has, for one rank
+    device  the fullest moment of a step     of a GPU its memory; of a CPU its part of host memory, within every limit
+    host    what is off the device           its part of host memory, within every limit
+    disk    scratch files                    its part of the free space at offload.disk.paths
+
+Refused is what needs more than there is, without any margin: it would surely fail. What needs more than is free now, or
+leaves less than the headroom of plan/search.py, is warned of. Nothing is measured here, and no device is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, islice
+
+import torch
+
+from dzero.choosing import candidates_of, chosen, subject_of, value_of
+from dzero.config import RunConfig
+from dzero.errors import RunError
+from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
+from dzero.launch import launched
+from dzero.mesh import local_rank, local_ranks
+from dzero.plan.analytic import Memory, memory_of
+from dzero.plan.candidates import ACCUMULATE, Candidate
+from dzero.plan.costs import Costs
+from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
+from dzero.plan.machine import HardwareConfig
+from dzero.plan.search import fitting, short_bytes
+from dzero.plan.search_tables import words
+from dzero.planning import costs_for, layout_of, model_of, ranks_of, units_of
+
+SUGGESTED = LARGEST = 3
+LINGER_S = 2.0
+
+
+def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
+    """What will be trained. given: the settings of the command line. Raises RunError where it cannot fit.
+
+    Under torchrun all ranks find the same, and the first of a node says it.
+    """
+    try:
+        config = chosen(config, given)
+        if config.launch.check_memory:
+            check_memory(config)
+    except RunError:
+        if local_rank() == 0:
+            raise
+        time.sleep(LINGER_S)  # torchrun ends the others when the first rank leaves, which shall be the one that tells
+        sys.exit(1)
+    return config
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raises RunError for a run that needs more of a tier than this machine has; warns of one that comes near."""
+    try:
+        memory, here = needed(config), this_machine(config, host_memory_bytes())
+    except Exception as error:  # a model's own code may not run on fake tensors, and train all the same
+        _warn(f"memory was not checked: {type(error).__name__}: {error}")
+        return
+    tiers = tiers_of(memory, here, ranks_of(config))
+    if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
+        raise RunError(_refusal(config, here, lacking))
+    now = this_machine(config, host_available_bytes())
+    for name, tier in tiers_of(memory, now, ranks_of(config)).items():
+        if tier.capacity_bytes is not None and short_bytes({name: tier}):
+            needs, free = format_bytes(tier.total_bytes), format_bytes(tier.capacity_bytes)
+            _warn(
+                f"the {name} will be nearly full, or too small: each rank needs about {needs} of {free} that are free"
+            )
+
+
+def needed(config: RunConfig) -> Memory:
+    """Of a rank. Activations that leave the device are not foreseen, so then none are counted."""
+    layout, model = layout_of(config, config.launch.device_type), model_of(config)
+    units = units_of(config, model)
+    foreseen = config.offload.activations == "device"
+    return memory_of(layout, units, costs_for(config, model) if foreseen else Costs(()))
+
+
+def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
+    """Its capacities, without measuring: memory of the smallest device, `host_bytes`, and free scratch space."""
+    local = local_ranks() if launched() else config.launch.worker_count
+    kind = config.launch.device_type
+    devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
+    return HardwareConfig.of_sizes(
+        "this machine",
+        kind,
+        local,
+        device_bytes=min(devices, default=host_bytes // local),
+        host_bytes=host_bytes,
+        disk_bytes=free_bytes(config.offload.disk.paths),
+    )
+
+
+def free_bytes(paths: Sequence[str]) -> int:
+    """On the disks at `paths`, each counted once."""
+    disks = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}
+    return sum(disks.values())
+
+
+def _surely(tier: Tier) -> Tier:
+    """Without the margin for fragmentation."""
+    return replace(tier, kinds={kind: count for kind, count in tier.kinds.items() if kind != FRAGMENTS})
+
+
+def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier]) -> str:
+    lines = ["this run cannot fit this machine, so it was not started:"]
+    for name, tier in ((name, _surely(tier)) for name, tier in lacking.items()):
+        kinds = sorted(tier.kinds, key=lambda kind: -tier.kinds[kind])[:LARGEST]
+        parts = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
+        need, has, short = map(format_bytes, (tier.total_bytes, tier.capacity_bytes or 0, tier.short_bytes))
+        lines.append(f"  on the {name} each rank needs {need} of {has}: {short} short (most of it: {parts})")
+    would = suggestions(config, here)
+    lines.append(
+        f"would fit: {' | '.join(would)}" if would else "no stage, tier, recomputation or microbatch would fit"
+    )
+    lines.append("launch.check_memory=false starts it all the same")
+    return "\n".join(lines)
+
+
+def suggestions(config: RunConfig, here: HardwareConfig) -> list[str]:
+    """The first few settings that would fit with headroom: as few changes as possible, the simplest first."""
+    if config.offload.activations != "device":
+        return []
+    candidates = candidates_of(config, (), here)
+    now = {key: value_of(config, key) for key in candidates[0].settings}
+    now[ACCUMULATE] = config.train.microbatches(ranks_of(config))
+
+    def changes(candidate: Candidate) -> int:
+        return len({key.partition(".")[0] for key, value in candidate.settings.items() if value != now[key]})
+
+    fit = fitting(sorted(candidates, key=changes), subject_of(config, here))
+    for _, alike in groupby(fit, key=lambda each: changes(each.candidate)):
+        return [words(each.candidate.settings, now) for each in islice(alike, SUGGESTED)]
+    return []
+
+
+def _warn(line: str) -> None:
+    if local_rank() == 0:
+        print(f"warning: {line}", file=sys.stderr)

@@ -1,0 +1,208 @@
+"""Which settings fit some hardware, and which of those are fastest: what `zero=auto` stands for.
+
+The fastest that fits is best; of equally fast ones, to `DIGITS` digits, the simplest (candidates.py). Where the
+hardware lacks a figure that a candidate's pace needs, it comes after those whose pace is known, the simplest first.
+
+Memory decides in three steps, since a run of the model on fake tensors (costs.py) takes seconds:
+
+    bound     from                                             refuses
+    floor     states alone                                     what no activations could make fit
+    at least  runs with the two smallest microbatches, drawn   what the same operators on more sequences overfill: a
+              out in a straight line                           sum of tensors is linear in them, and a peak of sums
+                                                               grows ever faster
+    exact     a run with this microbatch                       the rest; nothing is chosen without
+
+Work is linear in the sequences, so the line also tells the pace, by which candidates are tried.
+
+`HEADROOM` of every tier stays free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes
+from dzero.plan.candidates import Candidate
+from dzero.plan.costs import Costs, Span, Work
+from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
+from dzero.plan.machine import HardwareConfig
+from dzero.plan.pace import pace_of
+from dzero.zero.shapes import UnitShape
+
+HEADROOM = 0.05
+"""Of each tier's capacity, kept free besides what is predicted: an assumption."""
+DIGITS = 3
+BEST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """It does not fit: `short` bytes by tier, at least, of what may be used. step_s: as predicted, None: unknown."""
+
+    candidate: Candidate
+    step_s: float | None
+    short: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """A candidate that fits with headroom."""
+
+    candidate: Candidate
+    forecast: Forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """`best`: of each kind its best, of `candidates` in all; `refused`: what would come before, the fastest first.
+
+    closest: where nothing fits, what lacks least.
+    """
+
+    best: tuple[Fits, ...]
+    refused: tuple[Refused, ...]
+    candidates: int
+    closest: Fits | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is trained, and on what. costs: of a microbatch, by recomputation and sequences; step_tokens: all ranks'."""
+
+    units: Sequence[UnitShape]
+    costs: Callable[[str, int], Costs]
+    hardware: HardwareConfig
+    step_tokens: int
+    model_flops: float | None
+
+
+def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
+    """What each tier lacks to hold its bytes with headroom; one of unknown size holds nothing."""
+    rooms = {name: int((1 - HEADROOM) * (tier.capacity_bytes or 0)) for name, tier in tiers.items()}
+    return {name: tier.total_bytes - rooms[name] for name, tier in tiers.items() if tier.total_bytes > rooms[name]}
+
+
+def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
+    """The best few that fit."""
+    judge = _Judge(candidates, subject)
+    if all(map(judge.floor, candidates)):
+        return Ranking(best=(), refused=(), candidates=len(candidates), closest=judge.closest())
+    expected = {candidate.simplicity: judge.expected_s(candidate) for candidate in candidates}
+    best: list[Fits] = []
+    refused: list[Refused] = []
+    for candidate in sorted(candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity)):
+        if any(candidate.kind == each.candidate.kind for each in best):
+            continue
+        judged = judge(candidate)
+        if isinstance(judged, Fits):
+            best.append(judged)
+        elif not best:
+            refused.append(Refused(candidate=candidate, step_s=expected[candidate.simplicity], short=judged))
+        if len(best) == BEST:
+            break
+    best.sort(key=lambda each: _order(each.forecast.pace.step_s, each.candidate.simplicity))
+    closest = None if best else judge.closest()
+    return Ranking(best=tuple(best), refused=tuple(refused), candidates=len(candidates), closest=closest)
+
+
+def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:
+    """Those that fit, in the order that they have."""
+    judge = _Judge(candidates, subject)
+    return (judged for judged in map(judge, candidates) if isinstance(judged, Fits))
+
+
+class _Judge:
+    """Whether candidates fit, with as few runs of the model as that takes."""
+
+    def __init__(self, candidates: Sequence[Candidate], subject: Subject) -> None:
+        self._candidates, self._subject = candidates, subject
+        self._smallest = sorted({candidate.microbatch for candidate in candidates})[:2]
+        self._exact = cache(subject.costs)
+        self._floors: dict[tuple[Any, ...], dict[str, int]] = {}
+        self._off_device: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
+
+    def __call__(self, candidate: Candidate) -> Fits | dict[str, int]:
+        """It fits; or what each rank lacks, at least."""
+        if short := self.floor(candidate) or self._at_least(candidate):
+            return short
+        found = self._forecast(candidate)
+        return short_bytes(found.tiers) or Fits(candidate=candidate, forecast=found)
+
+    def floor(self, candidate: Candidate) -> dict[str, int]:
+        """What states alone lack; recomputation changes nothing in them."""
+        if candidate.table not in self._floors:
+            self._floors[candidate.table] = self._short(candidate, Costs(()))
+        return self._floors[candidate.table]
+
+    def _at_least(self, candidate: Candidate) -> dict[str, int]:
+        """What it lacks at least, from the two smallest microbatches."""
+        first = self._exact(candidate.recompute, self._smallest[0])
+        return self._short(candidate, first) or self._short(candidate, self._foreseen(candidate))
+
+    def _foreseen(self, candidate: Candidate) -> Costs:
+        """Of its microbatch, from the two smallest."""
+        costs = [self._exact(candidate.recompute, microbatch) for microbatch in self._smallest]
+        if candidate.microbatch in self._smallest:
+            return costs[self._smallest.index(candidate.microbatch)]
+        first, second = costs
+        return drawn_out(first, second, self._smallest, candidate.microbatch)
+
+    def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
+        """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
+        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
+        memory = Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units))
+        if short := short_bytes(tiers_of(memory, hardware, layout.ranks)):
+            return short
+        if candidate.table not in self._off_device:
+            self._off_device[candidate.table] = off_device(layout, units)
+        host, disk = self._off_device[candidate.table]
+        return short_bytes(tiers_of(replace(memory, host=host, disk=disk), hardware, layout.ranks))
+
+    def expected_s(self, candidate: Candidate) -> float | None:
+        """Seconds of a step."""
+        costs = self._foreseen(candidate)
+        return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        subject = self._subject
+        costs = self._exact(candidate.recompute, candidate.microbatch)
+        return forecast(
+            candidate.layout,
+            subject.units,
+            costs,
+            subject.hardware,
+            step_tokens=subject.step_tokens,
+            model_flops=subject.model_flops,
+        )
+
+    def closest(self) -> Fits:
+        """With the fewest bytes too many, of those with the smallest microbatch."""
+        smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
+        lacks = self.floor if all(map(self.floor, self._candidates)) else self._at_least
+        least = min(smallest, key=lambda each: (sum(lacks(each).values()), -each.simplicity))
+        return Fits(candidate=least, forecast=self._forecast(least))
+
+
+def _order(step_s: float | None, simplicity: int) -> tuple[bool, float, int]:
+    return step_s is None, float(f"{step_s or 0.0:.{DIGITS - 1}e}"), simplicity
+
+
+def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbatch: int) -> Costs:
+    """Peaks and work on the line through those of two `microbatches`; the second's, where they run other operators."""
+    if [(s.direction, s.unit) for s in first.spans] != [(s.direction, s.unit) for s in second.spans]:
+        return second
+    one, two = microbatches
+    further = (microbatch - two) / (two - one)
+
+    def along(a: float, b: float) -> float:
+        return b + further * (b - a)
+
+    def between(a: Span, b: Span) -> Span:
+        flops, attention, count, calls = map(along, a.work, b.work)
+        peak_bytes = int(along(a.peak_bytes, b.peak_bytes))
+        return replace(b, peak_bytes=peak_bytes, work=Work(flops, attention, count, round(calls)))
+
+    return Costs(tuple(map(between, first.spans, second.spans)))

@@ -1,0 +1,135 @@
+"""A ranking for people: what fits, what would be faster, and what is lacking where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dzero.hardware import format_bytes, format_count, format_seconds
+from dzero.plan.candidates import STAGE, Settings
+from dzero.plan.forecast import DEVICE, DISK, HOST, Forecast, Tier
+from dzero.plan.search import HEADROOM, Fits, Ranking, Refused
+from dzero.terminal import Table
+from dzero.zero.tiers import KINDS
+
+REFUSED = 8
+GROUPS = {  # settings of conf/offload: of param, grad, master and moments
+    ("device", "device", "device", "device"): "none",
+    ("device", "host", "host", "host"): "host",
+    ("host", "host", "host", "host"): "host_all",
+    ("device", "host", "disk", "disk"): "disk",
+    ("disk", "disk", "disk", "disk"): "infinity",
+}
+TIER_KEYS = [f"offload.{kind}" for kind in KINDS]
+MEND = {
+    DEVICE: "fewer train.sequence_tokens, block.tiles and block.loss_tiles, more ranks, or devices with more memory",
+    HOST: "nodes with more host memory, more nodes, or precision=bf16_remainder and precision.moments=bf16",
+    DISK: "more scratch space (offload.disk.paths), more nodes, or precision=bf16_remainder and precision.moments=bf16",
+}
+
+
+def words(settings: Settings, known: Settings) -> str:
+    """As on the command line: what is not as `known`, the stage first; groups of conf/offload by their names."""
+    told = {key: value for key, value in settings.items() if key not in known or value != known[key]}
+    tiers = tuple(settings.get(f"offload.{kind}", "") for kind in KINDS)
+    first = {STAGE: told.pop(STAGE)} if STAGE in told else {}
+    if tiers in GROUPS and any(key in TIER_KEYS for key in told):
+        first |= {"offload": GROUPS[tiers]}
+        told = {key: value for key, value in told.items() if key not in TIER_KEYS}
+    return " ".join(f"{key}={value}" for key, value in (first | told).items()) or "the settings as they are"
+
+
+def headline(fits: Fits, defaults: Settings) -> str:
+    """The choice on a line."""
+    forecast, tier = fits.forecast, fits.forecast.tiers[DEVICE]
+    pace = "pace unknown" if forecast.pace.step_s is None else f"{format_seconds(forecast.pace.step_s)} a step"
+    used = f"{format_bytes(tier.total_bytes)} of {_capacity(tier)} on the device"
+    return f"zero=auto chose: {words(fits.candidate.settings, defaults)}: {pace}, {used}"
+
+
+def ranking_tables(ranking: Ranking, defaults: Settings) -> list[Table]:
+    """The best that fit, and the fastest of those that do not and would be faster."""
+    return [table for table in (_best(ranking, defaults), _refused(ranking, defaults)) if table.rows]
+
+
+def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
+    """What the closest candidate needs of each tier, what there is, and what would have to change."""
+    assert ranking.closest is not None, "where nothing fits, something is closest"
+    candidate, forecast = ranking.closest.candidate, ranking.closest.forecast
+    lines = [
+        f"zero=auto: of {ranking.candidates} candidates none fits {forecast.hardware.name} on {forecast.layout.ranks} "
+        f"ranks with {HEADROOM:.0%} of each tier kept free. The closest is {words(candidate.settings, defaults)}, "
+        "of which each rank needs"
+    ]
+    for name, tier in forecast.tiers.items():
+        if not tier.total_bytes:
+            continue
+        lines.append(f"  {name:<6}  {_need(tier)}")
+        if _lacks(tier):
+            most = max(tier.kinds, key=lambda kind: tier.kinds[kind])
+            lines.append(f"          mostly {most} ({format_bytes(tier.kinds[most])}); to mend it: {MEND[name]}")
+    return "\n".join(lines)
+
+
+def _need(tier: Tier) -> str:
+    """`1.20 GiB of 1.00 GiB, 0.95 GiB with headroom: 256 MiB short`."""
+    if tier.capacity_bytes is None:
+        return f"{format_bytes(tier.total_bytes)}, but how much there is is unknown"
+    room = int((1 - HEADROOM) * tier.capacity_bytes)
+    state = f"{format_bytes(_lacks(tier))} short" if _lacks(tier) else "fits"
+    need, there = format_bytes(tier.total_bytes), format_bytes(tier.capacity_bytes)
+    return f"{need} of {there} ({format_bytes(room)} usable): {state}"
+
+
+def _lacks(tier: Tier) -> int:
+    return max(0, tier.total_bytes - int((1 - HEADROOM) * (tier.capacity_bytes or 0)))
+
+
+def _best(ranking: Ranking, defaults: Settings) -> Table:
+    rows = tuple((words(each.candidate.settings, defaults), *_figures(each.forecast)) for each in ranking.best)
+    title = f"what fits, the best of {ranking.candidates} candidates first"
+    if any(each.forecast.pace.step_s is None for each in ranking.best):
+        unknown = dict.fromkeys(key for each in ranking.best for key in each.forecast.pace.unknown)
+        title += f"; without {', '.join(unknown)} of the hardware the simplest, not the fastest"
+    return Table(title, ("settings", "a step", "tokens/s", "pace set by", "tier", "needs", "left"), rows)
+
+
+def _figures(forecast: Forecast) -> tuple[str, ...]:
+    """Its pace, and the tier that is fullest."""
+    step_s, rate = forecast.pace.step_s, forecast.tokens_per_s
+    used = {name: tier for name, tier in forecast.tiers.items() if tier.total_bytes and tier.capacity_bytes}
+    name = max(used, key=lambda each: used[each].total_bytes / (used[each].capacity_bytes or 1))
+    tier = used[name]
+    return (
+        "unknown" if step_s is None else format_seconds(step_s),
+        "unknown" if rate is None else format_count(int(rate)),
+        "unknown" if step_s is None else forecast.pace.bound,
+        name,
+        format_bytes(tier.total_bytes),
+        f"{1 - tier.total_bytes / (tier.capacity_bytes or 1):.0%}",
+    )
+
+
+def _refused(ranking: Ranking, defaults: Settings) -> Table:
+    """Of each kind what lacks least."""
+    kinds: dict[tuple[object, ...], Refused] = {}
+    for each in ranking.refused:
+        known = kinds.setdefault(each.candidate.kind, each)
+        if sum(each.short.values()) < sum(known.short.values()):
+            kinds[each.candidate.kind] = each
+    rows = [(words(each.candidate.settings, defaults), *_lack(each)) for each in kinds.values()]
+    more = f"; of {len(rows)} kinds {REFUSED}" if len(rows) > REFUSED else ""
+    title = f"what would come before, but is too large{more}"
+    return Table(title, ("settings", "a step", "each rank lacks"), tuple(rows[:REFUSED]))
+
+
+def _lack(refused: Refused) -> tuple[str, str]:
+    step_s = "unknown" if refused.step_s is None else format_seconds(refused.step_s)
+    return step_s, _lacking(refused.short)
+
+
+def _lacking(short: Mapping[str, int]) -> str:
+    return " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
+
+
+def _capacity(tier: Tier) -> str:
+    return "an unknown size" if tier.capacity_bytes is None else format_bytes(tier.capacity_bytes)
