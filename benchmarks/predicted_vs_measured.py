@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from children import Children, process_group
-from report import append_row, table, write_table
+from report import append_row, plot_pairs, table, write_table
 from sides import ADAM
 from torch import nn
 from workload import loss_of
@@ -220,6 +220,7 @@ def main() -> None:
     else:
         append_row("predicted_vs_measured", {"cells": [{"cell": asdict(cell), **each} for cell, each in found]})
         write_table("predicted_vs_measured", text)
+        plot(found)
 
 
 def rates(ranks: Children) -> HardwareConfig:
@@ -257,6 +258,15 @@ def report(found: list[tuple[Cell, dict[str, Any]]]) -> str:
         f"Step time: median error {median(times):.0%} (goal at most {TIME:.0%}), the worst {max(times):.0%}.",
     ]
     return "\n".join([table(header, rows), *(f"{line}\n" for line in lines)])
+
+
+def plot(found: list[tuple[Cell, dict[str, Any]]]) -> None:
+    """Peak and step of every configuration."""
+    megabytes = [tuple(count / 1e6 for count in each["peak"]) for _, each in found]
+    milliseconds = [tuple(1e3 * seconds for seconds in each["step_s"]) for _, each in found]
+    panels = {"peak, MB": megabytes, "step, ms": milliseconds}
+    title = f"{len(found)} configurations on two ranks"
+    plot_pairs("predicted_vs_measured", title, panels, {"peak, MB": PEAK, "step, ms": TIME})
 
 
 if __name__ == "__main__":

@@ -88,6 +88,26 @@ def plot_lines(name: str, title: str, series: dict[str, list[float]]) -> None:
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
+def plot_pairs(name: str, title: str, panels: dict[str, list[tuple[float, float]]], within: dict[str, float]) -> None:
+    """(predicted, measured) per quantity beside the diagonal and a band of so large an error, as results/<name>.png."""
+    if (pyplot := _pyplot()) is None:
+        return
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 5), squeeze=False)
+    for axis, (quantity, pairs) in zip(axes[0], panels.items(), strict=True):
+        low, high = 0.9 * min(map(min, pairs)), 1.1 * max(map(max, pairs))
+        error = within[quantity]
+        axis.plot([low, high], [low, high], color="tab:gray", linewidth=1)
+        axis.fill_between([low, high], [low * (1 - error), high * (1 - error)], [low * (1 + error), high * (1 + error)],
+                          color="tab:gray", alpha=0.2, label=f"±{error:.0%}")  # fmt: skip
+        axis.scatter([measured for _, measured in pairs], [predicted for predicted, _ in pairs], s=18)
+        axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        axis.set(title=quantity, xlabel="measured", ylabel="predicted")
+        axis.legend(loc="upper left")
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -87,12 +87,13 @@ def searched() -> tuple[RunConfig, list[Candidate], Callable[[HardwareConfig], S
 Searched = tuple[RunConfig, list[Candidate], Callable[[HardwareConfig], Subject]]
 
 
-def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, tmp_path: Path) -> None:
+def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Searched, folder: Path) -> list[RunConfig]:
+    """What is chosen for each budget, run on two ranks and measured."""
     config, candidates, on = searched
-    hardware = [node(*budget) for budget in BUDGETS]
+    hardware = [node(*budget) for budget in budgets]
     best = [search(candidates, on(each)).best[0] for each in hardware]
     runs = [with_settings(config, each.candidate.settings) for each in best]
-    disk = DiskConfig(paths=[str(tmp_path)])
+    disk = DiskConfig(paths=[str(folder)])
     runs = [
         replace(run, offload=replace(run.offload, disk=disk)) if run.offload.moments == "disk" else run for run in runs
     ]
@@ -104,11 +105,23 @@ def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, 
         foreseen, device = choice.forecast.memory, choice.forecast.tiers["device"]
         assert device.total_bytes - device.kinds["fragmentation"] == pytest.approx(took.device, rel=0.05), run
         assert (sum(foreseen.host.values()), sum(foreseen.disk.values())) == (took.host, took.disk), run
+    return runs
+
+
+def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, tmp_path: Path) -> None:
+    runs = runs_within(BUDGETS, pool, searched, tmp_path)
     assert {run.zero.stage for run in runs} == {0, 1, 2, 3}
     assert {run.block.activation_checkpoint for run in runs} == {"none", "selective", "full"}
     assert {run.offload.moments for run in runs} == {"device", "host", "disk"}
     assert {run.offload.moments_fraction for run in runs} == {0.75, 1.0}
     assert {run.train.microbatch_sequences for run in runs} == {1, 2, 4}
+
+
+@pytest.mark.slow
+def test_so_it_does_on_every_budget_between(pool: Pool, searched: Searched, tmp_path: Path) -> None:
+    plenty = [(device, PLENTY) for device in range(5, 46, 2)]
+    narrow = [(device, host) for device in range(6, 21, 2) for host in (4, 6, 10)]
+    assert len(runs_within([*plenty, *narrow], pool, searched, tmp_path)) == 45
 
 
 def brute(candidates: list[Candidate], subject: Subject) -> list[Fits]:
