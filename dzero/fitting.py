@@ -37,6 +37,7 @@ from dzero.plan.search_tables import words
 from dzero.planning import costs_for, layout_of, model_of, ranks_of, units_of
 
 SUGGESTED = LARGEST = 3
+MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
 LINGER_S = 2.0
 
 
@@ -119,7 +120,7 @@ def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier
         lines.append(f"  on the {name} each rank needs {need} of {has}: {short} short (most of it: {parts})")
     would = suggestions(config, here)
     lines.append(
-        f"would fit: {' | '.join(would)}" if would else "no stage, tier, recomputation or microbatch would fit"
+        f"would fit: {' | '.join(would)}" if would else f"no stage, tier, recomputation or microbatch would fit; {MORE}"
     )
     lines.append("launch.check_memory=false starts it all the same")
     return "\n".join(lines)

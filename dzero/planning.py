@@ -69,7 +69,15 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
 
 
 def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
-    """What a run with these settings needs of `hardware`. Raises ValueError for ranks that do not divide."""
+    """What a run with these settings needs of `hardware`.
+
+    Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
+    """
+    if config.offload.activations != "device":
+        raise RunError(
+            f"what offload.activations={config.offload.activations} takes off the device is not foreseen; plan with "
+            "offload.activations=device, which needs more of the device and less of the host"
+        )
     ranks, train = ranks_of(config), config.train
     layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
     units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)

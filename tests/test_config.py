@@ -123,7 +123,7 @@ MISTAKES = {
     "offload.master=host optim.rule=SGD": "SGD keeps its states where the masters are: set offload.moments",
     # hardware
     "hardware=h100": "hardware=h100: choose one of ['a100_40g', ",
-    "hardware=h100_80g hardware.device_byte=1": "hardware.device_byte: unknown key; hardware has ['bf16_flops', ",
+    "hardware=h100_80g hardware.device_byte=1": "hardware.device_byte: unknown key; hardware has ['attention_flops', ",
     "hardware=h100_80g hardware.efficiency=2": "hardware.efficiency=2.0: a part of the peak, must be in (0, 1]",
     "hardware=h100_80g hardware.network=fast": "hardware.network=fast: must be a number or null",
     "hardware.device_bytes=1": "this machine's figures are measured; choose a node as well",

@@ -1,7 +1,7 @@
 """Bytes of one rank, by tier and kind, from the table and what a microbatch costs: what is alive at once, unit by unit.
 
     on the device while unit u is at work          bytes
-    param         shards                           those of the table that stay on the device
+    param         shards                           those that stay on the device; of others u's and the next unit's
     unsharded     gathered parameters              all units at stages 1-2; else u's and the root's
     buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
                                                    reduced buffer of the unit before; FSDP2 frees each one later
@@ -14,7 +14,7 @@ Host and disk hold what the schedule's slots are large: exact, since nothing els
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from dzero.comm.exchange import STAGING_BYTES
 from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, moment_fields
-from dzero.plan.costs import BACKWARD, LOSS, Costs, Span
+from dzero.plan.costs import BACKWARD, FORWARD, LOSS, Costs, Span
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape
 from dzero.zero.tiers import names_off_device
@@ -112,11 +112,13 @@ class _Device:
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
         self._kept = layout.shard > 1 and not layout.param.sharded
+        self._hosted = {
+            unit.name: self._shards([param for param in unit.params if param.name in away["param"]]) for unit in units
+        }
         self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
         at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate, self._stay = (
-            {unit.name: self._shards([p for p in unit.params if p.trainable and p.name not in off]) for unit in units}
-            for off in (at_once, away["grad"] | away["master"])
+            {unit.name: self._reduced(unit, off) for unit in units} for off in (at_once, away["grad"] | away["master"])
         )
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
@@ -138,11 +140,21 @@ class _Device:
     def _during(self, span: Span, reduced: Sequence[str], before: str) -> dict[str, int]:
         backward = span.direction == BACKWARD
         return {
+            "param": self._rest["param"] + self._brought(span),
             "unsharded": self._unsharded(span.unit),
             "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
             "grad": self._grads(reduced),
             "activations": span.peak_bytes,
         }
+
+    def _brought(self, span: Span) -> int:
+        """Shards from the host: the unit's, and those of the one that comes next."""
+        if span.unit == LOSS:
+            return 0
+        at = self._order.index(span.unit)
+        after = at + 1 if span.direction == FORWARD else at - 1
+        near = self._order[after] if 0 <= after < len(self._order) else ""
+        return (self._hosted[span.unit] + self._hosted.get(near, 0)) * self._layout.param.dtype.itemsize
 
     def _unsharded(self, unit: str) -> int:
         names = self._order if self._kept else set() if unit == LOSS else {unit, self._root}
@@ -175,6 +187,11 @@ class _Device:
         if not self._layout.grad.sharded and self._ranks > 1:
             return self._whole(unit, trainable_only=True)
         return self._accumulate[unit]
+
+    def _reduced(self, unit: UnitShape, away: Collection[str]) -> int:
+        """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
+        stays = any(param.trainable and param.name not in away for param in unit.params)
+        return unit.shard_elems(self._ranks, trainable_only=True) if stays else 0
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
         return self._wholes[unit, trainable_only]

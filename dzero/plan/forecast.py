@@ -69,7 +69,7 @@ class Forecast:
     @property
     def peak_bytes(self) -> int:
         """Of the device, as tensors take it: what fragmentation loses is left out."""
-        return sum(count for kind, count in self.tiers[DEVICE].kinds.items() if kind != "fragmentation")
+        return sum(count for kind, count in self.tiers[DEVICE].kinds.items() if kind != FRAGMENTS)
 
     @property
     def fits(self) -> bool:

@@ -58,7 +58,7 @@ class HardwareConfig:
     reads and writes together, as operators reach it that are no products.
     host_link: of one device, each way, what a page-locked copy reaches alone; host_bandwidth: of all devices of a node
     together, each way, None where the links do not limit each other.
-    node_link, network: of one device, each direction, in a collective within a node and across nodes;
+    node_link, network: of one device, each direction, within a node, and out of it through its own port (see `link`);
     collective_latency_s: of a small collective, over the time its bytes take.
     host_bytes, disk_bytes: memory and scratch space of the node. disk_read, disk_write: of all its disks together.
     update_elems_per_s: parameters per second that the whole host updates (bf16 gradient, fp32 AdamW states).
@@ -161,13 +161,20 @@ class HardwareConfig:
         return max(world or span, span) <= self.devices_per_node or self.devices_per_node % span == 0 or ranks == 1
 
     def link(self, ranks: int, *, stride: int = 1, world: int | None = None) -> float | None:
-        """Bytes/s of one device, each direction, in a collective of such a group: `node_link`, or the slower of it and
-        `network` where a group crosses nodes. None: unknown.
+        """Bytes/s of one device, each direction, in a collective of such a group: `node_link`; where a group crosses
+        nodes, no more than its members in a node bring out of it together. None: unknown.
+
+        Rings run through all of a node before they leave it, and each leaves by another device's port, so what leaves
+        is shared by as many ports as the group has members in a node.
         """
         if self.within_node(ranks, stride=stride, world=world):
             return self.node_link
-        known = [self.network] + ([self.node_link] if self.devices_per_node > 1 else [])
-        return None if None in known else min(rate for rate in known if rate is not None)
+        if self.network is None:
+            return None
+        members = max(1, math.gcd(ranks * stride, self.devices_per_node) // stride)
+        if members == 1:
+            return self.network
+        return None if self.node_link is None else min(self.node_link, members * self.network)
 
     def share(self, ranks: int) -> Share:
         """What one of `ranks` ranks has of its node; of `host_link` no more than its part of `host_bandwidth`."""

@@ -1,7 +1,10 @@
 """Which settings fit some hardware, and which of those are fastest: what `zero=auto` stands for.
 
-The fastest that fits is best; of equally fast ones, to `DIGITS` digits, the simplest (candidates.py). Where the
-hardware lacks a figure that a candidate's pace needs, it comes after those whose pace is known, the simplest first.
+Candidates are tried in the order of their pace, of equally fast ones, to `DIGITS` digits, the simplest first
+(candidates.py), and the first of each kind that fits is kept: `BEST` kinds, and all whose pace is within `TIE` of the
+first. These are told apart by their timelines, in which units wait for each other. Who is within `TIE` of the shortest
+is as fast as it, for predictions are no better; of those the simplest is best. Where the hardware lacks a figure that a
+candidate's pace needs, it comes after those whose pace is known, the simplest first.
 
 Memory decides in three steps, since a run of the model on fake tensors (costs.py) takes seconds:
 
@@ -19,9 +22,10 @@ Work is linear in the sequences, so the line also tells the pace, by which candi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes
@@ -34,8 +38,7 @@ from dzero.zero.shapes import UnitShape
 
 HEADROOM = 0.05
 """Of each tier's capacity, kept free besides what is predicted: an assumption."""
-DIGITS = 3
-BEST = 5
+DIGITS, TIE, BEST = 3, 0.05, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,12 @@ class Fits:
 
     candidate: Candidate
     forecast: Forecast
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """To the end of its timeline; None where that is unknown."""
+        timeline = self.forecast.timeline()
+        return None if timeline is None else timeline.end_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +105,30 @@ def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
     for candidate in sorted(candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity)):
         if any(candidate.kind == each.candidate.kind for each in best):
             continue
+        step_s = expected[candidate.simplicity]
+        first_s = expected[best[0].candidate.simplicity] if best else None
+        if len(best) >= BEST and (step_s is None or first_s is None or step_s > (1 + TIE) * first_s):
+            break
         judged = judge(candidate)
         if isinstance(judged, Fits):
             best.append(judged)
         elif not best:
-            refused.append(Refused(candidate=candidate, step_s=expected[candidate.simplicity], short=judged))
-        if len(best) == BEST:
-            break
-    best.sort(key=lambda each: _order(each.forecast.pace.step_s, each.candidate.simplicity))
+            refused.append(Refused(candidate=candidate, step_s=step_s, short=judged))
     closest = None if best else judge.closest()
-    return Ranking(best=tuple(best), refused=tuple(refused), candidates=len(candidates), closest=closest)
+    ranked = tuple(ranked_by_timeline(best)[:BEST])
+    return Ranking(best=ranked, refused=tuple(refused), candidates=len(candidates), closest=closest)
+
+
+def ranked_by_timeline(fits: Sequence[Fits]) -> list[Fits]:
+    """The simplest of those that end within `TIE` of the first to end, and so on; then those of unknown length."""
+    shortest = min((each.step_s for each in fits if each.step_s is not None), default=0.0)
+
+    def order(each: Fits) -> tuple[float, int]:
+        if each.step_s is None:
+            return math.inf, each.candidate.simplicity
+        return (0.0 if each.step_s <= (1 + TIE) * shortest else each.step_s), each.candidate.simplicity
+
+    return sorted(fits, key=order)
 
 
 def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dzero.hardware import format_bytes, format_count, format_seconds
 from dzero.plan.candidates import STAGE, Settings
-from dzero.plan.forecast import DEVICE, DISK, HOST, Forecast, Tier
+from dzero.plan.forecast import DEVICE, DISK, HOST, Tier
 from dzero.plan.search import HEADROOM, Fits, Ranking, Refused
 from dzero.terminal import Table
 from dzero.zero.tiers import KINDS
@@ -40,8 +40,8 @@ def words(settings: Settings, known: Settings) -> str:
 
 def headline(fits: Fits, defaults: Settings) -> str:
     """The choice on a line."""
-    forecast, tier = fits.forecast, fits.forecast.tiers[DEVICE]
-    pace = "pace unknown" if forecast.pace.step_s is None else f"{format_seconds(forecast.pace.step_s)} a step"
+    tier = fits.forecast.tiers[DEVICE]
+    pace = "pace unknown" if fits.step_s is None else f"{format_seconds(fits.step_s)} a step"
     used = f"{format_bytes(tier.total_bytes)} of {_capacity(tier)} on the device"
     return f"zero=auto chose: {words(fits.candidate.settings, defaults)}: {pace}, {used}"
 
@@ -85,7 +85,7 @@ def _lacks(tier: Tier) -> int:
 
 
 def _best(ranking: Ranking, defaults: Settings) -> Table:
-    rows = tuple((words(each.candidate.settings, defaults), *_figures(each.forecast)) for each in ranking.best)
+    rows = tuple((words(each.candidate.settings, defaults), *_figures(each)) for each in ranking.best)
     title = f"what fits, the best of {ranking.candidates} candidates first"
     if any(each.forecast.pace.step_s is None for each in ranking.best):
         unknown = dict.fromkeys(key for each in ranking.best for key in each.forecast.pace.unknown)
@@ -93,9 +93,10 @@ def _best(ranking: Ranking, defaults: Settings) -> Table:
     return Table(title, ("settings", "a step", "tokens/s", "pace set by", "tier", "needs", "left"), rows)
 
 
-def _figures(forecast: Forecast) -> tuple[str, ...]:
-    """Its pace, and the tier that is fullest."""
-    step_s, rate = forecast.pace.step_s, forecast.tokens_per_s
+def _figures(fits: Fits) -> tuple[str, ...]:
+    """How fast it is, and the tier that is fullest."""
+    step_s, forecast = fits.step_s, fits.forecast
+    rate = forecast.step_tokens / step_s if step_s else None
     used = {name: tier for name, tier in forecast.tiers.items() if tier.total_bytes and tier.capacity_bytes}
     name = max(used, key=lambda each: used[each].total_bytes / (used[each].capacity_bytes or 1))
     tier = used[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dzero.hardware import format_bytes, format_count
+from dzero.mesh import SHARD
 from dzero.plan.forecast import TIERS, Forecast
 from dzero.terminal import OK, Table
 
@@ -29,7 +30,7 @@ def _memory(forecast: Forecast) -> Table:
 
 def _moved(forecast: Forecast) -> Table:
     moved = forecast.moved
-    rows = [(f"along {axis}", format_bytes(count), str(moved.calls[axis])) for axis, count in moved.axes.items()]
+    rows = [(f"along {axis}", format_bytes(count), _calls(forecast, axis)) for axis, count in moved.axes.items()]
     for what, count in (
         ("device to host", moved.out),
         ("host to device", moved.back),
@@ -39,6 +40,16 @@ def _moved(forecast: Forecast) -> Table:
         if count:
             rows.append((what, format_bytes(count), ""))
     return Table("moved by one rank in a step", ("link", "bytes", "collectives"), tuple(rows))
+
+
+def _calls(forecast: Forecast, axis: str) -> str:
+    """How many collectives, over which link, at what rate."""
+    hardware, layout = forecast.hardware, forecast.layout
+    ranks, stride = (layout.shard, 1) if axis == SHARD else (layout.replicate, layout.shard)
+    inside = hardware.within_node(ranks, stride=stride, world=layout.ranks)
+    rate = hardware.link(ranks, stride=stride, world=layout.ranks)
+    speed = "" if rate is None else f" at {format_count(rate)}B/s"
+    return f"{forecast.moved.calls[axis]} {'within nodes' if inside else 'across nodes'}{speed}"
 
 
 def _pace(forecast: Forecast) -> Table:

@@ -168,7 +168,22 @@ def test_a_rank_has_its_part_of_the_fullest_node() -> None:
 )
 def test_the_link_of_a_group_is_the_slowest_it_needs(ranks: int, stride: int, world: int, within: bool) -> None:
     assert node().within_node(ranks, stride=stride, world=world) is within
-    assert node().link(ranks, stride=stride, world=world) == (200e9 if within else 25e9)
+    assert within is (node().link(ranks, stride=stride, world=world) == 200e9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "together"),
+    [
+        (8, 1, 4),  # two whole nodes: four rings, each through a port of its own
+        (6, 1, 2),  # four and two
+        (3, 1, 1),  # 3-5: one and two
+        (4, 2, 2),  # every other one of eight
+        (2, 4, 1),  # copies in different nodes
+    ],
+)
+def test_members_in_a_node_leave_it_together(ranks: int, stride: int, together: int) -> None:
+    assert node().link(ranks, stride=stride, world=24) == together * 25e9
+    assert node(network=150e9).link(8) == 200e9
 
 
 def test_an_unknown_link_stays_unknown() -> None:
