@@ -79,6 +79,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
         hardware=hardware,
         step_tokens=config.train.sequences(ranks) * config.train.sequence_tokens,
         model_flops=flops_per_token(model, config.train.sequence_tokens),
+        moments=config.optim.moments,
     )
 
 

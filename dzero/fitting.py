@@ -27,7 +27,7 @@ from dzero.errors import RunError
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.launch import launched
 from dzero.mesh import local_rank, local_ranks
-from dzero.plan.analytic import Memory, memory_of
+from dzero.plan.analytic import Memory, memory_of, with_moments
 from dzero.plan.candidates import ACCUMULATE, Candidate
 from dzero.plan.costs import Costs
 from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
@@ -82,7 +82,8 @@ def needed(config: RunConfig) -> Memory:
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     units = units_of(config, model)
     foreseen = config.offload.activations == "device"
-    return memory_of(layout, units, costs_for(config, model) if foreseen else Costs(()))
+    memory = memory_of(layout, units, costs_for(config, model) if foreseen else Costs(()))
+    return with_moments(memory, config.optim.moments)
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

@@ -83,7 +83,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
     costs = costs_for(config, model)
     step_tokens = train.sequences(ranks) * train.sequence_tokens
-    return forecast(layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops)
+    return forecast(
+        layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
+    )
 
 
 def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:

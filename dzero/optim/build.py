@@ -57,6 +57,18 @@ class OptimConfig:
         if self.betas is not None or self.eps is not None:
             raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
 
+    @property
+    def moments(self) -> int:
+        """Tensors of a parameter's size that the rule keeps for it, found by a step on one of three elements."""
+        if self.rule == "adamw":
+            return 2
+        param = nn.Parameter(torch.zeros(3))
+        optimizer = getattr(torch.optim, self.rule)([param], **{str(k): v for k, v in self.options.items()}, lr=self.lr)
+        param.grad = torch.ones(3)
+        optimizer.step(lambda: torch.zeros(()))
+        states = [each for each in optimizer.state[param].values() if isinstance(each, torch.Tensor)]
+        return sum(each.numel() == param.numel() for each in states)
+
     def check(self, layout: Layout) -> None:
         """Raises ValueError for a rule that the table's shards or dtypes do not fit."""
         if self.rule != "adamw":

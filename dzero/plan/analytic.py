@@ -15,7 +15,7 @@ Host and disk hold what the schedule's slots are large: exact, since nothing els
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,18 @@ class Memory:
     def peak(self) -> Moment:
         """When the device holds most."""
         return max(self.device, key=lambda moment: moment.total_bytes)
+
+
+def with_moments(memory: Memory, count: int) -> Memory:
+    """The same with so many tensors per parameter as a rule keeps, where the table has AdamW's two."""
+
+    def kept(kinds: Mapping[str, int]) -> dict[str, int]:
+        return {kind: each * count // 2 if kind == "moments" else each for kind, each in kinds.items()}
+
+    if count == 2:
+        return memory
+    device = tuple(Moment(moment.when, kept(moment.kinds)) for moment in memory.device)
+    return replace(memory, device=device, host=kept(memory.host), disk=kept(memory.disk))
 
 
 def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:

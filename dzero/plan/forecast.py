@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dzero.hardware import format_bytes
-from dzero.plan.analytic import Memory, memory_of
+from dzero.plan.analytic import Memory, memory_of, with_moments
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.moves import Moved, moved_of
@@ -108,9 +108,13 @@ def forecast(
     *,
     step_tokens: int,
     model_flops: float | None,
+    moments: int = 2,
 ) -> Forecast:
-    """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown."""
-    memory = memory_of(layout, units, costs)
+    """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown.
+
+    moments: tensors that the optimizer's rule keeps per parameter.
+    """
+    memory = with_moments(memory_of(layout, units, costs), moments)
     return Forecast(
         hardware=hardware,
         layout=layout,

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
-from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes
+from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes, with_moments
 from dzero.plan.candidates import Candidate
 from dzero.plan.costs import Costs, Span, Work
 from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
@@ -86,6 +86,7 @@ class Subject:
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
+    moments: int = 2
 
 
 def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
@@ -175,14 +176,16 @@ class _Judge:
 
     def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
         """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
-        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
-        memory = Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units))
-        if short := short_bytes(tiers_of(memory, hardware, layout.ranks)):
+        layout, subject = candidate.layout, self._subject
+        units, hardware = subject.units, subject.hardware
+        memory, moments = Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units)), subject.moments
+        if short := short_bytes(tiers_of(with_moments(memory, moments), hardware, layout.ranks)):
             return short
         if candidate.table not in self._off_device:
             self._off_device[candidate.table] = off_device(layout, units)
         host, disk = self._off_device[candidate.table]
-        return short_bytes(tiers_of(replace(memory, host=host, disk=disk), hardware, layout.ranks))
+        memory = with_moments(replace(memory, host=host, disk=disk), moments)
+        return short_bytes(tiers_of(memory, hardware, layout.ranks))
 
     def expected_s(self, candidate: Candidate) -> float | None:
         """Seconds of a step."""
@@ -199,6 +202,7 @@ class _Judge:
             subject.hardware,
             step_tokens=subject.step_tokens,
             model_flops=subject.model_flops,
+            moments=subject.moments,
         )
 
     def closest(self) -> Fits:

@@ -66,6 +66,21 @@ def test_hundreds_of_ranks_move_what_the_table_says_and_take_the_slower_link() -
         assert found.pace.seconds["shard"] == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        ("optim.rule=SGD", 0),
+        ("optim.rule=SGD optim.options={momentum:0.9}", 1),
+        ("optim.rule=AdamW", 2),
+        ("optim.rule=Adam optim.options={amsgrad:true}", 3),
+    ],
+)
+def test_a_rule_keeps_as_many_moments_as_it_has(rule: str, kept: int) -> None:
+    found = forecast_of("mesh.dp=2", "zero.stage=2", "hardware=h100_80g", *rule.split())
+    master = found.tiers["device"].kinds["master"]
+    assert found.tiers["device"].kinds.get("moments", 0) == kept * master
+
+
 def test_what_is_unknown_is_said_and_not_guessed() -> None:
     found = forecast_of("mesh.dp=16", "zero.stage=3", "hardware=h100_80g", "hardware.network=null")
     assert found.pace.step_s is None
