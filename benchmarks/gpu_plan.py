@@ -16,6 +16,7 @@ import argparse
 import gc
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -40,7 +41,8 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import combine, key_of
 from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
-from dzero.zero.account import KINDS, resting_bytes
+from dzero.plan.storages import StorageMeter
+from dzero.plan.taken import host_bytes, taken
 
 BOUND, STEPS = 0.05, 5
 BLOCK = BlockConfig(activation_checkpoint="full", compile=False)
@@ -111,9 +113,42 @@ def cells(device: torch.device) -> list[Cell]:
 def answer(cell: Cell, tokens: int, device: torch.device, hardware: HardwareConfig) -> dict[str, Any]:
     """(predicted, measured) by quantity."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with StorageMeter() if device.type == "cpu" else nullcontext() as meter:
+        sharded = sharded_for(cell, device)
+        optim = AdamW(sharded, lr=1e-4)
+        batch = torch.zeros(1, tokens + 1, dtype=torch.int64, device=device)
+        run = partial(step, sharded, optim, batch)
+        if meter is not None:
+            peak = taken(meter, run, optim).device
+    if meter is None:
+        for _ in range(2):
+            run()
+        optim.await_updates()
+        at_rest = torch.cuda.memory_allocated(device) - before
+        peak = at_rest + allocated_peak_bytes(run, device)
+    layout, units, on_host = sharded.layout, sharded.shapes, host_bytes(optim)
+    times = [_timed(run, device) for _ in range(STEPS)]
+    optim.synchronize()
+    del sharded, optim, run
+    gc.collect()
+    like = build(cell.model).to(layout.param.dtype)
+    apply_blocks(like, replace(BLOCK, compile=False), device.type)
+    costs = costs_of(like, partial(_loss, tokens))
+    memory = memory_of(layout, units, costs)
+    return {
+        "peak": (memory.peak.total_bytes + memory.staging, peak),
+        "host": (sum(memory.host.values()), on_host),
+        "step_s": (pace_of(layout, units, costs, hardware).step_s, median(times)),
+        "when": memory.peak.when,
+        "kinds": dict(memory.peak.kinds),
+    }
+
+
+def sharded_for(cell: Cell, device: torch.device) -> Sharded:
+    """Its model, there."""
     model = build(cell.model)
     apply_blocks(model, BLOCK, device.type)
-    sharded = shard(
+    return shard(
         model,
         ZeroConfig(stage=cell.stage),
         precision=cell.precision,
@@ -121,35 +156,6 @@ def answer(cell: Cell, tokens: int, device: torch.device, hardware: HardwareConf
         mesh=make_mesh(device.type),
         materialise=materialiser(cell.model, model, seed=0, device=device),
     )
-    optim = AdamW(sharded, lr=1e-4)
-    batch = torch.zeros(1, tokens + 1, dtype=torch.int64, device=device)
-
-    run = partial(step, sharded, optim, batch)
-    for _ in range(2):
-        run()
-    optim.await_updates()
-    layout, units, on_host = sharded.layout, sharded.shapes, optim.offload.schedule.host_bytes
-    if device.type == "cuda":
-        at_rest = torch.cuda.memory_allocated(device) - before
-    else:
-        rest = resting_bytes(layout, units)
-        at_rest = sum(getattr(rest, kind) for kind in KINDS if getattr(cell.offload, kind) == "device")
-    peak = at_rest + allocated_peak_bytes(run, device)
-    times = [_timed(run, device) for _ in range(STEPS)]
-    optim.synchronize()
-    del sharded, optim, model, run
-    gc.collect()
-    like = build(cell.model).to(layout.param.dtype)
-    apply_blocks(like, replace(BLOCK, compile=False), device.type)
-    costs = costs_of(like, partial(_loss, tokens))
-    memory = memory_of(layout, units, costs)
-    return {
-        "peak": (memory.peak.total_bytes, peak),
-        "host": (sum(memory.host.values()), on_host),
-        "step_s": (pace_of(layout, units, costs, hardware).step_s, median(times)),
-        "when": memory.peak.when,
-        "kinds": dict(memory.peak.kinds),
-    }
 
 
 def step(sharded: Sharded, optim: AdamW, batch: torch.Tensor) -> None:

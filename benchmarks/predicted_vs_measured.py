@@ -4,10 +4,11 @@
     python benchmarks/predicted_vs_measured.py --smoke
 
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
-peak is the high-water mark of tensors' storages (plan/storages.py) in a step; states between steps and host memory, the
-same memory here, are counted in. `resident` beside it is how much the process grew from before the model to its
-high-water mark in the steps. Rates are measured by the same processes before and after each configuration
-(plan/probes.py), since a shared machine drifts; times are predicted from nothing of a run, the mean of both rates'.
+peak is the high-water mark in a step of the storages of all tensors since before the model was made, with host memory,
+the same memory here; host is what the arena leased, disk the sizes of open scratch files (plan/taken.py). `resident`
+beside it is how much the process grew from before the model to its high-water mark in the steps. Rates are measured by
+the same processes before and after each configuration (plan/probes.py), since a shared machine drifts; times are
+predicted from nothing of a run, the mean of both rates'.
 
 Goals: peak within 5 %, bytes exact, step time with a median error of at most 20 %.
 """
@@ -45,8 +46,9 @@ from dzero.plan.measure import combine, key_of
 from dzero.plan.moves import moved_of
 from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
-from dzero.plan.storages import peak_above
-from dzero.zero.account import KINDS, expected_traffic, resting_bytes
+from dzero.plan.storages import StorageMeter
+from dzero.plan.taken import taken
+from dzero.zero.account import expected_traffic
 from dzero.zero.tiers import DiskConfig
 
 RANKS, PEAK, TIME = 2, 0.05, 0.20
@@ -102,6 +104,26 @@ def loss(cell: Cell, model: nn.Module) -> torch.Tensor:
     return loss_of(model, torch.zeros(cell.sequences, cell.tokens + 1, dtype=torch.int64))
 
 
+def block_of(cell: Cell) -> BlockConfig:
+    """What its blocks recompute."""
+    return BlockConfig(activation_checkpoint=cell.recompute, compile=False)
+
+
+def sharded_for(cell: Cell, folder: str) -> Sharded:
+    """Its model, on this rank."""
+    model = Llama(SHAPES[cell.shape])
+    apply_blocks(model, block_of(cell), "cpu")
+    disk: dict[str, Any] = {"disk": DiskConfig(paths=[folder])} if cell.tier == "disk" else {}
+    return shard(
+        model,
+        ZeroConfig(stage=cell.stage),
+        precision=PrecisionConfig(**cell.precision),
+        offload=OffloadConfig(**TIERS[cell.tier], **disk),  # type: ignore[arg-type]
+        mesh=make_mesh("cpu", replicate=RANKS if cell.stage == 0 else 1),
+        microbatches=cell.microbatches,
+    )
+
+
 def step(cell: Cell, sharded: Sharded, optim: AdamW) -> None:
     """A whole one."""
     for index in range(cell.microbatches):
@@ -115,27 +137,16 @@ def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
     gc.collect()
     give_back_freed_memory()
     before = rss_bytes()
-    model = Llama(SHAPES[cell.shape])
-    block = BlockConfig(activation_checkpoint=cell.recompute, compile=False)
-    apply_blocks(model, block, "cpu")
-    disk: dict[str, Any] = {"disk": DiskConfig(paths=[folder])} if cell.tier == "disk" else {}
-    sharded = shard(
-        model,
-        ZeroConfig(stage=cell.stage),
-        precision=PrecisionConfig(**cell.precision),
-        offload=OffloadConfig(**TIERS[cell.tier], **disk),  # type: ignore[arg-type]
-        mesh=make_mesh("cpu", replicate=RANKS if cell.stage == 0 else 1),
-        microbatches=cell.microbatches,
-    )
-    optim = AdamW(sharded, **ADAM, threads=1)
-    run: Callable[[], None] = partial(step, cell, sharded, optim)
-    for _ in range(2):
-        run()
+    with StorageMeter() as meter:
+        sharded = sharded_for(cell, folder)
+        optim = AdamW(sharded, **ADAM, threads=1)
+        run: Callable[[], None] = partial(step, cell, sharded, optim)
+        took = taken(meter, run, optim)
+    del meter  # and its list of moments
     reset_peak_rss()
     times = [_timed(run) for _ in range(steps)]
     resident = peak_rss_bytes() - before
     optim.await_updates()
-    grown = peak_above(partial(_alone, run, optim))
     optim.offload.take_use()
     sharded.ledger.take()
     run()
@@ -149,31 +160,22 @@ def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
     layout, units = sharded.layout, sharded.shapes
     with torch.device("meta"):
         like = Llama(SHAPES[cell.shape]).to(layout.param.dtype)
-    apply_blocks(like, block, "cpu")
+    apply_blocks(like, block_of(cell), "cpu")
     costs = costs_of(like, partial(loss, cell))
     memory, moved = memory_of(layout, units, costs), moved_of(layout, units)
-    rest = resting_bytes(layout, units)
-    at_rest = sum(getattr(rest, kind) for kind in KINDS if kind not in TIERS[cell.tier])
-    on_host = optim.offload.schedule.host_bytes
     planned = sum(traffic.sent_bytes for traffic in expected_traffic(layout, units).values())
     return {
-        "peak": (memory.peak.total_bytes + sum(memory.host.values()), grown + at_rest + on_host),
+        "peak": (memory.peak.total_bytes + memory.staging + sum(memory.host.values()), took.device + took.host),
         "resident": resident,
         "bytes": [
             (planned, sent),
-            (sum(memory.host.values()), on_host),
-            (sum(memory.disk.values()), optim.offload.schedule.disk_bytes),
+            (sum(memory.host.values()), took.host),
+            (sum(memory.disk.values()), took.disk),
             *((getattr(moved, way), count) for way, count in use.items()),
         ],
         "step_s": median(times),
         "plan": (layout, units, costs),
     }
-
-
-def _alone(run: Callable[[], None], optim: AdamW) -> None:
-    """With no update left for later."""
-    run()
-    optim.await_updates()
 
 
 def _timed(run: Callable[[], None]) -> float:

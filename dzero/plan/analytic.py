@@ -1,7 +1,8 @@
 """Bytes of one rank, by tier and kind, from the table and what a microbatch costs: what is alive at once, unit by unit.
 
     on the device while unit u is at work          bytes
-    param         shards                           those that stay on the device; of others u's and the next unit's
+    param         shards                           those of the table that stay on the device; of the others the unit's
+                                                   that is gathered next
     unsharded     gathered parameters              all units at stages 1-2; else u's and the root's
     buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
                                                    reduced buffer of the unit before; FSDP2 frees each one later
@@ -23,7 +24,7 @@ from dzero.comm.exchange import STAGING_BYTES
 from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, moment_fields
-from dzero.plan.costs import BACKWARD, FORWARD, LOSS, Costs, Span
+from dzero.plan.costs import BACKWARD, LOSS, Costs, Span
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape
 from dzero.zero.tiers import names_off_device
@@ -123,10 +124,11 @@ class _Device:
             "master": self._shards(mastered) * master.itemsize,
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
-        self._kept = layout.shard > 1 and not layout.param.sharded
-        self._hosted = {
-            unit.name: self._shards([param for param in unit.params if param.name in away["param"]]) for unit in units
+        self._away = {
+            unit.name: self._shards([p for p in unit.params if p.name in away["param"]]) * param.itemsize
+            for unit in units
         }
+        self._kept = layout.shard > 1 and not layout.param.sharded
         self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
         at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate, self._stay = (
@@ -152,25 +154,28 @@ class _Device:
     def _during(self, span: Span, reduced: Sequence[str], before: str) -> dict[str, int]:
         backward = span.direction == BACKWARD
         return {
-            "param": self._rest["param"] + self._brought(span),
+            "param": self._rest["param"] + self._away.get(self._coming(span), 0),
             "unsharded": self._unsharded(span.unit),
             "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
             "grad": self._grads(reduced),
             "activations": span.peak_bytes,
         }
 
-    def _brought(self, span: Span) -> int:
-        """Shards from the host: the unit's, and those of the one that comes next."""
-        if span.unit == LOSS:
-            return 0
-        at = self._order.index(span.unit)
-        after = at + 1 if span.direction == FORWARD else at - 1
-        near = self._order[after] if 0 <= after < len(self._order) else ""
-        return (self._hosted[span.unit] + self._hosted.get(near, 0)) * self._layout.param.dtype.itemsize
-
     def _unsharded(self, unit: str) -> int:
         names = self._order if self._kept else set() if unit == LOSS else {unit, self._root}
         return sum(self._whole(name) for name in names) * self._layout.param.dtype.itemsize
+
+    def _coming(self, span: Span) -> str:
+        """The unit whose shards are brought ahead of its gather (offload/incoming.py); "" for none: of the next step.
+
+        Backward gathers a unit ahead, so it is the one behind that; the root's are, of the next microbatch.
+        """
+        if span.unit == LOSS:
+            return self._root
+        at = self._order.index(span.unit)
+        if span.direction == BACKWARD:
+            return self._order[at - 2] if at >= 2 else self._root if self._layout.microbatches > 1 else ""
+        return self._order[at + 1] if at + 1 < len(self._order) - 1 else ""
 
     def _gathered(self, span: Span, backward: bool) -> int:
         """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -179,17 +179,6 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, key: int, _: object) -> None:
         self._change(self._held.pop(key), 0)
-
-
-def peak_above(run: Callable[[], object]) -> int:
-    """How much more the second of two runs holds at its fullest moment than between them."""
-    with StorageMeter() as meter:
-        run()
-        before: int = meter.total
-        meter.begin()
-        run()
-        peak: int = max(moment.total for moment in meter.moments())
-    return peak - before
 
 
 def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:

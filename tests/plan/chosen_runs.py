@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -12,28 +12,27 @@ from dzero.config import RunConfig
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
 from dzero.plan.storages import StorageMeter
+from dzero.plan.taken import Taken, taken
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Bytes of one rank."""
-
-    device: int
-    host: int
-    disk: int
-
-
-def taken(rank: int, ranks: int, runs: list[RunConfig]) -> list[Taken]:
-    """Each of them for two steps; the second is measured."""
+def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[Taken]:
+    """Each of them made, trained for some steps and forgotten."""
     return [one(config, ranks) for config in runs]
 
 
 def one(config: RunConfig, ranks: int) -> Taken:
+    with StorageMeter() as meter:
+        sharded = sharded_for(config, ranks)
+        optim = AdamW(sharded, lr=1e-3, threads=1)
+        return taken(meter, partial(step, config, sharded, optim), optim)
+
+
+def sharded_for(config: RunConfig, ranks: int) -> Sharded:
     model = build(config.model)
     fill = materialiser(config.model, model, seed=0, device="cpu")
     apply_blocks(model, config.block, "cpu")
     replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
-    sharded = shard(
+    return shard(
         model,
         config.zero,
         precision=config.precision,
@@ -42,18 +41,6 @@ def one(config: RunConfig, ranks: int) -> Taken:
         microbatches=config.train.microbatches(ranks),
         materialise=fill,
     )
-    optim = AdamW(sharded, lr=1e-3, threads=1)
-    with StorageMeter() as meter:
-        for stored in optim._stored.values():
-            meter.claim("master", (each for key, each in stored.tensors.items() if key not in stored.off_device))
-        step(config, sharded, optim)
-        optim.await_updates()
-        meter.begin()
-        step(config, sharded, optim)
-    optim.await_updates()
-    peak = max(moment.total for moment in meter.moments())
-    schedule = optim.offload.schedule
-    return Taken(peak, schedule.host_bytes, schedule.disk_bytes)
 
 
 def step(config: RunConfig, sharded: Sharded, optim: AdamW) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,8 +17,8 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, costs_of
 from dzero.plan.moves import moved_of
-from dzero.plan.storages import peak_above
-from dzero.zero.account import KINDS, resting_bytes
+from dzero.plan.storages import StorageMeter
+from dzero.plan.taken import taken
 from dzero.zero.tiers import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=352)
@@ -65,33 +64,29 @@ def step_of(sharded: Sharded, optim: AdamW) -> None:
     optim.step()
 
 
-def alone(step: Callable[[], None], optim: AdamW) -> None:
-    """A step of which nothing is left for the next."""
-    step()
-    optim.await_updates()
+def sharded_for(run: Run, ranks: int, folder: str) -> Sharded:
+    model = Llama(SHAPE)
+    apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
+    disk = {"disk": DiskConfig(paths=[folder])} if run.states == "disk" else {}
+    return shard(
+        model,
+        ZeroConfig(stage=run.stage),
+        precision=PrecisionConfig(**run.precision),
+        offload=OffloadConfig(**STATES[run.states], **disk),  # type: ignore[arg-type]
+        mesh=make_mesh("cpu", replicate=ranks if run.stage == 0 else 1),
+        microbatches=run.microbatches,
+    )
 
 
 def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[str, Any]]:
-    """Per run what was predicted, and what two steps took, the first one left out."""
+    """Per run what was predicted, and what a step took."""
     found = []
     for run in runs:
-        model = Llama(SHAPE)
-        apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
-        disk = {"disk": DiskConfig(paths=[folder])} if run.states == "disk" else {}
-        sharded = shard(
-            model,
-            ZeroConfig(stage=run.stage),
-            precision=PrecisionConfig(**run.precision),
-            offload=OffloadConfig(**STATES[run.states], **disk),  # type: ignore[arg-type]
-            mesh=make_mesh("cpu", replicate=ranks if run.stage == 0 else 1),
-            microbatches=run.microbatches,
-        )
-        optim = AdamW(sharded, lr=1e-3, threads=1)
-        step = partial(step_of, sharded, optim)
-        for _ in range(2):
-            step()
-        optim.await_updates()
-        grown = peak_above(partial(alone, step, optim))
+        with StorageMeter() as meter:
+            sharded = sharded_for(run, ranks, folder)
+            optim = AdamW(sharded, lr=1e-3, threads=1)
+            step = partial(step_of, sharded, optim)
+            took = taken(meter, step, optim)
         optim.offload.take_use()
         step()
         optim.await_updates()
@@ -101,20 +96,18 @@ def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[s
             moved[lane.split(" ")[0]] += each.moved_bytes
         memory = memory_of(sharded.layout, sharded.shapes, costs(run, sharded.layout.param.dtype))
         foreseen = moved_of(sharded.layout, sharded.shapes)
-        rest = resting_bytes(sharded.layout, sharded.shapes)
-        at_rest = sum(getattr(rest, kind) for kind in KINDS if kind not in STATES[run.states])
         found.append(
             {
-                "peak": (memory.peak.total_bytes, grown + at_rest),
-                "host": (sum(memory.host.values()), optim.offload.schedule.host_bytes),
-                "disk": (sum(memory.disk.values()), optim.offload.schedule.disk_bytes),
+                "peak": (memory.peak.total_bytes + memory.staging, took.device),
+                "host": (sum(memory.host.values()), took.host),
+                "disk": (sum(memory.disk.values()), took.disk),
                 "out": (foreseen.out, moved.get("EVICT", 0)),
                 "back": (foreseen.back, moved.get("FETCH", 0)),
                 "read": (foreseen.read, moved.get("LOAD", 0)),
                 "written": (foreseen.written, moved.get("SPILL", 0)),
             }
         )
-        del sharded, optim, model, step
+        del sharded, optim, step
     return found
 
 
@@ -133,11 +126,16 @@ ON_DEVICE = [
 ] + [Run(3, precision={"param": "fp32"}), Run(2, 2, "full", precision={"master": "remainder", "moments": "bf16"})]
 
 
-def test_the_devices_peak_is_predicted_within_5_percent(pool: Pool) -> None:
-    """Mostly to the byte; reductions keep buffers a little longer or shorter than the table of analytic.py says."""
+def scalars() -> int:
+    """Bytes that nothing predicts: a count of steps per parameter, and one number of fp64 of the step's decision."""
+    with torch.device("meta"):
+        return 4 * len([*Llama(SHAPE).parameters()]) + 8
+
+
+def test_the_devices_peak_is_predicted_to_the_byte_but_for_scalars(pool: Pool) -> None:
     for run, found in zip(ON_DEVICE, pool.run(compared, 2, ON_DEVICE, "", timeout_s=300)[0], strict=True):
         predicted, measured = found["peak"]
-        assert predicted == pytest.approx(measured, rel=0.05), run
+        assert measured - predicted == scalars(), run
 
 
 OFF_DEVICE = [
@@ -147,19 +145,21 @@ OFF_DEVICE = [
     Run(2, 1, "none", "grad alone"),
     Run(3, 2, "none", "host_all"),
     Run(3, 1, "full", "host_all"),
+    Run(3, 2, "full", "host_all"),
     Run(2, 1, "none", "disk"),
 ]
 
 
-def test_off_the_device_host_disk_and_moves_are_predicted_to_the_byte_and_the_devices_peak_within_5_percent(
+def test_off_the_device_host_disk_and_moves_are_predicted_to_the_byte_and_the_devices_peak_within_1_percent(
     pool: Pool, tmp_path: Any
 ) -> None:
+    """Copies under way keep what they copy, on a machine that is busy for longer than in the table of analytic.py."""
     for run, found in zip(OFF_DEVICE, pool.run(compared, 2, OFF_DEVICE, str(tmp_path), timeout_s=300)[0], strict=True):
         for what in ("host", "disk", "out", "back", "read", "written"):
             predicted, measured = found[what]
             assert predicted == measured, f"{run}: {what}"
         predicted, measured = found["peak"]
-        assert predicted == pytest.approx(measured, rel=0.05), run
+        assert predicted == pytest.approx(measured, rel=0.01), run
 
 
 def test_forward_is_counted_as_matmuls_and_attention() -> None:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from chosen_runs import Taken, taken
+from chosen_runs import taken_by
 from pool import Pool
 from training import write_text
 
@@ -25,6 +25,7 @@ from dzero.plan.forecast import forecast
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
+from dzero.plan.taken import Taken
 from dzero.terminal import plain
 from dzero.zero.tiers import KINDS, DiskConfig
 
@@ -97,7 +98,7 @@ def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Search
     runs = [
         replace(run, offload=replace(run.offload, disk=disk)) if run.offload.moments == "disk" else run for run in runs
     ]
-    found: list[Taken] = pool.run(taken, RANKS, runs, timeout_s=300)[0]
+    found: list[Taken] = pool.run(taken_by, RANKS, runs, timeout_s=300)[0]
     for each, choice, run, took in zip(hardware, best, runs, found, strict=True):
         assert took.device <= each.device_bytes, run
         assert took.host <= each.share(RANKS).host_bytes, run
