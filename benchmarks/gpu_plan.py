@@ -134,7 +134,7 @@ def answer(cell: Cell, tokens: int, device: torch.device, hardware: HardwareConf
     like = build(cell.model).to(layout.param.dtype)
     apply_blocks(like, replace(BLOCK, compile=False), device.type)
     costs = costs_of(like, partial(_loss, tokens))
-    memory = memory_of(layout, units, costs)
+    memory = memory_of(layout, units, costs, device.type)
     return {
         "peak": (memory.peak.total_bytes + memory.staging, peak),
         "host": (sum(memory.host.values()), on_host),

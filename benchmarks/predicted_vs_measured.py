@@ -162,7 +162,7 @@ def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
         like = Llama(SHAPES[cell.shape]).to(layout.param.dtype)
     apply_blocks(like, block_of(cell), "cpu")
     costs = costs_of(like, partial(loss, cell))
-    memory, moved = memory_of(layout, units, costs), moved_of(layout, units)
+    memory, moved = memory_of(layout, units, costs, "cpu"), moved_of(layout, units)
     planned = sum(traffic.sent_bytes for traffic in expected_traffic(layout, units).values())
     return {
         "peak": (memory.peak.total_bytes + memory.staging + sum(memory.host.values()), took.device + took.host),

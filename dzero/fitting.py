@@ -82,7 +82,8 @@ def needed(config: RunConfig) -> Memory:
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     units = units_of(config, model)
     foreseen = config.offload.activations == "device"
-    memory = memory_of(layout, units, costs_for(config, model) if foreseen else Costs(()))
+    costs = costs_for(config, model) if foreseen else Costs(())
+    memory = memory_of(layout, units, costs, config.launch.device_type)
     return with_moments(memory, config.optim.moments)
 
 

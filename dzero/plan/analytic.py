@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dzero.comm.exchange import STAGING_BYTES
+from dzero.comm.exchange import BLOCK_BYTES
 from dzero.offload.actions import schedule_of
 from dzero.offload.pinned import aligned
 from dzero.offload.places import Places, moment_fields
@@ -73,9 +73,11 @@ def with_moments(memory: Memory, count: int) -> Memory:
     return replace(memory, device=device, host=kept(memory.host), disk=kept(memory.disk))
 
 
-def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> Memory:
+def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, device_type: str) -> Memory:
     """Of a rank that trains these units; `costs` of one of its microbatches."""
-    return Memory(on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units))
+    return Memory(
+        on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units, device_type)
+    )
 
 
 def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
@@ -93,7 +95,7 @@ def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, in
     return tiers["host"], tiers["disk"]
 
 
-def staging_bytes(layout: Layout, units: Sequence[UnitShape]) -> int:
+def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) -> int:
     """What comm/exchange.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
     if not layout.exact:
         return 0
@@ -104,7 +106,7 @@ def staging_bytes(layout: Layout, units: Sequence[UnitShape]) -> int:
         (layout.replicate, layout.replicate_wire, -(-shard // layout.replicate)),
     ):
         slot_bytes = 2 * ranks * (1 if layout.grad.dtype == wire else 2) * wire.itemsize
-        total += min(part * slot_bytes, STAGING_BYTES) if ranks > 1 else 0
+        total += min(part, max(1, BLOCK_BYTES[device_type] // slot_bytes)) * slot_bytes if ranks > 1 else 0
     return total
 
 

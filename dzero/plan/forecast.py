@@ -114,7 +114,7 @@ def forecast(
 
     moments: tensors that the optimizer's rule keeps per parameter.
     """
-    memory = with_moments(memory_of(layout, units, costs), moments)
+    memory = with_moments(memory_of(layout, units, costs, hardware.device_type), moments)
     return Forecast(
         hardware=hardware,
         layout=layout,

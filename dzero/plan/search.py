@@ -178,7 +178,10 @@ class _Judge:
         """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
         layout, subject = candidate.layout, self._subject
         units, hardware = subject.units, subject.hardware
-        memory, moments = Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units)), subject.moments
+        memory, moments = (
+            Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units, hardware.device_type)),
+            subject.moments,
+        )
         if short := short_bytes(tiers_of(with_moments(memory, moments), hardware, layout.ranks)):
             return short
         if candidate.table not in self._off_device:

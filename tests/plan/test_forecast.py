@@ -94,7 +94,7 @@ def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[s
         moved = {lane.split(" ")[0]: 0 for lane in use}
         for lane, each in use.items():
             moved[lane.split(" ")[0]] += each.moved_bytes
-        memory = memory_of(sharded.layout, sharded.shapes, costs(run, sharded.layout.param.dtype))
+        memory = memory_of(sharded.layout, sharded.shapes, costs(run, sharded.layout.param.dtype), "cpu")
         foreseen = moved_of(sharded.layout, sharded.shapes)
         found.append(
             {
