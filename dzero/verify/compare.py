@@ -10,25 +10,29 @@ import torch
 import torch.distributed as dist
 
 from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace
+from dzero.zero.units import ROOT
 
 
 @dataclass(frozen=True)
 class Gap:
     """How far apart two runs are, or may be; relative, the largest of all steps, ranks and parameters.
 
-    loss: of a rank's losses. norm: of the gradient norms. masters: of a parameter's masters at the end, root mean
-    square, by how far training had moved them; `param`: which.
+    loss: of a rank's losses. norm: of the gradient norms. unit_norm: of a unit's gradient norms; `unit`, `step`: which.
+    masters: of a parameter's masters at the end, root mean square, by how far training had moved them; `param`: which.
     """
 
     loss: float
     norm: float
+    unit_norm: float
     masters: float
     param: str = ""
+    unit: str = ""
+    step: int = 0
 
     @property
-    def sizes(self) -> tuple[float, float, float]:
-        """Of loss, norm and masters."""
-        return self.loss, self.norm, self.masters
+    def sizes(self) -> tuple[float, float, float, float]:
+        """Of loss, norm, the norm of a unit, and masters."""
+        return self.loss, self.norm, self.unit_norm, self.masters
 
     def within(self, allowed: Gap) -> bool:
         """Whether none is larger."""
@@ -36,8 +40,9 @@ class Gap:
 
     def widened(self, spread: Gap, factor: float) -> Gap:
         """At least `factor` times `spread`."""
-        loss, norm, masters = (max(mine, factor * its) for mine, its in zip(self.sizes, spread.sizes, strict=True))
-        return Gap(loss, norm, masters)
+        pairs = zip(self.sizes, spread.sizes, strict=True)
+        loss, norm, unit_norm, masters = (max(mine, factor * its) for mine, its in pairs)
+        return Gap(loss, norm, unit_norm, masters)
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,11 @@ def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> A
     return Apart(mark)
 
 
-def gap(one: Trace, other: Trace, device: torch.device) -> Gap:
-    """How far `other` is from `one`, over parameters that both have. Collective."""
+def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = None) -> Gap:
+    """How far `other` is from `one`, over parameters that both have. Collective.
+
+    allowed: where a unit's gradient norm is further off, the first such step counts alone: later ones only inherit it.
+    """
     names = [name for name in one.masters if name in other.masters]
     squares = [float((one.masters[name] - other.masters[name]).double().square().sum()) for name in names]
     moved = [one.moved[name] for name in names]
@@ -87,7 +95,31 @@ def gap(one: Trace, other: Trace, device: torch.device) -> Gap:
         default=(0.0, ""),
     )
     losses = _over_ranks([_worst(one.losses, other.losses)], dist.ReduceOp.MAX, device)
-    return Gap(losses[0], _worst(one.norms, other.norms), masters, param if masters else "")
+    unit_norm, unit, step = _unit_norms(one, other, device, allowed.unit_norm if allowed else math.inf)
+    return Gap(losses[0], _worst(one.norms, other.norms), unit_norm, masters, param if masters else "", unit, step)
+
+
+def _unit_norms(one: Trace, other: Trace, device: torch.device, limit: float) -> tuple[float, str, int]:
+    """The largest difference, of which unit, in which step; of the first step with one over `limit`, if any is."""
+    both = [unit for unit in one.squares[0] if unit in other.squares[0]]
+    places = [(unit, step) for step in range(1, len(one.squares) + 1) for unit in both]
+    squares = [total for trace in (one, other) for step in trace.squares for total in _by_unit(step, both)]
+    norms = [math.sqrt(total) for total in _over_ranks(squares, dist.ReduceOp.SUM, device)]
+    pairs = zip(norms[: len(places)], norms[len(places) :], strict=True)
+    found = [(_relative(*pair), *place) for pair, place in zip(pairs, places, strict=True)]
+    first = next((step for size, _, step in found if size > limit), None)
+    most = max((it for it in found if first in (None, it[2])), key=lambda it: it[0], default=(0.0, "", 0))
+    return most if most[0] else (0.0, "", 0)
+
+
+def _by_unit(squares: dict[str, float], units: Sequence[str]) -> list[float]:
+    """The sums of squares of `units`, each with those of other units within it: tiles are units that one run has."""
+    totals = dict.fromkeys(units, 0.0)
+    for unit, total in squares.items():
+        while unit and unit not in totals:
+            unit = unit.rpartition(".")[0]
+        totals[unit or ROOT] += total
+    return [*totals.values()]
 
 
 def _scalar_gap(mark: Mark, one: Trace, other: Trace) -> float:

@@ -10,6 +10,8 @@
     master   each unit's                                            after the last step
     param    each unit's shard                                      after the last step
 
+Of each unit's reduced gradients the sum of squares is kept besides, for runs that need not have the same bits.
+
 The first mark that differs is where a fault shows first: a unit that was not updated or is stale is the only one that
 forward reads otherwise, one that is reduced wrongly the only one whose gradients differ. No mark waits for updates that
 training itself does not wait for, so that what comes too late is seen. A mark is 64 bits; of a unit it is a hash of
@@ -31,6 +33,7 @@ from torch import nn
 from dzero.config import RunConfig
 from dzero.monitor.sink import Monitor
 from dzero.optim.shards import local_of, read
+from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
 from dzero.zero.unit import Unit, as_module
 
@@ -57,6 +60,7 @@ class Rows(NamedTuple):
 class Trace:
     """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
 
+    squares: by step, of each unit's reduced gradients, the sum over this rank's rows; unscaled, unclipped, fp64.
     masters: this rank's rows at the end, flat fp32 in host memory, by parameter. moved: the squared distance from where
     they began. kept: the tensors behind one mark, by parameter.
     """
@@ -65,6 +69,7 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    squares: list[dict[str, float]] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -127,8 +132,13 @@ class Followed(Trainer):
         self.trace.losses.append(float(loss))
         self._mark(LOSS, "", _bits(float(loss)))
         grads = self.optim.gradients.named()
+        squares: dict[str, float] = {}
         for unit in self.sharded.units:
-            self._mark_all(GRAD, unit, {name: self._mine(name, grads[name]) for name in unit.params if name in grads})
+            mine = {name: self._mine(name, grads[name]) for name in unit.params if name in grads}
+            self._mark_all(GRAD, unit, mine)
+            scaled = sum(float(sum_squares(grad)) for grad in mine.values())
+            squares[unit.shape.name] = scaled / self.optim.scaler.scale**2
+        self.trace.squares.append(squares)
         return loss
 
     @torch.no_grad()

@@ -89,13 +89,12 @@ class Verifier:
     def _met(self, lower: Rung, before: Trace, rung: Rung, itself: Finding | None = None) -> tuple[Finding, Trace]:
         """Run `rung` and compare it with `before`, the trace of `lower`. itself: what the baseline was to itself."""
         trace = self._trace(rung)
-        measured = gap(before, trace, self._device)
+        allowed, apart = rung.allowed, None
         if itself is not None and not itself.agrees:
-            return Finding(rung, (rung.allowed or EXACTLY).widened(itself.gap, SPREAD), measured, None), trace
-        apart = None
-        if rung.allowed is None and (mark := first_difference(before, trace, self._device)) is not None:
+            allowed = (allowed or EXACTLY).widened(itself.gap, SPREAD)
+        elif allowed is None and (mark := first_difference(before, trace, self._device)) is not None:
             apart = self._look(mark, lower, rung)
-        return Finding(rung, rung.allowed, measured, apart), trace
+        return Finding(rung, allowed, gap(before, trace, self._device, allowed), apart), trace
 
     def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Apart:
         """Both again, as far as the first mark in which they differ."""

@@ -28,13 +28,13 @@ def verified(rank: int, ranks: int, run: VerifyRun, folder: Path, fault: str = "
         return Verifier(run, folder, torch.device("cpu")).report()
 
 
-def wrong_divisor(unit: str) -> Planted:
-    """A unit's gradients are divided by half of the ranks."""
+def wrong_divisor(unit: str, factor: float = 2.0) -> Planted:
+    """A unit's gradients are divided by too few ranks, half of them by default, or by too many."""
 
     def wrongly(self: ReduceGrads, **named: Any) -> None:
         rightly(self, **named)
         if self._unit == unit:
-            named["output_tensor"].mul_(2)
+            named["output_tensor"].mul_(factor)
 
     rightly = ReduceGrads.__call__
     return patch.object(ReduceGrads, "__call__", wrongly)

@@ -138,7 +138,7 @@ def test_a_planted_fault_is_found_where_it_is(
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (("wrong divisor", "layers.1"), "where 5.0e-03 is allowed. Expected: a tolerance"),
+        (("wrong divisor", "layers.1"), "unit layers.1 in step 1 1.0e+00 where 1.0e-02 is allowed. Expected: a tol"),
         (("not updated", "layers.1", 1), "is allowed, most in layers.1."),
     ],
 )
@@ -149,6 +149,24 @@ def test_a_fault_is_larger_than_a_tolerance(
     report = report_of(pool, text, tmp_path, "zero.stage=2 train.accumulate=2", *fault)
     assert not report.agrees
     assert told in verdict(report)
+
+
+@pytest.mark.parametrize("settings", ["train.accumulate=2", "precision=fp32", "precision=fp16 block.tiles=3"])
+def test_native_reductions_agree_until_one_units_divisor_is_off_by_one(
+    pool: Pool, text: Path, tmp_path: Path, settings: str
+) -> None:
+    """The loss hardly shows it, and the gradient norm of all units the less the more there are."""
+    line = f"zero.stage=3 zero.reduction=native {settings}"
+    right = report_of(pool, text, tmp_path, line)
+    assert right.agrees, verdict(right)
+    assert right.findings[-1].gap.unit_norm < 2e-3
+    wrong = report_of(pool, text, tmp_path, line, "wrong divisor", "layers.1", 15 / 16)
+    assert not wrong.agrees
+    last = wrong.findings[-1]
+    assert (last.apart, last.gap.unit, last.gap.step) == (None, "layers.1", 1)
+    assert last.gap.unit_norm == pytest.approx(1 / 16, rel=0.05)
+    assert f"DIFFERS: {CONFIGURATION} from" in verdict(wrong)
+    assert "gradient norm of unit layers.1 in step 1 6." in verdict(wrong)
 
 
 def test_a_model_with_noise_differs_from_itself_and_its_spread_is_the_measure(
