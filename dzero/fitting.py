@@ -41,6 +41,10 @@ MORE = "block.loss_tiles and block.tiles make logits and activations smaller, mo
 LINGER_S = 2.0
 
 
+class UnforeseenError(Exception):
+    """What a model needs cannot be told before it runs; the message says what went wrong."""
+
+
 def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
     """What will be trained. given: the settings of the command line. Raises RunError where it cannot fit.
 
@@ -61,10 +65,11 @@ def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
 def check_memory(config: RunConfig) -> None:
     """Raises RunError for a run that needs more of a tier than this machine has; warns of one that comes near."""
     try:
-        memory, here = needed(config), this_machine(config, host_memory_bytes())
-    except Exception as error:  # a model's own code may not run on fake tensors, and train all the same
-        _warn(f"memory was not checked: {type(error).__name__}: {error}")
+        memory = needed(config)
+    except UnforeseenError as error:
+        _warn(f"memory was not checked: {error}")
         return
+    here = this_machine(config, host_memory_bytes())
     tiers = tiers_of(memory, here, ranks_of(config))
     if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
         raise RunError(_refusal(config, here, lacking))
@@ -78,13 +83,17 @@ def check_memory(config: RunConfig) -> None:
 
 
 def needed(config: RunConfig) -> Memory:
-    """Of a rank. Activations that leave the device are not foreseen, so then none are counted."""
+    """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
+
+    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
+    """
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     units = units_of(config, model)
-    foreseen = config.offload.activations == "device"
-    costs = costs_for(config, model) if foreseen else Costs(())
-    memory = memory_of(layout, units, costs, config.launch.device_type)
-    return with_moments(memory, config.optim.moments)
+    try:
+        costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+    except Exception as error:
+        raise UnforeseenError(f"{type(error).__name__}: {error}") from error
+    return with_moments(memory_of(layout, units, costs, config.launch.device_type), config.optim.moments)
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

@@ -22,9 +22,13 @@ def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
     given = {line.lstrip("+~").partition("=")[0] for line in settings}
     files = _from_files(settings, conf)
     rows = []
+    if config.hardware is not None:
+        rows.append(("hardware", config.hardware.name, COMMAND_LINE if "hardware" in given else "conf/config.yaml"))
     for key, value, default in _settings(config):
         if key in given:
             rows.append((key, str(value), COMMAND_LINE))
+        elif key.startswith("hardware."):
+            continue  # figures of a node belong together: its name stands for them
         elif value != default:
             rows.append((key, str(value), files.get(key, "conf/config.yaml")))
     return Table("settings that are not the defaults", ("setting", "value", "from"), tuple(rows), left=3)

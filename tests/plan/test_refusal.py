@@ -50,7 +50,7 @@ def test_train_refuses_a_run_that_is_too_large_within_seconds_and_starts_nothing
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     began_s = time.monotonic()
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert time.monotonic() - began_s < 60, "an idle machine takes a quarter of it"
+    assert time.monotonic() - began_s < 120, "an idle machine takes a tenth of it"
     assert run.returncode == 1
     assert run.stdout == ""
     assert "error: this run cannot fit this machine, so it was not started:" in run.stderr
