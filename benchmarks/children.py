@@ -3,6 +3,7 @@
 parent                         rank r
 Children(ranks, main, *args)   main(pipe, *args, rank): sends once when it is ready
 ask(request)                   receives it, sends an answer; an exception as the answer is raised in the parent
+tell(request)                  receives it, answers nothing
 close()                        is ended if it has not ended by itself
 """
 
@@ -42,9 +43,13 @@ class Children:
 
     def ask(self, request: Any) -> list[Any]:
         """Send the same to all ranks; their answers in the order of ranks."""
+        self.tell(request)
+        return self._receive()
+
+    def tell(self, request: Any) -> None:
+        """Send the same to all ranks."""
         for pipe in self._pipes:
             pipe.send(request)
-        return self._receive()
 
     def close(self) -> None:
         """Wait a moment for the processes, then end them."""

@@ -41,8 +41,7 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import combine, key_of
 from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
-from dzero.plan.storages import StorageMeter
-from dzero.plan.taken import host_bytes, taken
+from dzero.plan.taken import Taking, host_bytes
 
 BOUND, STEPS = 0.05, 5
 BLOCK = BlockConfig(activation_checkpoint="full", compile=False)
@@ -113,14 +112,14 @@ def cells(device: torch.device) -> list[Cell]:
 def answer(cell: Cell, tokens: int, device: torch.device, hardware: HardwareConfig) -> dict[str, Any]:
     """(predicted, measured) by quantity."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with StorageMeter() if device.type == "cpu" else nullcontext() as meter:
+    with Taking() if device.type == "cpu" else nullcontext() as taking:
         sharded = sharded_for(cell, device)
         optim = AdamW(sharded, lr=1e-4)
         batch = torch.zeros(1, tokens + 1, dtype=torch.int64, device=device)
         run = partial(step, sharded, optim, batch)
-        if meter is not None:
-            peak = taken(meter, run, optim).device
-    if meter is None:
+        if taking is not None:
+            peak = taking.taken(run, optim).device
+    if taking is None:
         for _ in range(2):
             run()
         optim.await_updates()

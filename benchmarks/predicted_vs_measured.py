@@ -46,8 +46,7 @@ from dzero.plan.measure import combine, key_of
 from dzero.plan.moves import moved_of
 from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
-from dzero.plan.storages import StorageMeter
-from dzero.plan.taken import taken
+from dzero.plan.taken import Taking
 from dzero.zero.account import expected_traffic
 from dzero.zero.tiers import DiskConfig
 
@@ -137,12 +136,12 @@ def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
     gc.collect()
     give_back_freed_memory()
     before = rss_bytes()
-    with StorageMeter() as meter:
+    with Taking() as taking:
         sharded = sharded_for(cell, folder)
         optim = AdamW(sharded, **ADAM, threads=1)
         run: Callable[[], None] = partial(step, cell, sharded, optim)
-        took = taken(meter, run, optim)
-    del meter  # and its list of moments
+        took = taking.taken(run, optim)
+    del taking  # and its list of moments
     reset_peak_rss()
     times = [_timed(run) for _ in range(steps)]
     resident = peak_rss_bytes() - before
@@ -212,8 +211,7 @@ def main() -> None:
                 after = rates(ranks)
                 found.append((cell, timed(each, before, after)))
                 print(*found[-1], flush=True)
-            for pipe in ranks._pipes:
-                pipe.send(None)
+            ranks.tell(None)
         finally:
             ranks.close()
     text = report(found)

@@ -25,7 +25,7 @@ from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import Ranking, Subject, search
 from dzero.plan.search_tables import headline, nothing_fits
-from dzero.planning import costs_for, hardware_of, model_of, ranks_of, units_of
+from dzero.planning import check_foreseen, costs_for, hardware_of, model_of, ranks_of, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,10 @@ class Choice:
 def choose(config: RunConfig, given: Sequence[str]) -> Choice:
     """What `zero=auto` stands for. given: the settings of the command line.
 
-    Raises RunError where nothing fits, or what hardware there is cannot be known alike on all ranks.
+    Raises RunError where nothing fits, where activations leave the device, or what hardware there is cannot be known
+    alike on all ranks.
     """
-    if config.offload.activations != "device":
-        raise RunError(
-            f"zero=auto does not foresee what offload.activations={config.offload.activations} takes off the device; "
-            "leave it away, or zero=auto"
-        )
+    check_foreseen(config)
     config = replace(config, auto=False)
     hardware = _hardware(config)
     defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}

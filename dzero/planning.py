@@ -73,11 +73,7 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
     Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
     """
-    if config.offload.activations != "device":
-        raise RunError(
-            f"what offload.activations={config.offload.activations} takes off the device is not foreseen; plan with "
-            "offload.activations=device, which needs more of the device and less of the host"
-        )
+    check_foreseen(config)
     ranks, train = ranks_of(config), config.train
     layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
     units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
@@ -86,6 +82,15 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     return forecast(
         layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
     )
+
+
+def check_foreseen(config: RunConfig) -> None:
+    """Raises RunError for activations that leave the device."""
+    if config.offload.activations != "device":
+        raise RunError(
+            f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
+            "offload.activations=device it is, which needs more of the device and less of the host"
+        )
 
 
 def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:

@@ -11,10 +11,26 @@ a copy, an update, a file    bytes, elements, bytes                the rank's sh
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dzero.mesh import REPLICATE, SHARD
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
+
+
+class Link(NamedTuple):
+    """Of the collectives along an axis. rate: bytes/s of one device, each direction; None: unknown."""
+
+    rate: float | None
+    within_node: bool
+
+
+def link_of(layout: Layout, hardware: HardwareConfig, axis: str) -> Link:
+    """Ranks that shard are next to each other, those that replicate a whole group of them apart."""
+    ranks, stride = (layout.shard, 1) if axis == SHARD else (layout.replicate, layout.shard)
+    within_node = hardware.within_node(ranks, stride=stride, world=layout.ranks)
+    return Link(hardware.link(ranks, stride=stride, world=layout.ranks), within_node)
 
 
 class Durations:
@@ -22,10 +38,7 @@ class Durations:
 
     def __init__(self, layout: Layout, hardware: HardwareConfig) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.ranks)
-        degrees, strides = {SHARD: layout.shard, REPLICATE: layout.replicate}, {SHARD: 1, REPLICATE: layout.shard}
-        self._links = {
-            axis: hardware.link(degree, stride=strides[axis], world=layout.ranks) for axis, degree in degrees.items()
-        }
+        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (SHARD, REPLICATE)}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None

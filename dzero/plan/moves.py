@@ -43,8 +43,10 @@ class Moves:
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes in a step. `out`, `back`: device to host, and host to device. decisions: collectives of a few numbers."""
+    """Bytes in a step, of all units. `out`, `back`: device to host, and host to device. decisions: collectives of a few
+    numbers."""
 
+    units: Mapping[str, Moves]
     axes: Mapping[str, int]
     calls: Mapping[str, int]
     decisions: Mapping[str, int]
@@ -88,7 +90,7 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
 
 
 def moved_of(layout: Layout, units: Sequence[UnitShape]) -> Moved:
-    """In a step, of all units."""
+    """In a step."""
     axes: dict[str, int] = {}
     calls: dict[str, int] = {}
     for entry, traffic in expected_traffic(layout, units).items():
@@ -96,8 +98,10 @@ def moved_of(layout: Layout, units: Sequence[UnitShape]) -> Moved:
         calls[entry.axis] = calls.get(entry.axis, 0) + traffic.calls
     reductions = layout.microbatches if layout.grad.sharded else 1
     uses = 2 * layout.microbatches if layout.reshard_after_forward is not False else layout.microbatches
-    each = moves_of(layout, units).values()
+    moves = moves_of(layout, units)
+    each = moves.values()
     return Moved(
+        units=moves,
         axes=axes,
         calls=calls,
         decisions={entry.axis: traffic.calls for entry, traffic in expected_control(layout, units).items()},

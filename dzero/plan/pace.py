@@ -25,7 +25,7 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.moves import moved_of, moves_of
+from dzero.plan.moves import moved_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
@@ -45,7 +45,8 @@ class Pace:
 
 def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Pace:
     """Of a step on `hardware`."""
-    take, moved, moves = Durations(layout, hardware), moved_of(layout, units), moves_of(layout, units).values()
+    take, moved = Durations(layout, hardware), moved_of(layout, units)
+    moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
         parts[span.direction] += layout.microbatches * take.compute(span.work)

@@ -89,10 +89,14 @@ class Subject:
     moments: int = 2
 
 
+def room_bytes(tier: Tier) -> int:
+    """What may be used of it; of one of unknown size nothing."""
+    return int((1 - HEADROOM) * (tier.capacity_bytes or 0))
+
+
 def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
-    """What each tier lacks to hold its bytes with headroom; one of unknown size holds nothing."""
-    rooms = {name: int((1 - HEADROOM) * (tier.capacity_bytes or 0)) for name, tier in tiers.items()}
-    return {name: tier.total_bytes - rooms[name] for name, tier in tiers.items() if tier.total_bytes > rooms[name]}
+    """What each tier lacks to hold its bytes with headroom."""
+    return {name: short for name, tier in tiers.items() if (short := tier.total_bytes - room_bytes(tier)) > 0}
 
 
 def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
@@ -176,19 +180,19 @@ class _Judge:
 
     def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
         """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
-        layout, subject = candidate.layout, self._subject
-        units, hardware = subject.units, subject.hardware
-        memory, moments = (
-            Memory(on_device(layout, units, costs), {}, {}, staging_bytes(layout, units, hardware.device_type)),
-            subject.moments,
-        )
-        if short := short_bytes(tiers_of(with_moments(memory, moments), hardware, layout.ranks)):
-            return short
+        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
+
+        def short(memory: Memory) -> dict[str, int]:
+            return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.ranks))
+
+        staging = staging_bytes(layout, units, hardware.device_type)
+        memory = Memory(on_device(layout, units, costs), {}, {}, staging)
+        if lacking := short(memory):
+            return lacking
         if candidate.table not in self._off_device:
             self._off_device[candidate.table] = off_device(layout, units)
         host, disk = self._off_device[candidate.table]
-        memory = with_moments(replace(memory, host=host, disk=disk), moments)
-        return short_bytes(tiers_of(memory, hardware, layout.ranks))
+        return short(replace(memory, host=host, disk=disk))
 
     def expected_s(self, candidate: Candidate) -> float | None:
         """Seconds of a step."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dzero.hardware import format_bytes, format_count, format_seconds
 from dzero.plan.candidates import STAGE, Settings
 from dzero.plan.forecast import DEVICE, DISK, HOST, Tier
-from dzero.plan.search import HEADROOM, Fits, Ranking, Refused
+from dzero.plan.search import HEADROOM, Fits, Ranking, Refused, room_bytes, short_bytes
 from dzero.terminal import Table
 from dzero.zero.tiers import KINDS
 
@@ -55,6 +55,7 @@ def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
     """What the closest candidate needs of each tier, what there is, and what would have to change."""
     assert ranking.closest is not None, "where nothing fits, something is closest"
     candidate, forecast = ranking.closest.candidate, ranking.closest.forecast
+    lacking = short_bytes(forecast.tiers)
     lines = [
         f"zero=auto: of {ranking.candidates} candidates none fits {forecast.hardware.name} on {forecast.layout.ranks} "
         f"ranks with {HEADROOM:.0%} of each tier kept free. The closest is {words(candidate.settings, defaults)}, "
@@ -63,25 +64,20 @@ def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
     for name, tier in forecast.tiers.items():
         if not tier.total_bytes:
             continue
-        lines.append(f"  {name:<6}  {_need(tier)}")
-        if _lacks(tier):
+        lines.append(f"  {name:<6}  {_need(tier, lacking.get(name, 0))}")
+        if name in lacking:
             most = max(tier.kinds, key=lambda kind: tier.kinds[kind])
             lines.append(f"          mostly {most} ({format_bytes(tier.kinds[most])}); to mend it: {MEND[name]}")
     return "\n".join(lines)
 
 
-def _need(tier: Tier) -> str:
-    """`1.20 GiB of 1.00 GiB, 0.95 GiB with headroom: 256 MiB short`."""
+def _need(tier: Tier, short: int) -> str:
+    """`1.20 GiB of 1.00 GiB (0.95 GiB usable): 256 MiB short`."""
     if tier.capacity_bytes is None:
         return f"{format_bytes(tier.total_bytes)}, but how much there is is unknown"
-    room = int((1 - HEADROOM) * tier.capacity_bytes)
-    state = f"{format_bytes(_lacks(tier))} short" if _lacks(tier) else "fits"
-    need, there = format_bytes(tier.total_bytes), format_bytes(tier.capacity_bytes)
-    return f"{need} of {there} ({format_bytes(room)} usable): {state}"
-
-
-def _lacks(tier: Tier) -> int:
-    return max(0, tier.total_bytes - int((1 - HEADROOM) * (tier.capacity_bytes or 0)))
+    state = f"{format_bytes(short)} short" if short else "fits"
+    need, there, room = map(format_bytes, (tier.total_bytes, tier.capacity_bytes, room_bytes(tier)))
+    return f"{need} of {there} ({room} usable): {state}"
 
 
 def _best(ranking: Ranking, defaults: Settings) -> Table:

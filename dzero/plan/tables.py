@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dzero.hardware import format_bytes, format_count
-from dzero.mesh import SHARD
+from dzero.plan.durations import link_of
 from dzero.plan.forecast import TIERS, Forecast
 from dzero.terminal import OK, Table
 
@@ -44,12 +44,9 @@ def _moved(forecast: Forecast) -> Table:
 
 def _calls(forecast: Forecast, axis: str) -> str:
     """How many collectives, over which link, at what rate."""
-    hardware, layout = forecast.hardware, forecast.layout
-    ranks, stride = (layout.shard, 1) if axis == SHARD else (layout.replicate, layout.shard)
-    inside = hardware.within_node(ranks, stride=stride, world=layout.ranks)
-    rate = hardware.link(ranks, stride=stride, world=layout.ranks)
-    speed = "" if rate is None else f" at {format_count(rate)}B/s"
-    return f"{forecast.moved.calls[axis]} {'within nodes' if inside else 'across nodes'}{speed}"
+    link = link_of(forecast.layout, forecast.hardware, axis)
+    speed = "" if link.rate is None else f" at {format_count(link.rate)}B/s"
+    return f"{forecast.moved.calls[axis]} {'within nodes' if link.within_node else 'across nodes'}{speed}"
 
 
 def _pace(forecast: Forecast) -> Table:

@@ -2,7 +2,8 @@
 
     device   storages of tensors that are alive, made at any time since the meter was entered (storages.py)
     host     leases that were handed out of the arena, whole pages; waiting activations' too
-    disk     scratch files that this process has open; they have no name, no folder shows them (offload/run_folder.py)
+    disk     scratch files that this process has open, and had not when the meter was entered; they have no name, no
+             folder shows them (offload/run_folder.py)
 
 So a state that is kept twice counts twice: outside the arena, on the device of a CPU.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,27 +23,51 @@ from dzero.plan.storages import StorageMeter
 
 LEARNING = 3
 """Steps until parameters that come from elsewhere are brought in an order that stays (offload/incoming.py)."""
+STEPS = 3
 OPEN_FILES = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes of one rank. `device`: at the fullest moment of a step; the others between steps."""
+    """Bytes of one rank. `device`: at the fullest moment of a step, the least of `STEPS` steps; `device_most`: of all.
+
+    Copies under way keep what they copy, and on a busy machine they take longer. `host`, `disk`: between steps.
+    """
 
     device: int
+    device_most: int
     host: int
     disk: int
 
 
-def taken(meter: StorageMeter, step: Callable[[], object], optim: AdamW) -> Taken:
-    """In one more step, nothing of which is left for later. `meter`: entered before the model was made."""
-    for _ in range(LEARNING):
+class Taking:
+    """Counts between enter and exit; entered before the model is made."""
+
+    def __init__(self) -> None:
+        self._meter, self._open = StorageMeter(), ExitStack()
+
+    def __enter__(self) -> Taking:
+        gc.collect()
+        self._others = _scratch_files()
+        self._open.enter_context(self._meter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def taken(self, step: Callable[[], object], optim: AdamW) -> Taken:
+        """In a few more steps, nothing of which is left for later."""
+        for _ in range(LEARNING):
+            _alone(step, optim)
+        peaks = [self._peak(step, optim) for _ in range(STEPS)]
+        own = [count for file, count in _scratch_files().items() if file not in self._others]
+        return Taken(min(peaks), max(peaks), host_bytes(optim), sum(own))
+
+    def _peak(self, step: Callable[[], object], optim: AdamW) -> int:
+        gc.collect()
+        self._meter.begin()
         _alone(step, optim)
-    gc.collect()
-    meter.begin()
-    _alone(step, optim)
-    peak = max(moment.total for moment in meter.moments())
-    return Taken(peak, host_bytes(optim), disk_bytes())
+        return max(moment.total for moment in self._meter.moments())
 
 
 def host_bytes(optim: AdamW) -> int:
@@ -50,8 +75,8 @@ def host_bytes(optim: AdamW) -> int:
     return optim.offload.host_bytes
 
 
-def disk_bytes() -> int:
-    """Of the scratch files of runs, by what the file system says of each that is open here."""
+def _scratch_files() -> dict[tuple[int, int], int]:
+    """Bytes, by device and inode, of each scratch file of a run that is open here, as the file system says."""
     sizes = {}
     for link in OPEN_FILES.iterdir():
         with suppress(FileNotFoundError):  # the folder's own, closed since
@@ -59,7 +84,7 @@ def disk_bytes() -> int:
             if NAME.fullmatch(target.parent.name) and target.name.startswith("data"):
                 found = link.stat()
                 sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
+    return sizes
 
 
 def _alone(step: Callable[[], object], optim: AdamW) -> None:

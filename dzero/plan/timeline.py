@@ -37,7 +37,7 @@ from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
 from dzero.plan.explain import Collective, collectives, phase_of
 from dzero.plan.machine import HardwareConfig
-from dzero.plan.moves import moved_of, moves_of
+from dzero.plan.moves import moved_of
 from dzero.plan.pace import COMPUTE, DISK, HOST_UPDATE, UPDATE
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
@@ -115,8 +115,8 @@ class _Step:
     """Adds a step's bars in the order in which they are started. Names in `_s` are moments."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> None:
-        self._layout, self._durations, self._moves = layout, Durations(layout, hardware), moves_of(layout, units)
-        self._decisions, self.unknown = moved_of(layout, units).decisions, self._durations.unknown
+        self._layout, self._durations, moved = layout, Durations(layout, hardware), moved_of(layout, units)
+        self._moves, self._decisions, self.unknown = moved.units, moved.decisions, self._durations.unknown
         self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]

@@ -11,8 +11,7 @@ from dzero import AdamW, Sharded, make_mesh, shard
 from dzero.config import RunConfig
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
-from dzero.plan.storages import StorageMeter
-from dzero.plan.taken import Taken, taken
+from dzero.plan.taken import Taken, Taking
 
 
 def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[Taken]:
@@ -21,10 +20,10 @@ def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[Taken]:
 
 
 def one(config: RunConfig, ranks: int) -> Taken:
-    with StorageMeter() as meter:
+    with Taking() as taking:
         sharded = sharded_for(config, ranks)
         optim = AdamW(sharded, lr=1e-3, threads=1)
-        return taken(meter, partial(step, config, sharded, optim), optim)
+        return taking.taken(partial(step, config, sharded, optim), optim)
 
 
 def sharded_for(config: RunConfig, ranks: int) -> Sharded:

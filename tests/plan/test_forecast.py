@@ -17,8 +17,7 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, costs_of
 from dzero.plan.moves import moved_of
-from dzero.plan.storages import StorageMeter
-from dzero.plan.taken import taken
+from dzero.plan.taken import Taking
 from dzero.zero.tiers import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=4, heads=4, kv_heads=2, ffn_size=352)
@@ -82,11 +81,11 @@ def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[s
     """Per run what was predicted, and what a step took."""
     found = []
     for run in runs:
-        with StorageMeter() as meter:
+        with Taking() as taking:
             sharded = sharded_for(run, ranks, folder)
             optim = AdamW(sharded, lr=1e-3, threads=1)
             step = partial(step_of, sharded, optim)
-            took = taken(meter, step, optim)
+            took = taking.taken(step, optim)
         optim.offload.take_use()
         step()
         optim.await_updates()
