@@ -21,7 +21,7 @@ def main(composed: DictConfig) -> None:
     this_run = HydraConfig.get()
     try:
         run = fitting.settled(config.resolve(composed), this_run.overrides.task)
-        launch.start(train, run, Path(this_run.runtime.output_dir))
+        launch.start(train, run, Path(this_run.runtime.output_dir), workers=run.worker_count)
     except RunError as error:
         if this_run.mode is not RunMode.MULTIRUN:
             sys.exit(f"error: {error}")

@@ -7,7 +7,7 @@ doors, no other file knows Hydra.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,7 @@ class RunConfig:
                 "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
                 "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
+        self._check_tensor_parallel()
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
             raise ValueError(
@@ -153,9 +154,36 @@ class RunConfig:
                 f"model.max_tokens={longest}; shorten them or raise that"
             )
 
-    def check_ranks(self, ranks: int) -> None:
-        """What depends on the number of data-parallel ranks. Raises ValueError."""
-        self.layout(ranks, self.launch.device_type)
+    def _check_tensor_parallel(self) -> None:
+        tp, tokens = self.mesh.tp, self.train.sequence_tokens
+        if tp == 1:
+            return
+        if tokens % tp:
+            raise ValueError(
+                f"mesh.tp={tp} does not divide train.sequence_tokens={tokens}: between blocks each of its ranks has a "
+                f"part of every sequence; take train.sequence_tokens={tokens // tp * tp or tp}"
+            )
+        for key in ("tiles", "loss_tiles"):
+            if getattr(self.block, key) > 1:
+                raise ValueError(
+                    f"block.{key}={getattr(self.block, key)} with mesh.tp={tp}: tiles are cut out of whole matrices; "
+                    f"take block.{key}=1, since tensor parallelism makes operators smaller too"
+                )
+
+    @property
+    def worker_count(self) -> int:
+        """Ranks of a plain run on this machine: launch.workers, or as many as the mesh says, or as devices.
+
+        Raises ValueError for more than there are GPUs.
+        """
+        wanted = self.launch.workers or self.mesh.ranks
+        if wanted is None and self.launch.device_type == "cpu" and self.mesh.tp > 1:
+            wanted = self.mesh.tp
+        return replace(self.launch, workers=wanted).worker_count
+
+    def check_ranks(self, world: int) -> None:
+        """What depends on the number of all ranks. Raises ValueError."""
+        self.layout(self.mesh.data_ranks(world), self.launch.device_type)
 
     def layout(self, ranks: int, device_type: str) -> Layout:
         """The table as these settings fill it on `ranks` data-parallel ranks. Raises ValueError."""
@@ -175,7 +203,7 @@ class RunConfig:
     def check_here(self) -> None:
         """What this machine can tell before any worker starts: its devices and files. Raises ValueError or OSError."""
         if not launched():
-            self.check_ranks(self.launch.worker_count)
+            self.check_ranks(self.worker_count)
         elif self.launch.workers is not None:
             raise ValueError(f"launch.workers={self.launch.workers} has no effect under torchrun; remove it")
         if self.data.path is not None:

@@ -85,8 +85,10 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors, or is cut itself; it may train all the same.
     """
+    if config.mesh.tp > 1:
+        raise UnforeseenError(f"what mesh.tp={config.mesh.tp} leaves of a model on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     units = units_of(config, model)
     try:
@@ -98,7 +100,7 @@ def needed(config: RunConfig) -> Memory:
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
     """Its capacities, without measuring: memory of the smallest device, `host_bytes`, and free scratch space."""
-    local = local_ranks() if launched() else config.launch.worker_count
+    local = local_ranks() if launched() else config.worker_count
     kind = config.launch.device_type
     devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
     return HardwareConfig.of_sizes(

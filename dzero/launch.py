@@ -117,8 +117,10 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start(entry: Entry, config: RunConfig, run_folder: Path) -> None:
+def start(entry: Entry, config: RunConfig, run_folder: Path, *, workers: int | None = None) -> None:
     """Run `entry(config, run_folder, device)` here where this is a worker already, else in workers of our own.
+
+    workers: how many; None for launch.workers, or as many as devices.
 
     Raises RunError that says what failed, SystemExit (128 + signal, as shells do) where a signal ended it.
     """
@@ -128,7 +130,7 @@ def start(entry: Entry, config: RunConfig, run_folder: Path) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: no other interface is needed
     with tempfile.TemporaryDirectory(prefix="dzero-launch-") as private, _quiet(), LauncherSignals() as signals:
-        launcher = elastic_launch(_launch_config(config.launch.worker_count, private), _worker)
+        launcher = elastic_launch(_launch_config(workers or config.launch.worker_count, private), _worker)
         try:
             with hung_workers_killed(Path(private)):
                 launcher(entry, config, run_folder, Path(private), os.getpid())

@@ -1,16 +1,20 @@
 """Axis names and degrees -> DeviceMesh.
 
-The data-parallel ranks form a two-axis mesh; every placement in the table (`zero/layout.py`) is a pair over it:
-
     axis       ranks along it                                   stage 0   stages 1-3   hybrid (HSDP)
     replicate  hold copies of the same shards                      N          1          outside
     shard      hold 1/shard of every sharded state                 1          N          inside
+    tp         hold 1/tp of every matrix, and of every sequence between blocks
 
-Neighbouring ranks lie on the shard axis, so with `shard = ranks per node` the heavy traffic stays inside a node.
+The first two are the data-parallel ranks, N = replicate x shard: each sees samples of its own, and every placement in
+the table (`zero/layout.py`) is a pair over them. Ranks of the third see the same samples.
+
+Neighbouring ranks lie on the last axis, and groups of them on the one before it: with tp, or shard x tp, the ranks of a
+node, the heaviest traffic stays inside it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,34 +28,46 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.meeting import meet
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"
 AXES = (REPLICATE, SHARD)
+"""Of the data-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of the data-parallel axes; their product is the number of ranks.
+    """Degrees of the axes; dp x tp is the number of ranks.
 
-    `dp`: data-parallel ranks; None for all that there are. `replicate`: copies of the sharded model (hybrid sharding);
-    1 = shard over all ranks. Stage 0 replicates over all ranks by itself, so it takes no degree.
+    `dp`: data-parallel ranks; None for all that are left. `replicate`: copies of the sharded model (hybrid sharding);
+    1 = shard over all data-parallel ranks. Stage 0 replicates over all of them by itself, so it takes no degree.
+    `tp`: ranks that share every matrix (tensor and sequence parallelism).
     """
 
     dp: int | None = None
     replicate: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("dp", "replicate"):
+        for key in ("dp", "replicate", "tp"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
 
+    @property
+    def ranks(self) -> int | None:
+        """How many the degrees make; None where dp is what is left."""
+        return None if self.dp is None else self.dp * self.tp
+
+    def data_ranks(self, world: int) -> int:
+        """Of `world` ranks. Raises ValueError where the degrees do not make them."""
+        if world % self.tp == 0 and self.dp in (None, world // self.tp):
+            return world // self.tp
+        given = f"mesh.dp={self.dp} x mesh.tp={self.tp}" if self.dp else f"mesh.tp={self.tp}"
+        makes = "make as many" if self.dp else "divides them"
+        start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
+        raise ValueError(f"{given}, but there are {world} ranks: (dp, tp) that {makes}: {_factorings(world)}{start}")
+
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
         """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
-        if self.dp not in (None, ranks):
-            raise ValueError(
-                f"mesh.dp={self.dp}, but there are {ranks} ranks: start as many (without torchrun "
-                f"launch.workers={self.dp}), or leave mesh.dp away"
-            )
         if stage == 0:
             if self.replicate != 1:
                 raise ValueError(
@@ -91,24 +107,51 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
         dist.destroy_process_group()
 
 
-def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None) -> DeviceMesh:
-    """The (replicate, shard) mesh over all ranks of the default group; `shard=None` takes the remaining ranks.
+def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None, tp: int = 1) -> DeviceMesh:
+    """The (replicate, shard) mesh over all ranks of the default group, or with tp > 1 the (replicate, shard, tp) one;
+    `shard=None` takes the remaining ranks.
 
-    Raises ValueError when replicate * shard is not the world size.
+    Raises ValueError when the degrees do not multiply to the world size.
     """
     world = dist.get_world_size()
-    degree = world // replicate if shard is None else shard
-    if replicate * degree != world:
-        factorings = [(d, world // d) for d in range(1, world + 1) if world % d == 0]
-        raise ValueError(
-            f"replicate={replicate} * shard={degree} is not the world size {world}; "
-            f"(replicate, shard) may be one of {factorings}"
-        )
-    mesh = init_device_mesh(device_type, (replicate, degree), mesh_dim_names=AXES)
+    degree = world // (replicate * tp) if shard is None else shard
+    degrees = {REPLICATE: replicate, SHARD: degree} | ({TENSOR: tp} if tp > 1 else {})
+    if math.prod(degrees.values()) != world:
+        given = " * ".join(f"{axis}={each}" for axis, each in degrees.items())
+        allowed = [each for each in _factorings(world, len(degrees)) if tp in (1, each[-1])] or _factorings(world, 3)
+        raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
+    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     if dist.get_backend() != "fake":
-        for axis in AXES:  # torch gives the groups that it makes 10 or 30 minutes, whatever the default group has
+        for axis in degrees:  # torch gives the groups that it makes 10 or 30 minutes, whatever the default group has
             _set_pg_timeout(timeout_of_ranks(), mesh.get_group(axis))
     return mesh
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The (replicate, shard) part of `mesh` that this rank is in. Raises ValueError where it has no such axes."""
+    names = mesh.mesh_dim_names or ()
+    if names[: len(AXES)] != AXES:
+        raise ValueError(f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them")
+    return mesh if names == AXES else mesh[AXES]
+
+
+def data_rank_of(mesh: DeviceMesh) -> int:
+    """This rank among the data-parallel ones, those that see the same samples being one."""
+    copy, own = (mesh.get_local_rank(axis) for axis in AXES)
+    return copy * mesh[SHARD].size() + own
+
+
+def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """This rank's groups along the axes that are not data-parallel."""
+    return {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis not in AXES}
+
+
+def _factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
+    """All ordered products of so many whole numbers that make `number`."""
+    if factors == 1:
+        return [(number,)]
+    divisors = [each for each in range(1, number + 1) if number % each == 0]
+    return [(each, *rest) for each in divisors for rest in _factorings(number // each, factors - 1)]
 
 
 def timeout_of_ranks() -> timedelta:

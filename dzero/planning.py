@@ -37,8 +37,10 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Of the run that is planned: `mesh.dp`, or torchrun's, or as many as a plain run would start here."""
-    return config.mesh.dp or (int(os.environ["WORLD_SIZE"]) if launched() else config.launch.worker_count)
+    """Data-parallel ones of the run that is planned: `mesh.dp`, or what torchrun's, or those that a plain run would
+    start here, leave for it."""
+    world = int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count
+    return config.mesh.dp or config.mesh.data_ranks(world)
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
@@ -85,7 +87,11 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device."""
+    """Raises RunError for activations that leave the device, and for a model that is cut itself."""
+    if config.mesh.tp > 1:
+        raise RunError(
+            f"what mesh.tp={config.mesh.tp} leaves of a model on each rank is not foreseen; it is with mesh.tp=1"
+        )
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "

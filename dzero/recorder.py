@@ -53,7 +53,7 @@ class Recorder:
     ) -> None:
         self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
         self._scaled = config.precision.param == "fp16"
-        self._step_tokens = config.train.sequences(dist.get_world_size()) * config.train.sequence_tokens
+        self._step_tokens = config.train.sequences(sharded.layout.ranks) * config.train.sequence_tokens
         rank_tokens = self._step_tokens / dist.get_world_size()
         self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
         self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
@@ -64,7 +64,8 @@ class Recorder:
             ranks=dist.get_world_size(),
         )
         self._tokens_before = done_steps * self._step_tokens
-        self._across = [GatherScalars(sharded.mesh.get_group(axis), axis, sharded.ledger) for axis in AXES]
+        groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
+        self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -131,7 +132,7 @@ class Recorder:
         )
 
     def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """The mean of a scalar over all data-parallel ranks, the same on every rank."""
+        """The mean of a scalar over all ranks, the same on every one."""
         for gather in self._across:
             value = gather(value.double().reshape(1)).mean()
         return float(value)

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -45,7 +44,7 @@ class Saves:
         device: torch.device,
     ) -> None:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
-        self._optim, self._model = optim, sharded.model
+        self._optim, self._model, self._ranks = optim, sharded.model, sharded.layout.ranks
         wanted = config.checkpoint.every is not None or config.resume is not None
         self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
         self.notes: list[str] = []
@@ -94,7 +93,7 @@ class Saves:
         assert self._checkpoints is not None
         extra = {
             "stream": self._stream.state_dict(),
-            "step_sequences": self._config.train.sequences(dist.get_world_size()),
+            "step_sequences": self._config.train.sequences(self._ranks),
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
             "model": describe(self._model),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -136,7 +135,7 @@ class Saves:
 
     def _check_batch(self, resumed: Resumed) -> None:
         """Raises CheckpointError where a step would be another number of sequences."""
-        train, ranks = self._config.train, dist.get_world_size()
+        train, ranks = self._config.train, self._ranks
         was, now = resumed.extra["step_sequences"], train.sequences(ranks)
         if was != now:
             per_rank = train.microbatch_sequences * ranks

@@ -8,6 +8,7 @@ recorded.
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
-from dzero.mesh import make_mesh
+from dzero.mesh import TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, count, flops_per_token, weights_of
 from dzero.models.materialise import Materialiser
 from dzero.monitor.memory import MemoryMeter
@@ -32,12 +33,15 @@ from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.tensor import parallelize
 from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
 from dzero.saves import Saves
 from dzero.stopping import EXIT_SAVED, StopRequest
 from dzero.watch import Watch
+from dzero.zero.placed import local_of
 from dzero.zero.shard import shard
+from dzero.zero.values import Materialise
 
 
 class TrainingStopped(RunError):
@@ -59,20 +63,27 @@ class Trainer:
 
     def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
         self.config, self.device, self.run_folder = config, device, run_folder
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        config.check_ranks(ranks)
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        config.check_ranks(world)
+        ranks = config.mesh.data_ranks(world)
         self.microbatches = config.train.microbatches(ranks)
         memory = MemoryMeter(device)
-        torch.manual_seed(config.train.seed + self.rank)  # dropout; weights and data have seeds of their own
         self.corpus: Corpus = load(config.data)
         replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
-        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree)
+        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=config.mesh.tp)
+        data_rank = data_rank_of(self.mesh)
+        torch.manual_seed(config.train.seed + data_rank)  # dropout; weights and data have seeds of their own
 
         model = build(config.model, self.corpus.vocab_size)
         flops = flops_per_token(model, config.train.sequence_tokens)
         # It fills modules by their names in the model as built, so it is made before any of them is tiled.
         weights = weights_of(config.model, model)
-        materialise = Materialiser(model, seed=config.train.seed, device=device, weights=blank(model, weights))
+        materialise: Materialise = Materialiser(
+            model, seed=config.train.seed, device=device, weights=blank(model, weights)
+        )
+        self.tensor = parallelize(model, self.mesh[TENSOR]) if config.mesh.tp > 1 else None
+        if self.tensor is not None:
+            materialise = self.tensor.filling(materialise)
         apply_blocks(model, config.block, device.type)
         self.sharded = shard(
             model,
@@ -91,7 +102,7 @@ class Trainer:
         slices = {
             "sequence_tokens": config.train.sequence_tokens,
             "microbatch_sequences": config.train.microbatch_sequences,
-            "rank": self.rank,
+            "rank": data_rank,
             "ranks": ranks,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
@@ -162,12 +173,16 @@ class Trainer:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
-            with self.sharded.microbatch(is_last=index == self.microbatches - 1):
+            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self._cut_logits():
                 loss = self._loss(*self.stream.next()) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+                total += local_of(loss.detach())
         return total
+
+    def _cut_logits(self) -> AbstractContextManager[None]:
+        """Around a loss and its backward: its logits may be cut along the vocabulary."""
+        return nullcontext() if self.tensor is None else self.tensor.loss()
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow."""
@@ -219,7 +234,8 @@ class Trainer:
         if not self._evaluates:
             return None
         self.sharded.model.eval()
-        losses = [self._loss(*batch) for batch in self.evaluation()]
+        with self._cut_logits():
+            losses = [local_of(self._loss(*batch)) for batch in self.evaluation()]
         self.sharded.model.train()
         self.sharded.reshard()
         mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
@@ -233,7 +249,7 @@ class Trainer:
     def _plan(self, step: int, monitor: Monitor) -> None:
         """This run's plan, for its board."""
         if monitor.board is not None and self.config.monitor.plan:
-            ranks, vocab_size = dist.get_world_size(), self.corpus.vocab_size
+            ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
             with self.recorder.aside():
                 told = tell_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
             self.recorder.planned_bytes, lacks = told
@@ -241,11 +257,12 @@ class Trainer:
                 monitor.note(step, lacks)
 
     def _introduce(self) -> str:
-        layout, ranks = self.sharded.layout, dist.get_world_size()
+        layout, tp = self.sharded.layout, self.config.mesh.tp
+        axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {tp} tp" if tp > 1 else "")
         return (
             f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, "
-            f"stage {layout.stage} on {ranks} {self.device.type} ranks "
-            f"({layout.replicate} replicate x {layout.shard} shard), {self.config.precision.param}; "
+            f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
+            f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {self.run_folder}"
         )
 

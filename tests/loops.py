@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.optim.master import MasterOptimizer
-from dzero.optim.shards import local_of
+from dzero.zero.placed import local_of
 
 
 def sharded_net(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dzero.checkpoint.places import Places
 from dzero.models.stored import StoredTensor
-from dzero.optim.shards import local_of
+from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
 
@@ -41,7 +41,7 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
             values = weights[place.name].read(place.box.offset, place.box.size).float()
             if (origin := unit.origin.get(place.own_name)) is not None:
                 origin.put(values)
-            local_of(place.param.detach()).copy_(to_working(values, place.param.dtype))
+            local_of(place.param).copy_(to_working(values, place.param.dtype))
 
 
 def _zero() -> Tensor:

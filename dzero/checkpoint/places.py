@@ -1,7 +1,8 @@
 """Which part of which tensor of a checkpoint a rank's shard is.
 
 A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
-rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile.
+rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile; where an axis cuts the
+model itself, within its part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from dzero.checkpoint.boxes import Box
 from dzero.mesh import REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
+from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -39,7 +41,7 @@ class Places:
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
         self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
-        self._copy, self._copies = sharded.mesh[REPLICATE].get_local_rank(), sharded.mesh[REPLICATE].size()
+        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **sharded.model_groups}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
         for whole, cut, parts in tiled(sharded.model):
@@ -56,12 +58,21 @@ class Places:
             first = min(self._rank * rows, shape.shape[0])
             offset = [first, *(0 for _ in shape.shape[1:])]
             size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
-            whole, name = [*shape.shape], shape.name
+            whole, name = [*shape.whole], shape.name
+            if shape.split is not None and shape.split.dim is not None:
+                offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
             if name in self._tiles:
                 name, dim, start, total = self._tiles[name]
                 if dim is not None:
                     offset[dim] += start
                     whole[dim] = total
-            saves = self._number[shape.name] % self._copies == self._copy  # copies take turns
             box = Box(tuple(offset), tuple(size))
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, saves)
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape))
+
+    def _saves(self, shape: ParamShape) -> bool:
+        """Ranks that have the same take turns."""
+        copy, copies = 0, 1
+        for axis, group in self._copies.items():
+            if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
+                copy, copies = copy * group.size() + group.rank(), copies * group.size()
+        return self._number[shape.name] % copies == copy

@@ -26,7 +26,8 @@ from dzero.checkpoint.moments import SCALE
 from dzero.checkpoint.places import Place, Places
 from dzero.checkpoint.taking import Taking
 from dzero.optim.master import MasterOptimizer
-from dzero.optim.shards import local_of, read
+from dzero.optim.shards import read
+from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -75,7 +76,7 @@ class States:
             if failed:
                 raise failed[0]
             for place in self._without_master(saved):
-                put(f"{PARAM}.{place.own_name}", read(local_of(place.param.detach())))
+                put(f"{PARAM}.{place.own_name}", read(local_of(place.param)))
         for name, buffer in self._buffers():
             put(f"{BUFFER}.{name}", buffer)
 
@@ -92,7 +93,7 @@ class States:
         places = [[*self._places.of(unit)] for unit in self._sharded.units]
         for unit, found in zip(self._sharded.units, taking.units(places), strict=True):
             for place, values in found.without_master:
-                local_of(place.param.detach()).view(-1).copy_(values)
+                local_of(place.param).view(-1).copy_(values)
             self._optim.take(unit, found.carried)
         for name, buffer in self._buffers(everywhere=True):
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))

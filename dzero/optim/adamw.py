@@ -14,10 +14,11 @@ from dzero.optim.ahead import Ahead
 from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.shards import Homes, device_bytes, local_of, read
+from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.storage import Initial, Stored
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.update import AdamWUpdater, Update
+from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.working import to_working

@@ -4,6 +4,9 @@ Norm: sqrt of sums of squares in fp64 per (parameter, chunk), where chunk c of n
 at stage 0, where rank c sums only its own chunk. Every rank receives all sums and adds them in the same order. Beside
 the sums travels a checksum of the rank's collectives (comm/trail.py): where ranks disagree, a branch in the model has
 mixed data of different units, and the step is refused.
+
+Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
+ranks', one that they all have is counted once.
 """
 
 from __future__ import annotations
@@ -48,6 +51,16 @@ class Gradients:
         cut = (group.rank(), group.size()) if layout.shard == 1 else (0, 1)
         self._units = [UnitGrads(unit, sharded, cut, offload) for unit in sharded.units]
         self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
+        self._along_model = [
+            (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
+            for axis, each in sharded.model_groups.items()
+        ]
+
+    def _cut_by(self, axis: str, sharded: Sharded) -> torch.Tensor:
+        """bool [owned]: which parameters the axis cuts."""
+        splits = {param.name: param.split for unit in sharded.shapes for param in unit.params}
+        cut = {name for name, each in splits.items() if each is not None and each.axis == axis and each.dim is not None}
+        return torch.tensor([name in cut for name in self._owned])
 
     def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
         """From now on, tell of every unit whose gradients are complete, and before gradients are refused; both held
@@ -72,7 +85,8 @@ class Gradients:
         return [grad for unit in self._units for grad in unit.on_device()]
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
-        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective.
+        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective, and one
+        along each axis that cuts the model.
 
         Raises RuntimeError on every rank where ranks reduced their units in different orders.
         """
@@ -83,12 +97,16 @@ class Gradients:
         gathered = self._gather(_vector(values, self._device)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
-        per_param = chunks.cumsum(0)[-1]  # one rank after the other, as no sum promises
+        per_param = _in_order(chunks)
+        bad = self._culprits(chunks, "rank")
+        for axis, gather, cut in self._along_model:
+            ranks = gather(per_param.to(self._device)).cpu()
+            bad |= self._culprits(ranks, f"{axis} rank") if not bad else {}
+            per_param = torch.where(cut, _in_order(ranks), ranks[0])
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
-        bad = () if finite else self._culprits(chunks)
-        return Decision(norm, finite, clip / scale, bad)
+        return Decision(norm, finite, clip / scale, tuple(bad))
 
     def _check_order(self, checksums: torch.Tensor) -> None:
         differing = (checksums != checksums[0]).nonzero().flatten().tolist()
@@ -99,15 +117,21 @@ class Gradients:
                 "in every microbatch (no branches on the data of one rank)"
             )
 
-    def _culprits(self, chunks: torch.Tensor) -> tuple[str, ...]:
-        where = (~torch.isfinite(chunks)).nonzero().tolist()
-        return tuple(f"{self._owned[param]} (rank {rank})" for rank, param in where)
+    def _culprits(self, sums: torch.Tensor, who: str) -> dict[str, None]:
+        """Of sums [ranks, owned]."""
+        where = (~torch.isfinite(sums)).nonzero().tolist()
+        return dict.fromkeys(f"{self._owned[param]} ({who} {rank})" for rank, param in where)
 
     def clear(self) -> None:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
         self._trail.end_step()
+
+
+def _in_order(sums: torch.Tensor) -> torch.Tensor:
+    """[ranks, n] -> [n]: one rank after the other, as no sum promises."""
+    return sums.cumsum(0)[-1]
 
 
 def _vector(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.optim.shards import Homes, local_of, still_of
+from dzero.optim.shards import Homes, still_of
+from dzero.zero.placed import local_of
 from dzero.zero.working import to_working
 
 
@@ -30,7 +31,7 @@ class Mastered:
     @classmethod
     def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
         """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
-        local, mesh = local_of(param.detach()), homes.mesh("master", name)
+        local, mesh = local_of(param), homes.mesh("master", name, param)
         origin = origin if still_of(origin, local) else None
         value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
         if mesh is None:
@@ -43,7 +44,7 @@ class Mastered:
     @property
     def local(self) -> torch.Tensor:
         """The parameter's local shard on the device, flat."""
-        return local_of(self.param.detach()).view(-1)
+        return local_of(self.param).view(-1)
 
     @property
     def is_param(self) -> bool:

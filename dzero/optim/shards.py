@@ -7,16 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dzero.mesh import SHARD, host_mesh
+from dzero.mesh import host_mesh
 from dzero.offload.attach import Offload
 from dzero.zero.hosted import HostShard, memory_of
+from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.working import to_working
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's local shard; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,23 +29,7 @@ def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
 
 def device_bytes(param: nn.Parameter) -> int:
     """Of this rank's shard, whole storage; 0 for one that lives on the host."""
-    return 0 if memory_of(param) is not None else local_of(param.detach()).untyped_storage().nbytes()
-
-
-def sharded_like(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """`local` [param's local shard] as a DTensor placed as `param` is; the one place where states are wrapped.
-
-    mesh: the host's, for a tensor in host memory.
-    """
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local.view(local_of(param).shape),
-        mesh or param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    return 0 if memory_of(param) is not None else local_of(param).untyped_storage().nbytes()
 
 
 def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
@@ -59,7 +39,8 @@ def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | No
     is an error instead of shifted elements.
     """
     assert isinstance(param, DTensor)
-    return DTensor.from_local(local.view(1, -1), mesh or param.device_mesh, [Shard(0)], run_check=False)
+    mesh = mesh or param.device_mesh
+    return DTensor.from_local(local.view(1, -1), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
 class Homes:
@@ -67,11 +48,16 @@ class Homes:
 
     def __init__(self, sharded: Sharded, offload: Offload) -> None:
         self.offload, self._places = offload, offload.places
-        self._host_mesh = host_mesh(sharded.mesh)[SHARD] if offload.schedule.slots else None
+        self._twins: dict[DeviceMesh, DeviceMesh] = {}
 
-    def mesh(self, kind: str, name: str) -> DeviceMesh | None:
-        """The mesh of a parameter's "master" or "moments"; None for the parameter's own."""
-        return self._host_mesh if self._places.on_host(kind, name) else None
+    def mesh(self, kind: str, name: str, param: nn.Parameter) -> DeviceMesh | None:
+        """The mesh of a parameter's "master" or "moments"; None for the parameter's own. Collective for the first."""
+        if not self._places.on_host(kind, name):
+            return None
+        assert isinstance(param, DTensor)
+        if param.device_mesh not in self._twins:
+            self._twins[param.device_mesh] = host_mesh(param.device_mesh)
+        return self._twins[param.device_mesh]
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Room for one state [like.numel()]; its values come with `Stored.fill`."""

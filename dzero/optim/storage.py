@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dzero.mesh import SHARD
 from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
-from dzero.optim.shards import Homes, device_bytes, local_of, read, sharded_flat, sharded_like, still_of
+from dzero.optim.shards import Homes, device_bytes, read, sharded_flat, still_of
 from dzero.optim.update import ParamStates
 from dzero.zero.layout import Layout
+from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shapes import ParamShape
 from dzero.zero.working import join, to_working
 
@@ -59,16 +61,16 @@ class Stored:
     @classmethod
     def create(cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes) -> Stored:
         """Without values, which `fill` gives."""
-        rank = param.device_mesh.get_local_rank() if isinstance(param, DTensor) else 0
+        rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)
-        stored = cls(shape.name, param, first, local_of(param.detach()).dtype, {"step": torch.tensor(0.0)})
+        stored = cls(shape.name, param, first, local_of(param).dtype, {"step": torch.tensor(0.0)})
         stored._create_master(layout, homes)
         for index, key in enumerate(MOMENTS):
             stored._create_moment(key, index == 0, shape.shard_elems(layout.shard), layout, homes)
         return stored
 
     def _create_master(self, layout: Layout, homes: Homes) -> None:
-        local, mesh = local_of(self.param.detach()), homes.mesh("master", self.name)
+        local, mesh = local_of(self.param), homes.mesh("master", self.name, self.param)
         if mesh is None and self.dtype == torch.float32:
             return  # the parameter is its own master
         key = "remainder" if layout.remainder else "master"
@@ -81,7 +83,7 @@ class Stored:
             self.work = homes.offload.view(self.name, "work", local.numel())
 
     def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
-        local, mesh = local_of(self.param.detach()), homes.mesh("moments", self.name)
+        local, mesh = local_of(self.param), homes.mesh("moments", self.name, self.param)
         if layout.moments.dtype != torch.uint8:
             self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
             return
@@ -93,9 +95,9 @@ class Stored:
             self._show("moments", f"{key}_{part}", tensor, homes, by_row=True)
 
     def _show(self, kind: str, key: str, flat: torch.Tensor, homes: Homes, *, by_row: bool = False) -> None:
-        mesh = homes.mesh(kind, self.name)
+        mesh = homes.mesh(kind, self.name, self.param)
         shown = homes.shown(kind, self.name, flat)
-        self.tensors[key] = (sharded_flat if by_row else sharded_like)(shown, self.param, mesh)
+        self.tensors[key] = (sharded_flat if by_row else placed_like)(shown, self.param, mesh)
         if mesh is not None:
             self.off_device.add(key)
         if shown is not flat:
@@ -209,7 +211,7 @@ class Stored:
     @property
     def local(self) -> torch.Tensor:
         """The parameter's local shard as FSDP2 has it, flat."""
-        return local_of(self.param.detach()).view(-1)
+        return local_of(self.param).view(-1)
 
     @property
     def moments(self) -> tuple[str, ...]:

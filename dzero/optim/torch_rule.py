@@ -19,9 +19,10 @@ from torch import nn
 from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.mastered import Mastered
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.shards import Homes, device_bytes, local_of, read, sharded_like
+from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.zero.layout import Layout
+from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.working import to_working
@@ -127,10 +128,10 @@ class TorchOptimizer(MasterOptimizer):
         mastered = self._mastered[param]
         master, mesh = mastered.master, mastered.mesh
         copied = mastered.param.dtype == torch.float32  # the parameter says it all
-        states: dict[str, Any] = {} if copied else {"master": sharded_like(master.detach(), param, mesh)}
+        states: dict[str, Any] = {} if copied else {"master": placed_like(master.detach(), param, mesh)}
         for key, value in self.inner.state.get(master, {}).items():
             same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
-            states[key] = sharded_like(value, param, mesh) if same else value
+            states[key] = placed_like(value, param, mesh) if same else value
         return states
 
     def state_dict(self) -> dict[str, Any]:

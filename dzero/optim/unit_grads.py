@@ -25,7 +25,7 @@ from torch import nn
 
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
-from dzero.optim.shards import local_of
+from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit

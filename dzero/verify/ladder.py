@@ -105,6 +105,8 @@ def order_of(layout: Layout) -> Order:
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
+    if run.mesh.tp > 1:
+        raise ValueError(f"mesh.tp={run.mesh.tp}: verify compares runs without tensor parallelism; take mesh.tp=1")
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = run.launch.device_type

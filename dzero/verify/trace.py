@@ -32,9 +32,10 @@ from torch import nn
 
 from dzero.config import RunConfig
 from dzero.monitor.sink import Monitor
-from dzero.optim.shards import local_of, read
+from dzero.optim.shards import read
 from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
+from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 
 READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM = "read", "loss", "mean", "grad", "norm", "scale", "master", "param"
@@ -184,7 +185,7 @@ class Followed(Trainer):
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:
-    return read(local_of(param.detach())).view(-1)
+    return read(local_of(param)).view(-1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

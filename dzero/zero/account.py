@@ -55,14 +55,16 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank and step for decisions: one fp64 sum per trained parameter and one checksum along
-    the axis that cuts the chunks, and the loss, one fp64, along every axis."""
+    """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
+    along the axis that cuts the chunks, the sums along those that cut the model, three for the loss along every one."""
     chunk_axis = SHARD if layout.shard > 1 else REPLICATE
     params = sum(p.trainable for unit in units for p in unit.params)
+    splits = {param.split.axis: param.split.count for unit in units for param in unit.params if param.split is not None}
+    sums = {chunk_axis: params + 1} | dict.fromkeys(splits, params)
     totals = {}
-    for axis, ranks in ((REPLICATE, layout.replicate), (SHARD, layout.shard)):
+    for axis, ranks in {REPLICATE: layout.replicate, SHARD: layout.shard, **splits}.items():
         if ranks > 1:
-            norms = Traffic(1, 8 * (params + 1) * (ranks - 1)) if axis == chunk_axis else Traffic()
+            norms = Traffic(1, 8 * sums[axis] * (ranks - 1)) if axis in sums else Traffic()
             entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
             totals[entry] = norms + Traffic(1, 8 * 3 * (ranks - 1))
     return totals

@@ -19,8 +19,7 @@ import xxhash
 from dzero.hardware import format_bytes
 from dzero.scratch import DiskError, open_path, telling
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import ParamShape
-from dzero.zero.units import Slot
+from dzero.zero.units import Slot, shape_of
 
 
 class ColdRoom:
@@ -50,7 +49,7 @@ class ColdRoom:
             return None
         needed, working = 0, layout.param.dtype
         for slot in slots:
-            elems = ParamShape(slot.name, tuple(slot.param.shape), slot.param.requires_grad).shard_elems(layout.shard)
+            elems = shape_of(slot).shard_elems(layout.shard)
             if "param" in on_disk and slot.name in off_device["param"]:
                 needed += elems * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:

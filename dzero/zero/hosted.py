@@ -28,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dzero.zero.units import swap
+
 
 class Door(Protocol):
     """The unit of a parameter."""
@@ -224,16 +226,13 @@ class HostShard(torch.Tensor):
 
 def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
     """Wrap the parameters in `names` wherever `modules` have them: `fully_shard` then puts their shards on the host."""
-    wrapped = {
+    wrapped: dict[nn.Parameter, nn.Parameter] = {
         param: nn.Parameter(
             HostShard.of(HostMemory.of(name, param.detach().view(-1), param.device), param.shape), param.requires_grad
         )
         for param, name in names.items()
     }
-    for module in {each for of in modules for each in of.modules()} if wrapped else ():
-        for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            if param in wrapped:
-                setattr(module, attribute, wrapped[param])
+    swap(modules, wrapped)
 
 
 def memory_of(param: torch.Tensor) -> HostMemory | None:

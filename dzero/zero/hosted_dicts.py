@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD, host_mesh
 from dzero.zero.hosted import HostMemory, HostShard, InMemory, memory_of
+from dzero.zero.placed import placed_like
 from dzero.zero.unit import Unit, as_module
 
 
@@ -28,7 +29,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
                 with torch.no_grad():
                     local = value.to_local()
                 if isinstance(local, HostShard):
-                    state_dict[key] = _placed(_as_on_host(local), on_host, value)
+                    state_dict[key] = placed_like(_as_on_host(local), value, on_host)
 
     def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
         """Before `load_state_dict()` copies: FSDP2's parameters take tensors of the device's mesh only."""
@@ -39,7 +40,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
                 if not isinstance(local, HostShard):  # else the root's hook has wrapped it
                     flat = local.contiguous().view(-1)
                     local = HostShard.of(HostMemory.of(name, flat, memory.device), local.shape)
-                    state_dict[prefix + name] = _placed(local, param.device_mesh, value)
+                    state_dict[prefix + name] = placed_like(local, value, param.device_mesh)
 
     for module in (as_module(each) for each in unit.modules):
         module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
@@ -51,7 +52,3 @@ def _as_on_host(local: HostShard) -> torch.Tensor:
     if isinstance(memory.home, InMemory):
         return local.within(memory.home.flat)
     return HostShard(replace(memory, device=torch.device("cpu")), local.outline)
-
-
-def _placed(local: torch.Tensor, mesh: DeviceMesh, like: DTensor) -> DTensor:
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())

@@ -1,4 +1,8 @@
-"""Unsharded shapes, all that sizes and schedules are made from."""
+"""Unsharded shapes, all that sizes and schedules are made from.
+
+Unsharded along the data-parallel axes: where a model is cut along others too (tensor parallelism), it is what the ranks
+of one data-parallel group have together, and `Split` says which part of the whole.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,34 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Split:
+    """Part `index` of `count` equal ones of a parameter along `dim`, by an axis of the mesh; dim None: a copy of it."""
+
+    axis: str
+    dim: int | None
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class ParamShape:
-    """An unsharded parameter: its name in the model, shape, and whether it is trained."""
+    """An unsharded parameter: its name in the model, shape, and whether it is trained. split: None for all of it."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
+    split: Split | None = None
 
     @property
     def elems(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Its shape in the model as it was built."""
+        dim, count = (None, 1) if self.split is None else (self.split.dim, self.split.count)
+        return tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
 
     def shard_elems(self, ranks: int) -> int:
         """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to."""

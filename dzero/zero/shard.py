@@ -28,8 +28,8 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import AXES, REPLICATE, SHARD, make_mesh
-from dzero.parallel.tiling import fill_tiles
+from dzero.mesh import REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
@@ -43,10 +43,22 @@ from dzero.zero.values import Materialise, Values
 
 
 class Sharded:
-    """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches."""
+    """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches.
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, units: list[Unit], ledger: Ledger) -> None:
+    mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh,
+        model_groups: dict[str, dist.ProcessGroup],
+        units: list[Unit],
+        ledger: Ledger,
+    ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
+        self.model_groups = model_groups
         self.is_last = True
         self._microbatches = Microbatches(layout)
 
@@ -112,7 +124,8 @@ def shard(
     model: on the mesh's device or the CPU, or on meta together with `materialise`, which is called on each unit just
         before that unit is cut, so that at most one unit is ever whole. Without it rank 0's values are broadcast.
     precision: defaults to bf16 parameters with fp32 masters. offload: to every state on the device.
-    mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis).
+    mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis). Parameters that
+        are DTensors along its other axes (`parallelize`) are cut further.
     microbatches: per optimizer step; it decides where gradients accumulate.
     is_unit: picks the units instead of `zero.units` or the default.
     device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
@@ -123,9 +136,8 @@ def shard(
     if mesh is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"mesh axes {mesh.mesh_dim_names}: expected {AXES}, as dzero.make_mesh builds them")
-    replicate, degree = mesh.size(0), mesh.size(1)
+    data = data_mesh(mesh)
+    replicate, degree = data.size(0), data.size(1)
     layout = Layout.of(
         zero,
         precision or PrecisionConfig(),
@@ -137,7 +149,7 @@ def shard(
     )
     units = find_units(model, zero.units, is_unit)
     values_on = device or _current_device(mesh.device_type)
-    return _Sharder(model, layout, mesh, units, materialise, values_on).run()
+    return _Sharder(model, layout, data, model_groups(mesh), units, materialise, values_on).run()
 
 
 class _Sharder:
@@ -148,13 +160,14 @@ class _Sharder:
         model: nn.Module,
         layout: Layout,
         mesh: DeviceMesh,
+        groups_of_model: dict[str, dist.ProcessGroup],
         units: list[tuple[str, list[nn.Module]]],
         materialise: Materialise | None,
         device: torch.device,
     ) -> None:
-        self.model, self.layout, self.mesh = model, layout, mesh
+        self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
         self.ledger = Ledger()
-        groups = {axis: mesh.get_group(axis) for axis in AXES}
+        groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
         self.rank = groups[SHARD].rank()
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
@@ -165,6 +178,7 @@ class _Sharder:
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
+        _check_splits(layout, [*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         slots = [slot for of_unit in self.slots.values() for slot in of_unit]
         self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
@@ -172,13 +186,13 @@ class _Sharder:
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
-        return Sharded(self.model, self.layout, self.mesh, units, self.ledger)
+        return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self.values.fill(modules, slots)
-        rounded = {slot.name: self.values.round(slot.param, self.rank) for slot in slots}
-        origin = {name: self._where_master_lives(name, chunk) for name, chunk in rounded.items() if chunk is not None}
+        rounded = self.values.round(modules, slots, self.rank)
+        origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = modules[0] is self.model
         fully_shard(
@@ -241,6 +255,34 @@ class _Sharder:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
+
+
+def _check_splits(layout: Layout, units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
+    """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
+    split = next((param for unit in units for param in unit.params if param.split is not None), None)
+    if split is None or split.split is None:
+        return
+    axis, post_forward = split.split.axis, layout.reshard_after_forward
+    if axis not in groups:
+        raise ValueError(
+            f"parameter {split.name} is cut along the axis {axis}, which the mesh does not have: pass the whole mesh "
+            f"(dzero.make_mesh(..., {axis}={split.split.count})), of which it was parallelized over mesh[{axis!r}]"
+        )
+    if layout.param.tier != "device":
+        raise ValueError(
+            f"offload.param={layout.param.tier} with {axis}={split.split.count}: FSDP2 takes parameters that are cut "
+            "along another axis from the device only; take offload.param=device, other states may leave it"
+        )
+    if not isinstance(post_forward, bool):
+        raise ValueError(
+            f"zero.reshard_after_forward={post_forward} with {axis}={split.split.count}: FSDP2 keeps no second copy of "
+            "parameters that are cut along another axis; take true or false"
+        )
+    if tiled:
+        raise ValueError(
+            f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
+            f"the axis {axis} makes operators smaller too"
+        )
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -7,14 +7,16 @@ are units inside units: gathered for their own forward and backward alone, and l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
 from dzero.parallel.tiling import find_tiles
-from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.placed import local_of
+from dzero.zero.shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
 
@@ -103,6 +105,14 @@ class Slot:
         return param
 
 
+def swap(modules: Iterable[nn.Module], params: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put others in the place of parameters, wherever `modules` and those inside have them."""
+    for module in {each for of in modules for each in of.modules()} if params else ():
+        for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if param in params:
+                setattr(module, attribute, params[param])
+
+
 def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) -> dict[str, list[Slot]]:
     """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
 
@@ -131,7 +141,28 @@ def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) ->
 
 def shapes_of(slots: Mapping[str, Sequence[Slot]]) -> list[UnitShape]:
     """The units' unsharded shapes."""
-    return [
-        UnitShape(name, tuple(ParamShape(s.name, tuple(s.param.shape), s.param.requires_grad) for s in of_unit))
-        for name, of_unit in slots.items()
-    ]
+    return [UnitShape(name, tuple(map(shape_of, of_unit))) for name, of_unit in slots.items()]
+
+
+def shape_of(slot: Slot) -> ParamShape:
+    """Of one parameter, as the ranks of a data-parallel group hold it.
+
+    Raises ValueError for a DTensor over several axes, or one that its axis does not cut into equal parts.
+    """
+    param = slot.param
+    if not isinstance(param, DTensor):
+        return ParamShape(slot.name, tuple(param.shape), param.requires_grad)
+    mesh, placement = param.device_mesh, param.placements[0]
+    axis = (mesh.mesh_dim_names or ("tp",))[0]
+    dim = placement.dim % param.ndim if isinstance(placement, Shard) else None
+    if mesh.ndim > 1 or not (placement.is_replicate() or dim is not None):
+        raise ValueError(
+            f"parameter {slot.name} is placed as {param.placements} over {mesh}: one axis cuts or copies it"
+        )
+    if dim is not None and param.shape[dim] % mesh.size():
+        raise ValueError(
+            f"parameter {slot.name} is {list(param.shape)}: the {mesh.size()} ranks of axis {axis} do not divide its "
+            f"dim {dim}"
+        )
+    split = Split(axis, dim, mesh.get_local_rank(), mesh.size())
+    return ParamShape(slot.name, tuple(local_of(param).shape), param.requires_grad, split)

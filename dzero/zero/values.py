@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from dzero.zero.layout import Layout
-from dzero.zero.units import Slot
+from dzero.zero.placed import local_of, placed_like
+from dzero.zero.units import Slot, swap
 from dzero.zero.working import to_working
 
 Materialise = Callable[[nn.Module], None]
@@ -42,23 +44,33 @@ class Values:
             param = slot.param
             if param.is_meta and not self._blank:
                 raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
-            param.data = param.data.to(self._device).contiguous()
+            if not isinstance(param, DTensor):
+                param.data = param.data.to(self._device).contiguous()
             if self._materialise is None and not self._blank:
-                self._broadcast(param.data)
+                self._broadcast(local_of(param))
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         for group in self._groups:
             dist.broadcast(tensor, group=group, group_src=0)
 
     @torch.no_grad()
-    def round(self, param: nn.Parameter, rank: int) -> torch.Tensor | None:
-        """Round `param` to the working dtype; return the fp32 rows that are `rank`'s shard if they lost anything."""
+    def round(self, modules: list[nn.Module], slots: list[Slot], rank: int) -> dict[str, torch.Tensor]:
+        """Round parameters to the working dtype; the fp32 rows that are `rank`'s shards of those that lost anything."""
+        rows: dict[str, torch.Tensor] = {}
+        placed: dict[nn.Parameter, nn.Parameter] = {}
         working = self._layout.param.dtype
-        if param.dtype == working:
-            return None
-        whole = param.data.float()
-        param.data = to_working(whole, working)
-        if not param.requires_grad:
-            return None
-        rows = -(-whole.shape[0] // self._layout.shard)
-        return whole[rank * rows : (rank + 1) * rows].clone()
+        for slot in slots:
+            param = slot.param
+            if param.dtype == working:
+                continue
+            unsharded = local_of(param).float()
+            rounded = to_working(unsharded, working)
+            if isinstance(param, DTensor):  # its dtype is its own; `data` changes that of a plain tensor alone
+                placed[param] = nn.Parameter(placed_like(rounded, param), param.requires_grad)
+            else:
+                param.data = rounded
+            if param.requires_grad:
+                count = -(-unsharded.shape[0] // self._layout.shard)
+                rows[slot.name] = unsharded[rank * count : (rank + 1) * count].clone()
+        swap(modules, placed)
+        return rows

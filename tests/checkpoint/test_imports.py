@@ -21,8 +21,8 @@ from dzero.models.build import build, count, materialiser, weights_of
 from dzero.models.config import ModelConfig
 from dzero.models.materialise import Materialiser
 from dzero.models.published import describe, published_name
-from dzero.optim.shards import local_of
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.zero.placed import local_of
 from dzero.zero.tiers import DiskConfig
 from dzero.zero.working import to_working
 
@@ -75,7 +75,7 @@ def started(rank: int, ranks: int, config: ModelConfig, kind: dict[str, Any], sc
     before = read_bytes()
     fill(sharded, weights)
     read = read_bytes() - before
-    kept = sum(local_of(param.detach()).numel() for param in sharded.named_params().values())
+    kept = sum(local_of(param).numel() for param in sharded.named_params().values())
     optim = AdamW(sharded, lr=1e-3)
     masters = masters_of(sharded, optim)
     moments = [whole(optim.state[p][key]) for p in optim.state for key in ("exp_avg", "exp_avg_sq")]

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
-from dzero.optim.shards import local_of
 from dzero.zero.hosted import HostMemory, HostShard, InMemory
 from dzero.zero.layout import Layout
+from dzero.zero.placed import local_of
 from dzero.zero.tiers import DiskConfig
 
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}

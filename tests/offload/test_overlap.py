@@ -19,8 +19,8 @@ from pool import Pool
 from dzero import AdamW, OffloadConfig, Sharded
 from dzero.offload.swap import OffloadError
 from dzero.optim.master import MasterOptimizer
-from dzero.optim.shards import local_of
 from dzero.optim.torch_rule import TorchOptimizer
+from dzero.zero.placed import local_of
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
 DELAYED = [

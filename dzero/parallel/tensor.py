@@ -1,0 +1,129 @@
+"""Tensor parallelism, with sequence parallelism between the blocks: torch's plans over one axis of the mesh.
+
+    rank r of tp holds                  of                                   its output
+    columns of the result               query, key, value, gate, up, head    heads or features of its own
+    rows of what comes in               out, down                            a part of a sum: reduce-scattered
+    rows of the vocabulary              embedding                            a part of a sum: reduce-scattered
+    everything                          norms                                its part of the sequence
+
+Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice; what comes into them
+is gathered. Logits stay cut along the vocabulary, and `TensorParallel.loss` makes cross-entropy of them.
+
+`parallelize` takes torch's own plan, a style for each module by its name, for a model of any kind; without one the plan
+of `tensor_plans.py`, for the kinds listed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from dzero.parallel.tensor_plans import plan_for
+
+Plan = Mapping[str, ParallelStyle]
+
+
+class TensorParallel:
+    """What `parallelize` did to a model: which parameter every cut one was made from."""
+
+    def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
+        self._mesh, self._made, self._places = mesh, made, places
+
+    def filling(self, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+        """The same for modules that are cut: whole parameters are filled, then this rank keeps its part.
+
+        materialise: made from the model as it was, on meta.
+        """
+
+        @torch.no_grad()
+        def fill(module: nn.Module) -> None:
+            inside = {param for _, _, param in _own_of(module)}
+            cut = {whole: part for whole, part in self._made.items() if part in inside and part.is_meta}
+            for whole in cut:
+                self._put(whole, whole)
+            materialise(module)
+            for whole, part in cut.items():
+                owner, attribute = self._places[whole][0]
+                self._made[whole] = self._part(part, getattr(owner, attribute))
+                self._put(whole, self._made[whole])
+
+        return fill
+
+    def loss(self) -> AbstractContextManager[None]:
+        """Inside, torch's cross_entropy takes logits that are cut along the vocabulary; also around its backward."""
+        return loss_parallel()
+
+    def _put(self, whole: nn.Parameter, param: nn.Parameter) -> None:
+        for owner, attribute in self._places[whole]:
+            setattr(owner, attribute, param)
+
+    def _part(self, like: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
+        assert isinstance(like, DTensor)
+        placement, local = like.placements[0], whole
+        if isinstance(placement, Shard):
+            size = whole.shape[placement.dim] // self._mesh.size()
+            local = whole.narrow(placement.dim, self._mesh.get_local_rank() * size, size).clone()
+        part = DTensor.from_local(
+            local, self._mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return nn.Parameter(part, like.requires_grad)
+
+
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> TensorParallel:
+    """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`.
+
+    plan: by the names of modules, with wildcards; None for a model of a known kind. Tied parameters stay tied.
+    Raises ValueError for a model of another kind, dims that do not divide, names that no module has, and ties that the
+    plan cuts in two ways.
+    """
+    axis = (mesh.mesh_dim_names or ("tp",))[0]
+    if plan is None:
+        plan = plan_for(model, mesh.size(), axis)
+    places: Places = {}
+    for owner, attribute, param in _own_of(model):
+        places.setdefault(param, []).append((owner, attribute))
+    names = {param: name for name, param in model.named_parameters()}
+    parallelize_module(model, mesh, dict(plan))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for whole, owners in places.items():
+        parts = [getattr(owner, attribute) for owner, attribute in owners]
+        cut = [part for part in parts if isinstance(part, DTensor)]
+        if not cut:
+            continue
+        _check(names[whole], cut, parts, axis)
+        made[whole] = parts[0]
+        for owner, attribute in owners:
+            setattr(owner, attribute, parts[0])
+    if not made:
+        raise ValueError(f"{axis}={mesh.size()}: the plan {sorted(plan)} names no module with parameters of the model")
+    return TensorParallel(mesh, made, places)
+
+
+def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> None:
+    placements: set[tuple[Placement, ...]] = {part.placements for part in cut}
+    if len(cut) < len(parts) or len(placements) > 1:
+        raise ValueError(f"parameter {name} is tied, and the plan cuts it in several ways: {placements}")
+    dims = [(each.dim, cut[0].shape[each.dim]) for each in cut[0].placements if isinstance(each, Shard)]
+    for dim, size in dims:
+        if size % cut[0].device_mesh.size():
+            raise ValueError(
+                f"{axis}={cut[0].device_mesh.size()} does not divide dim {dim} of parameter {name}, which is {size}; "
+                f"allowed: {[each for each in range(1, size + 1) if size % each == 0]}"
+            )
+
+
+def _own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every place of a parameter."""
+    for owner in module.modules():
+        for attribute, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, attribute, param

@@ -1,0 +1,113 @@
+"""Which models are cut how (tensor.py has the table): a plan of torch's for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+SEQUENCE, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the ranks of an axis must divide, by the name of the setting."""
+
+    heads: int
+    kv_heads: int
+    ffn_size: int
+    vocab_size: int
+
+    def check(self, ranks: int, axis: str) -> None:
+        """Raises ValueError naming those that are not divided."""
+        wrong = {name: size for name, size in vars(self).items() if size % ranks}
+        if wrong:
+            told = ", ".join(f"{name}={size}" for name, size in wrong.items())
+            most = min(vars(self).values())
+            allowed = [each for each in range(1, most + 1) if not any(size % each for size in vars(self).values())]
+            raise ValueError(f"{axis}={ranks} does not divide the model's {told}; allowed: {allowed}")
+
+
+def plan_for(model: nn.Module, ranks: int, axis: str) -> dict[str, ParallelStyle]:
+    """Of a model of a known kind, or of a module around one. Raises ValueError for others, and sizes not divided."""
+    for prefix, module in model.named_modules():
+        known = PLANS.get(type(module).__name__)
+        if known is not None:
+            sizes, plan = known(module)
+            sizes.check(ranks, axis)
+            return {f"{prefix}.{name}".removeprefix("."): style for name, style in plan.items()}
+    raise ValueError(
+        f"{axis}={ranks}: no plan is known for {type(model).__name__}, only for {sorted(PLANS)}; give parallelize() a "
+        "plan of torch's, a ParallelStyle for each module by its name"
+    )
+
+
+def _llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    shape, block = model.shape, "layers.*"
+    sizes = Sizes(shape.heads, shape.kv_heads, shape.ffn_size, shape.vocab_size)
+    return sizes, {
+        "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),
+        f"{block}.attention_norm": SequenceParallel(),
+        f"{block}.attention": _gathered(SEQUENCE, None, None),
+        **{f"{block}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+        f"{block}.attention.out": RowwiseParallel(output_layouts=SEQUENCE),
+        f"{block}.ffn_norm": SequenceParallel(),
+        f"{block}.ffn": _gathered(SEQUENCE),
+        **{f"{block}.ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
+        f"{block}.ffn.down": RowwiseParallel(output_layouts=SEQUENCE),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """transformers counts positions by what the embedding gives, so sequences are cut where the first block begins."""
+    config, block = model.config, "model.layers.*"
+    heads = config.num_attention_heads
+    sizes = Sizes(heads, config.num_key_value_heads or heads, config.intermediate_size, config.vocab_size)
+    return sizes, {
+        "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=WHOLE),
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(WHOLE,), desired_input_layouts=(SEQUENCE,), use_local_output=True
+        ),
+        f"{block}.input_layernorm": SequenceParallel(),
+        f"{block}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": SEQUENCE},
+            desired_input_kwarg_layouts={"hidden_states": WHOLE},
+            use_local_output=True,
+        ),
+        **{f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")},
+        f"{block}.self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        f"{block}.post_attention_layernorm": SequenceParallel(),
+        f"{block}.mlp": _gathered(SEQUENCE),
+        **{f"{block}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        f"{block}.mlp.down_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
+    """Of inputs in this order; None for one that is no tensor of the sequence."""
+    whole = tuple(None if each is None else WHOLE for each in layouts)
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole, use_local_output=True)
+
+
+PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
+    "Llama": _llama,
+    "LlamaForCausalLM": _hf_llama,
+    "MistralForCausalLM": _hf_llama,
+    "Qwen2ForCausalLM": _hf_llama,
+    "Qwen3ForCausalLM": _hf_llama,
+}
+"""By the name of the class: the sizes that must divide, and the plan."""

@@ -1,0 +1,155 @@
+"""Tensor-parallel runs for the pool's workers, and the same in the oracle."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import reference
+import torch
+import torch.nn.functional as F
+from cells import master_of, whole
+from torch import Tensor, nn
+
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.config import CheckpointConfig
+from dzero.mesh import data_rank_of
+from dzero.models.llama import Llama, LlamaShape
+from dzero.models.materialise import Materialiser
+from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.tensor import TensorParallel, parallelize
+from dzero.zero.placed import local_of
+
+STEPS, LR, CLIP = 20, 3e-3, 0.5
+SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48)
+TIED = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48, tied=True)
+
+
+Made = tuple[Sharded, AdamW, TensorParallel | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """`dp` x `tp` ranks; `replicate` copies, of stages 1 to 3. offload: of gradients, masters and moments."""
+
+    dp: int
+    tp: int
+    stage: int
+    microbatches: int = 1
+    replicate: int = 1
+    offload: str = "device"
+    recompute: str = "none"
+    tied: bool = False
+    precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp
+
+
+def model_of(run: Run) -> Llama:
+    with torch.device("meta"):
+        return Llama(TIED if run.tied else SHAPE)
+
+
+def build(run: Run) -> Made:
+    model = model_of(run)
+    fill: Any = Materialiser(model, seed=0, device="cpu")
+    mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else run.replicate, tp=run.tp)
+    tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
+    apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
+    sharded = shard(
+        model,
+        ZeroConfig(stage=run.stage),
+        precision=PrecisionConfig(**run.precision),
+        offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
+        mesh=mesh,
+        microbatches=run.microbatches,
+        materialise=fill if tensor is None else tensor.filling(fill),
+    )
+    return sharded, AdamW(sharded, lr=LR, max_norm=CLIP), tensor
+
+
+def batches(steps: int, ranks: int, microbatches: int) -> list[list[list[Tensor]]]:
+    """`[step][rank][microbatch]`: int64 [2, 13]."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = torch.randint(SHAPE.vocab_size, (steps, ranks, microbatches, 2, 13), generator=generator)
+    return [[list(of_rank) for of_rank in of_step] for of_step in drawn]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def cut_logits(tensor: TensorParallel | None) -> AbstractContextManager[None]:
+    return nullcontext() if tensor is None else tensor.loss()
+
+
+def steps_of(run: Run, made: Made, steps: int) -> tuple[list[float], list[float]]:
+    """This rank's losses, and the norms."""
+    sharded, optim, tensor = made
+    losses, norms = [], []
+    own = data_rank_of(sharded.mesh)
+    for of_step in batches(steps, run.dp, run.microbatches):
+        total = 0.0
+        for index, batch in enumerate(of_step[own]):
+            with sharded.microbatch(is_last=index == run.microbatches - 1), cut_logits(tensor):
+                loss = loss_of(sharded.model, batch) / run.microbatches
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += float(local_of(loss.detach()))
+        optim.step()
+        assert optim.last_decision is not None
+        losses.append(total)
+        norms.append(optim.last_decision.norm)
+    return losses, norms
+
+
+def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
+    """Losses of this rank, norms, and whole parameters after 20 steps."""
+    made = build(run)
+    losses, norms = steps_of(run, made, STEPS)
+    made[1].synchronize()
+    params = {name: whole(param).clone() for name, param in made[0].named_params().items()}
+    return {"losses": losses, "norms": norms, "params": params if rank == 0 else None}
+
+
+@cache
+def oracle(dp: int, microbatches: int, tied: bool) -> reference.History:
+    """In one process, with plain tensors."""
+
+    def fresh() -> nn.Module:
+        model = model_of(Run(dp=1, tp=1, stage=0, tied=tied))
+        Materialiser(model, seed=0, device="cpu")(model)
+        return model
+
+    return reference.train(fresh, batches(STEPS, dp, microbatches), loss_of, lrs=[LR] * STEPS, clip=CLIP)
+
+
+def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
+    """Train a little, save; whole parameters and states by name."""
+    made = build(run)
+    steps_of(run, made, 2)
+    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
+        checkpoints.save(2, {})
+        checkpoints.finish()
+    return states(*made[:2])
+
+
+def loaded(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
+    made = build(run)
+    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
+        checkpoints.resume("auto")
+    return states(*made[:2])
+
+
+def states(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
+    found = {}
+    for name, param in sharded.named_params().items():
+        of_param = optim.state[param]
+        found |= {f"param {name}": whole(param).clone(), f"master {name}": master_of(param, of_param).clone()}
+        found |= {f"{key} {name}": whole(of_param[key]).clone() for key in ("exp_avg", "exp_avg_sq", "step")}
+    return found

@@ -1,0 +1,79 @@
+"""Tensor and sequence parallelism beside every stage: the same training as in one process, and states that move."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+from tensor_cases import SHAPE, Run, loaded, oracle, saved, trained
+from torch import nn
+
+from dzero.models.llama import Llama
+from dzero.parallel.tensor_plans import plan_for
+
+FP32 = 1e-5
+"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
+
+RUNS = [
+    *(Run(dp=2, tp=2, stage=stage) for stage in range(4)),
+    *(Run(dp=2, tp=2, stage=stage, microbatches=2, offload="host") for stage in range(4)),
+    Run(dp=1, tp=4, stage=2),
+    Run(dp=1, tp=2, stage=3, microbatches=2),
+    Run(dp=1, tp=2, stage=0, offload="host"),
+    Run(dp=2, tp=2, stage=3, recompute="full", tied=True),
+    Run(dp=2, tp=2, stage=1, recompute="selective"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
+    told = pool.run(trained, run.ranks, run, timeout_s=300)
+    want = oracle(run.dp, run.microbatches, run.tied)
+    for step, expected in enumerate(want.losses):
+        losses = [of_rank["losses"][step] for of_rank in told]
+        assert losses == [loss for loss in losses[:: run.tp] for _ in range(run.tp)], "ranks of tp see the same"
+        assert sum(losses) / len(losses) == pytest.approx(expected, rel=FP32)
+        assert {of_rank["norms"][step] for of_rank in told} == {told[0]["norms"][step]}
+        assert told[0]["norms"][step] == pytest.approx(want.norms[step], rel=FP32)
+    params = told[0]["params"]
+    assert params.keys() == want.params.keys()
+    for name, value in want.params.items():
+        apart = (params[name] - value).norm() / value.norm()
+        assert apart < FP32, f"{name}: {apart:.1e}"
+
+
+BF16 = {"param": "bf16"}
+MESHES = [
+    Run(dp=2, tp=2, stage=3, precision=BF16),
+    Run(dp=4, tp=1, stage=2, precision=BF16),
+    Run(dp=1, tp=4, stage=1, precision={"param": "bf16", "master": "remainder"}),
+    Run(dp=4, tp=1, stage=3, replicate=2, precision=BF16),
+    Run(dp=1, tp=2, stage=0, precision=BF16),
+    Run(dp=2, tp=1, stage=1, precision=BF16),
+    Run(dp=1, tp=1, stage=0, precision=BF16),
+]
+
+
+@pytest.mark.parametrize("source", MESHES[:4], ids=str)
+def test_a_checkpoint_moves_between_meshes_exactly(pool: Pool, tmp_path: Path, source: Run) -> None:
+    held = pool.run(saved, source.ranks, source, tmp_path, timeout_s=300)[0]
+    for target in MESHES:
+        got = pool.run(loaded, target.ranks, target, tmp_path, timeout_s=300)[0]
+        assert got.keys() == held.keys()
+        assert [key for key in held if not torch.equal(held[key], got[key])] == [], target
+
+
+def test_sizes_that_do_not_divide_are_named() -> None:
+    with torch.device("meta"):
+        model = Llama(SHAPE)
+    told = "tp=3 does not divide the model's heads=4, kv_heads=4, vocab_size=64; allowed: [1, 2, 4]"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        plan_for(model, 3, "tp")
+
+
+def test_a_model_of_another_kind_needs_a_plan() -> None:
+    with pytest.raises(ValueError, match=r"tp=2: no plan is known for Linear, only for \['Llama', "):
+        plan_for(nn.Linear(4, 4), 2, "tp")
