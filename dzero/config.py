@@ -196,6 +196,7 @@ class RunConfig:
             shard=shard,
             microbatches=self.train.microbatches(ranks),
             exact=is_exact(self.zero.reduction, device_type),
+            model_ranks=self.mesh.tp,
         )
         self.optim.check(layout)
         return layout

@@ -34,7 +34,7 @@ from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
-from dzero.planning import costs_for, layout_of, model_of, ranks_of, units_of
+from dzero.planning import as_on_a_rank, costs_for, layout_of, model_of, ranks_of, units_of
 
 SUGGESTED = LARGEST = 3
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
@@ -85,14 +85,15 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors, or is cut itself; it may train all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
     """
-    if config.mesh.tp > 1:
-        raise UnforeseenError(f"what mesh.tp={config.mesh.tp} leaves of a model on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
-    units = units_of(config, model)
     try:
-        costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+        with as_on_a_rank(config, model):
+            units = units_of(config, model)
+            costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+    except ValueError:
+        raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
     return with_moments(memory_of(layout, units, costs, config.launch.device_type), config.optim.moments)

@@ -39,20 +39,19 @@ class TensorParallel:
     def filling(self, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         """The same for modules that are cut: whole parameters are filled, then this rank keeps its part.
 
-        materialise: made from the model as it was, on meta.
+        materialise: made from the model as it was, on meta. Nothing of the values is kept here.
         """
 
         @torch.no_grad()
         def fill(module: nn.Module) -> None:
             inside = {param for _, _, param in _own_of(module)}
-            cut = {whole: part for whole, part in self._made.items() if part in inside and part.is_meta}
+            cut = {whole: part for whole, part in self._made.items() if part in inside}
             for whole in cut:
                 self._put(whole, whole)
             materialise(module)
             for whole, part in cut.items():
                 owner, attribute = self._places[whole][0]
-                self._made[whole] = self._part(part, getattr(owner, attribute))
-                self._put(whole, self._made[whole])
+                self._put(whole, self._part(part, getattr(owner, attribute)))
 
         return fill
 

@@ -84,7 +84,6 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
         f"{block}.self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": SEQUENCE},
             desired_input_kwarg_layouts={"hidden_states": WHOLE},
-            use_local_output=True,
         ),
         **{f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")},
         f"{block}.self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
@@ -98,9 +97,10 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
 
 
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
-    """Of inputs in this order; None for one that is no tensor of the sequence."""
+    """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
+    adds what their readers give before one reduce-scatter."""
     whole = tuple(None if each is None else WHOLE for each in layouts)
-    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole, use_local_output=True)
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole)
 
 
 PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {

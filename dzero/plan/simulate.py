@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import is_exact
@@ -40,8 +39,9 @@ from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
 from dzero.optim.adamw import AdamW
 from dzero.plan.absent import Absent, with_brought
+from dzero.plan.fake import fake_group
 from dzero.plan.observe import Action, Observed, observe
-from dzero.plan.private import FakeStore, FakeTensorMode, TorchDispatchMode, check_version
+from dzero.plan.private import FakeTensorMode, TorchDispatchMode, check_version
 from dzero.plan.repeat import SHORT, repeat
 from dzero.plan.scenario import Scenario
 from dzero.plan.storages import Moment, StorageMeter
@@ -86,8 +86,8 @@ def simulate(scenario: Scenario, *, whole: bool = False) -> Simulated:
     layout, layers = scenario.layout(), scenario.model.layers
     shapes = _shapes(scenario)
     places = Places(layout, shapes)
-    with _fake_group(scenario.ranks), _parameters_stay_themselves():
-        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1])
+    with fake_group(scenario.ranks), _parameters_stay_themselves():
+        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=scenario.mesh.tp)
         if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
             observed = _observe(scenario, mesh)
         else:
@@ -164,20 +164,6 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_group(ranks: int) -> Iterator[None]:
-    if dist.is_initialized():
-        raise RuntimeError(
-            "simulate() makes a process group of its own, and this process is in one: simulate before "
-            "init_process_group, or in a process of its own"
-        )
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

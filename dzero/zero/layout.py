@@ -134,6 +134,8 @@ class Layout:
     exact: bool
     offload: OffloadConfig
     """How the rows' tiers are served (zero/tiers.py)."""
+    model_ranks: int = 1
+    """Ranks that share the model of one data-parallel rank (tensor parallelism)."""
 
     @classmethod
     def of(
@@ -146,6 +148,7 @@ class Layout:
         shard: int,
         microbatches: int = 1,
         exact: bool = True,
+        model_ranks: int = 1,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
@@ -183,12 +186,18 @@ class Layout:
             reshard_after_forward=zero.reshard_after_forward if zero.stage >= 3 else shard == 1,
             exact=exact,
             offload=offload,
+            model_ranks=model_ranks,
         )
 
     @property
     def ranks(self) -> int:
         """Data-parallel ranks, which is also the number of chunks that norms are summed in."""
         return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.ranks * self.model_ranks
 
     @property
     def hybrid(self) -> bool:

@@ -146,6 +146,7 @@ def shard(
         shard=degree,
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
+        model_ranks=mesh.size() // data.size(),
     )
     units = find_units(model, zero.units, is_unit)
     values_on = device or _current_device(mesh.device_type)

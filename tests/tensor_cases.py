@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from dzero.zero.placed import local_of
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48)
-TIED = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48, tied=True)
+WIDE = LlamaShape(vocab_size=512, hidden_size=128, layers=3, heads=4, kv_heads=4, ffn_size=256)
 
 
+BATCH = (2, 13)
 Made = tuple[Sharded, AdamW, TensorParallel | None]
 
 
@@ -44,6 +45,7 @@ class Run:
     offload: str = "device"
     recompute: str = "none"
     tied: bool = False
+    wide: bool = False
     precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
 
     @property
@@ -53,7 +55,7 @@ class Run:
 
 def model_of(run: Run) -> Llama:
     with torch.device("meta"):
-        return Llama(TIED if run.tied else SHAPE)
+        return Llama(replace(WIDE if run.wide else SHAPE, tied=run.tied))
 
 
 def build(run: Run) -> Made:
@@ -77,7 +79,7 @@ def build(run: Run) -> Made:
 def batches(steps: int, ranks: int, microbatches: int) -> list[list[list[Tensor]]]:
     """`[step][rank][microbatch]`: int64 [2, 13]."""
     generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(SHAPE.vocab_size, (steps, ranks, microbatches, 2, 13), generator=generator)
+    drawn = torch.randint(SHAPE.vocab_size, (steps, ranks, microbatches, *BATCH), generator=generator)
     return [[list(of_rank) for of_rank in of_step] for of_step in drawn]
 
 
@@ -91,21 +93,28 @@ def cut_logits(tensor: TensorParallel | None) -> AbstractContextManager[None]:
 
 def steps_of(run: Run, made: Made, steps: int) -> tuple[list[float], list[float]]:
     """This rank's losses, and the norms."""
-    sharded, optim, tensor = made
+    sharded, optim, _ = made
     losses, norms = [], []
     own = data_rank_of(sharded.mesh)
     for of_step in batches(steps, run.dp, run.microbatches):
-        total = 0.0
-        for index, batch in enumerate(of_step[own]):
-            with sharded.microbatch(is_last=index == run.microbatches - 1), cut_logits(tensor):
-                loss = loss_of(sharded.model, batch) / run.microbatches
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += float(local_of(loss.detach()))
-        optim.step()
+        losses.append(one_step(run, made, of_step[own]))
         assert optim.last_decision is not None
-        losses.append(total)
         norms.append(optim.last_decision.norm)
     return losses, norms
+
+
+def one_step(run: Run, made: Made, microbatches: list[Tensor]) -> float:
+    """The mean loss of this rank."""
+    sharded, optim, tensor = made
+    total = 0.0
+    for index, batch in enumerate(microbatches):
+        with sharded.microbatch(is_last=index == run.microbatches - 1), cut_logits(tensor):
+            loss = loss_of(sharded.model, batch) / run.microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += float(local_of(loss.detach()))
+        del loss
+    optim.step()
+    return total
 
 
 def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
