@@ -96,6 +96,13 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
     }
 
 
+def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """As Llama, with norms of queries and keys [batch, time, heads, head_dim], of which a rank has some heads."""
+    sizes, plan = _hf_llama(model)
+    of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}
+
+
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
     """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
     adds what their readers give before one reduce-scatter."""
@@ -108,6 +115,6 @@ PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
     "LlamaForCausalLM": _hf_llama,
     "MistralForCausalLM": _hf_llama,
     "Qwen2ForCausalLM": _hf_llama,
-    "Qwen3ForCausalLM": _hf_llama,
+    "Qwen3ForCausalLM": _hf_qwen3,
 }
 """By the name of the class: the sizes that must divide, and the plan."""

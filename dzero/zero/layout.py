@@ -156,6 +156,7 @@ class Layout:
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
+        _check_model_ranks(zero, offload, model_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -242,6 +243,22 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
         raise ValueError(
             f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
             "take precision.grad=auto or fp32"
+        )
+
+
+def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: int) -> None:
+    if model_ranks == 1:
+        return
+    what = f"a model that is cut over {model_ranks} ranks (mesh.tp)"
+    if offload.param != "device":
+        raise ValueError(
+            f"offload.param={offload.param} with {what}: FSDP2 takes parameters that are cut along another axis from "
+            "the device only; take offload.param=device, other states may leave it"
+        )
+    if not isinstance(zero.reshard_after_forward, bool):
+        raise ValueError(
+            f"zero.reshard_after_forward={zero.reshard_after_forward} with {what}: FSDP2 keeps no second copy of "
+            "parameters that are cut along another axis; take true or false"
         )
 
 
