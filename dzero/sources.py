@@ -14,7 +14,7 @@ from dzero.hardware import dtype_name
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
 
-COMMAND_LINE = "the command line"
+COMMAND_LINE, EXPERIMENT = "the command line", "experiment"
 
 
 def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
@@ -65,15 +65,26 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _from_files(settings: Sequence[str], conf: Path) -> dict[str, str]:
-    """The settings that the chosen options of conf/ make, by key: in which file."""
+    """The settings that the chosen options of conf/ make, by key: in which file.
+
+    An experiment chooses options too, those that the command line leaves to it, and then has the last word.
+    """
     chosen: dict[str, str] = {}
     for entry in OmegaConf.load(conf / "config.yaml").defaults:
         if isinstance(entry, DictConfig):
             chosen |= {str(group): str(option) for group, option in entry.items()}
-    chosen |= {key: option for key, _, option in (line.partition("=") for line in settings) if (conf / key).is_dir()}
+    given = {key: option for key, _, option in (line.partition("=") for line in settings) if (conf / key).is_dir()}
+    experiment = f"{(chosen | given).pop(EXPERIMENT)}.yaml"
+    made = _plain(conf / EXPERIMENT / experiment)
+    for entry in made.pop("defaults", []):
+        chosen |= {group.removeprefix("override /"): option for group, option in entry.items()}
     found: dict[str, str] = {}
-    for group, option in chosen.items():
-        path = conf / group / f"{option}.yaml"
-        if path.exists() and isinstance(values := OmegaConf.load(path), DictConfig):
-            found |= {f"{group}.{key!s}": f"conf/{group}/{option}.yaml" for key in values}
-    return found
+    for group, option in (chosen | given).items():
+        if group != EXPERIMENT and (path := conf / group / f"{option}.yaml").exists():
+            found |= {f"{group}.{key}": f"conf/{group}/{option}.yaml" for key in _plain(path)}
+    return found | {f"{group}.{key}": f"conf/{EXPERIMENT}/{experiment}" for group in made for key in made[group]}
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    return values if isinstance(values, dict) else {}
