@@ -2,8 +2,9 @@
 
 from dzero.mesh import make_mesh
 from dzero.optim.adamw import AdamW
+from dzero.parallel.tensor import parallelize
 from dzero.zero.layout import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import Sharded, shard
 from dzero.zero.tiers import OffloadConfig
 
-__all__ = ["AdamW", "OffloadConfig", "PrecisionConfig", "Sharded", "ZeroConfig", "make_mesh", "shard"]
+__all__ = ["AdamW", "OffloadConfig", "PrecisionConfig", "Sharded", "ZeroConfig", "make_mesh", "parallelize", "shard"]
