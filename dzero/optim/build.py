@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class OptimConfig:
             return
         classes = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer")
         if self.rule not in classes:
-            raise ValueError(f"optim.rule={self.rule!r}: choose one of {list(OURS)} or of torch.optim's {classes}")
+            raise ValueError(f"optim.rule={self.rule!r}: choose adamw, muon or one of torch.optim's {classes}")
         if self.betas is not None or self.eps is not None:
             raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
 
@@ -80,6 +81,15 @@ class OptimConfig:
         optimizer.step(lambda: torch.zeros(()))
         states = [each for each in optimizer.state[param].values() if isinstance(each, torch.Tensor)]
         return sum(each.numel() == param.numel() for each in states)
+
+    def check_whole(self, cuts: Mapping[str, int]) -> None:
+        """Raises ValueError for a setting that cuts matrices into as many parts, where the rule needs whole ones."""
+        for key, parts in cuts.items():
+            if self.rule == "muon" and parts > 1:
+                raise ValueError(
+                    f"{key}={parts} with optim.rule=muon: matrices that are cut along other axes or into tiles are not "
+                    f"put together; take {key}=1, or optim.rule=adamw"
+                )
 
     def check(self, layout: Layout) -> None:
         """Raises ValueError for a rule that the table's shards or dtypes do not fit."""
