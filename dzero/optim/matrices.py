@@ -6,8 +6,9 @@
     return    every rank's shards of the result travel back to it
     apply     every rank updates its masters and working copies
 
-One round after the other, so besides the states a rank holds the round's shards twice, and the matrix at work. The
-owner's result is the same whatever the shards, and copies of a parameter get it from one owner, so they stay copies.
+One round after the other, so besides the states a rank holds the round's shards twice, and the matrix at work. An owner
+makes the same of the same matrix, whatever it is cut into. At stage 0 all copies get it from one owner; with hybrid
+sharding each copy has an owner of its own, so the ranks of one place in it are to be of one kind of hardware.
 """
 
 from __future__ import annotations

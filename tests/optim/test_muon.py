@@ -23,7 +23,7 @@ from loops import backward, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
 from reference_muon import Muon as PlainMuon
 
-from dzero import Sharded
+from dzero import Sharded, ZeroConfig, shard
 from dzero.optim import host_kernels, matrices
 from dzero.optim.muon import Muon, MuonConfig
 
@@ -260,3 +260,48 @@ def test_a_step_with_an_infinite_gradient_changes_no_bit(pool: Pool, stage: int)
     one, other = pool.run(skip, 2, stage)
     assert one == other
     assert any(each.startswith("layers.0") for each in one)
+
+
+class Branch(torch.nn.Module):
+    """Three matrices, of which the second is used where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, second: bool) -> torch.Tensor:
+        x = self.one(x)
+        return self.three((self.two(x) if second else x).tanh())  # type: ignore[no-any-return]
+
+
+class Branching(torch.nn.Module):
+    """One block, which is a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Branch()])
+
+    def forward(self, x: torch.Tensor, *, second: bool) -> torch.Tensor:
+        return self.layers[0](x, second=second)  # type: ignore[no-any-return]
+
+
+def without(rank: int, ranks: int) -> tuple[list[str], list[str]]:
+    """What changed in a step with all matrices, and in one without the second."""
+    torch.manual_seed(0)
+    sharded = shard(Branching(), ZeroConfig(stage=2))
+    sharded.ledger.trail.check = True
+    optim, changes = Muon(sharded, lr=LR), []
+    for second in (True, False):
+        before = snapshot(sharded, optim)
+        sharded.model(torch.full((2, 6), rank + 1.0).bfloat16(), second=second).float().square().sum().backward()
+        optim.step()
+        changes.append(unequal(snapshot(sharded, optim), before))
+    return changes[0], changes[1]
+
+
+def test_matrices_without_a_gradient_stay_what_they_are(pool: Pool) -> None:
+    for both, one in pool.run(without, 2):
+        of_second = {f"layers.0.two.weight{key}" for key in ("", ".master", ".exp_avg", ".step")}
+        assert of_second <= {*both}
+        assert of_second.isdisjoint(one)
+        assert {each.replace("two", "one") for each in of_second} <= {*one}
