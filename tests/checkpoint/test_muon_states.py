@@ -27,7 +27,7 @@ from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.muon import Muon, MuonConfig
 
-KEYS = ("exp_avg", "exp_avg_sq", "step")
+KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_scale", "step")
 
 
 def pair(seed: int = 0, exclude: tuple[str, ...] = ("head",), **kind: Any) -> tuple[Sharded, Muon]:
@@ -84,6 +84,15 @@ def test_a_checkpoint_goes_from_four_ranks_to_two_to_one(pool: Pool, tmp_path: P
     held = two[0][1]
     ((loaded, _),) = pool.run(passed_on, 1, {"stage": 0, **kind}, tmp_path / "two", tmp_path / "one", 1)
     assert unequal(loaded, held) == []
+
+
+def test_a_momentum_in_eight_bits_comes_back_as_it_was_stored(pool: Pool, tmp_path: Path) -> None:
+    """Into the same shards, where its blocks align."""
+    kind = {"stage": 2, "moments": "int8"}
+    held = pool.run(saved, 2, kind, tmp_path / "first")[0]
+    assert held["exp_avg_codes layers.0.qkv.weight"].unique().numel() > 1
+    for loaded, _ in pool.run(passed_on, 2, {**kind, "stage": 3}, tmp_path / "first", tmp_path / "then", 1):
+        assert unequal(loaded, held) == []
 
 
 def refused(rank: int, ranks: int, folder: Path) -> list[str]:

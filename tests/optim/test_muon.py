@@ -26,6 +26,7 @@ from reference_muon import Muon as PlainMuon
 from dzero import Sharded, ZeroConfig, shard
 from dzero.optim import host_kernels, matrices
 from dzero.optim.muon import Muon, MuonConfig
+from dzero.optim.scaler import ScalerConfig
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5
 TOLERANCE = {"fp32": 3e-5, "bf16": 0.1}
@@ -65,6 +66,11 @@ PRODUCT = [
         ("even", "uneven", "tied", "frozen"), (1, 2, 4), ("fp32", "bf16"), (1, 2)
     )
 ]
+
+
+def name(run: Run) -> str:
+    whose = "every" if run.every else "default"
+    return f"{run.net}-{run.precision}-M{run.microbatches}-{run.master}-{whose}-{run.ranks}ranks"
 
 
 def optimizer(sharded: Sharded, run: Run) -> Muon:
@@ -140,13 +146,13 @@ def check(pool: Pool, run: Run) -> None:
         assert max(far.values()) < TOLERANCE[run.precision], far
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=name)
 def test_stages_have_the_same_bits_and_follow_the_oracle(pool: Pool, run: Run) -> None:
     check(pool, run)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", PRODUCT, ids=str)
+@pytest.mark.parametrize("run", PRODUCT, ids=name)
 def test_stages_have_the_same_bits_and_follow_the_oracle_full_product(pool: Pool, run: Run) -> None:
     check(pool, run)
 
@@ -159,7 +165,7 @@ def of_kind(rank: int, ranks: int, kinds: list[dict[str, Any]]) -> list[dict[str
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(matrices, "ROOM_ELEMS", room)
             sharded = sharded_net("uneven", **kind)
-            optim = Muon(sharded, lr=LR, max_norm=CLIP)
+            optim = Muon(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(init=256.0))
         train(sharded, optim, "uneven", steps=4)
         momenta = {n: s for n, p in sharded.named_params().items() if "exp_avg" in (s := optim.state[p])}
         rounds = torch.tensor(len(optim._updates._rounds))
@@ -176,10 +182,14 @@ def test_rounds_change_no_bit(pool: Pool) -> None:
         assert all(unequal(each, found[0]) == [] for each in found)
 
 
-def test_moments_in_bf16_are_rounded_alike_at_every_stage(pool: Pool) -> None:
-    kinds = [{"stage": stage, "moments": "bf16"} for stage in range(4)]
-    found = pool.run(of_kind, 4, kinds)[0]
-    assert found[0]["layers.0.qkv.weight.m"].dtype == torch.bfloat16
+@pytest.mark.parametrize("kind", [{"moments": "bf16"}, {"param": "fp16"}], ids=str)
+def test_other_dtypes_have_the_same_bits_at_every_stage(pool: Pool, kind: dict[str, str]) -> None:
+    """Moments in bf16 are rounded at random; fp16 gradients are scaled."""
+    found = pool.run(of_kind, 4, [{"stage": stage, **kind} for stage in range(4)])[0]
+    momentum = found[0]["layers.0.qkv.weight.m"]
+    assert momentum.dtype == (torch.bfloat16 if "moments" in kind else torch.float32)
+    assert momentum.isfinite().all()
+    assert momentum.any()
     assert all(unequal(each, found[0]) == [] for each in found)
 
 
