@@ -154,7 +154,7 @@ class Recorder:
             peak_bytes=self._memory_of_ranks(),
             traffic=self._traffic,
             traffic_steps=self._meter.steps,
-            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes)},
+            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes), **self._optim.traffic},
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 
 Named = dict[str, Tensor]
-Moments = tuple[Tensor, Tensor]
+Moments = tuple[Tensor, ...]
 LossFn = Callable[[nn.Module, Any], Tensor]
+Rule = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(master, moment, gradient, rate) -> the new master and moment, all fp32 of one shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +103,21 @@ def train(
     loss_scale: LossScale | None = None,
     sum_squares: Callable[[Tensor], float] = sum_squares,
     delay_after: int | None = None,
+    rules: Mapping[str, Rule] | None = None,
 ) -> History:
     """Train `model_fn()` (fp32 parameters) on `batches[step][rank][microbatch]`, step i with rate `lrs[i]`.
 
     `loss_fn(model, batch)`: the fp32 mean over a microbatch. `clip`: the largest global norm. A skipped step
-    uses up its batches and its rate. `delay_after`: after so many updates the model sees each one a step late.
+    uses up its batches and its rate. `delay_after`: after so many updates the model sees each one a step late. `rules`:
+    by parameter, what updates it in place of AdamW and keeps one moment.
     Raises ValueError if a trainable parameter gets no gradient.
     """
-    numerics, adamw = numerics or Numerics(), adamw or AdamW()
+    numerics, adamw, rules = numerics or Numerics(), adamw or AdamW(), rules or {}
     model, scaler = model_fn(), _Scaler(loss_scale)
     masters = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     zeros = {name: torch.zeros_like(master, dtype=adamw.moments) for name, master in masters.items()}
-    history = History(masters=masters, moments={name: (zero, zero) for name, zero in zeros.items()})
+    moments: dict[str, Moments] = {name: (zero,) if name in rules else (zero, zero) for name, zero in zeros.items()}
+    history = History(masters=masters, moments=moments)
     for p in model.parameters():
         p.data = to_working(p.detach(), numerics.working)
     late: Named = {}
@@ -126,7 +131,7 @@ def train(
             history.skipped.append(not math.isfinite(norm))
             seen = {name: p.data for name, p in model.named_parameters()} | late
             if math.isfinite(norm):
-                _update_all(model, history, grads, _factor(norm, clip, scaler.scale), lr, adamw)
+                _update_all(model, history, grads, _factor(norm, clip, scaler.scale), lr, adamw, rules)
             late = {}
             if delay_after is not None and (not math.isfinite(norm) or history.updates > delay_after):
                 late = {name: p.data for name, p in model.named_parameters()} if math.isfinite(norm) else {}
@@ -167,7 +172,7 @@ def global_norm(grads: Named, ranks: int, sum_squares: Callable[[Tensor], float]
 
 
 def update(master: Tensor, moments: Moments, g: Tensor, step: int, lr: float, adamw: AdamW) -> tuple[Tensor, Moments]:
-    """AdamW at its `step`-th update (from 1): the new master and the new moments.
+    """AdamW at its `step`-th update (from 1): the new master and the new moments, first and second.
 
     All in fp32, one rounding per operation; moments are rounded (to nearest even) only when stored.
     """
@@ -241,12 +246,25 @@ def _factor(norm: float, clip: float | None, scale: float) -> Tensor:
     return fp32(coefficient) * fp32(1.0 / scale)
 
 
-def _update_all(model: nn.Module, state: History, grads: Named, factor: Tensor, lr: float, adamw: AdamW) -> None:
+def _update_all(
+    model: nn.Module,
+    state: History,
+    grads: Named,
+    factor: Tensor,
+    lr: float,
+    adamw: AdamW,
+    rules: Mapping[str, Rule],
+) -> None:
     state.updates += 1
     for name, p in model.named_parameters():
         if name in grads:
             g = grads[name].float() * factor
-            master, moments = update(state.masters[name], state.moments[name], g, state.updates, lr, adamw)
+            master, moments = state.masters[name], state.moments[name]
+            if name in rules:
+                master, moment = rules[name](master, moments[0], g, lr)
+                moments = (moment,)
+            else:
+                master, moments = update(master, moments, g, state.updates, lr, adamw)
             state.masters[name], state.moments[name] = master, moments
             p.data = to_working(master, p.dtype)
 

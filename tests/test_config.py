@@ -38,7 +38,7 @@ MISTAKES = {
     "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
     "model=tinny": "did you mean tiny?",
     "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'wsd']",
-    "optim.rule=adam": "optim.rule='adam': choose adamw or one of torch.optim's",
+    "optim.rule=adam": "optim.rule='adam': choose adamw, muon or one of torch.optim's",
     "launch.workers=0": "launch.workers=0: must be ≥ 1, or null",
     "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",

@@ -13,7 +13,7 @@ way while block k is summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -66,7 +66,7 @@ class Exact:
         length = -(-full.numel() // self.ranks)
         chunks = [full[r * length : (r + 1) * length] for r in range(self.ranks)]
         self._average(chunks[self.rank], chunks, wire)
-        for work in self._swap(send=[chunks[self.rank]] * self.ranks, receive=chunks):
+        for work in swap(self.group, send=[chunks[self.rank]] * self.ranks, receive=chunks):
             work.wait()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
@@ -74,7 +74,7 @@ class Exact:
         parts = list(output.view(self.ranks, -1).unbind())
         if not _same_memory(parts[self.rank], part):  # FSDP2 hands over the view itself
             parts[self.rank].copy_(part)
-        return self._swap(send=[part] * self.ranks, receive=parts)
+        return swap(self.group, send=[part] * self.ranks, receive=parts)
 
     def _average(
         self, output: torch.Tensor, parts: tuple[torch.Tensor, ...] | list[torch.Tensor], wire: torch.dtype
@@ -107,21 +107,8 @@ class Exact:
             outgoing = [
                 slot[: piece.numel()].copy_(piece) for slot, piece in zip(buffer[self.ranks :], pieces, strict=True)
             ]
-        works = self._swap(send=outgoing, receive=[slot[: mine.numel()] for slot in incoming])
+        works = swap(self.group, send=outgoing, receive=[slot[: mine.numel()] for slot in incoming])
         return works, outgoing[self.rank], incoming
-
-    def _swap(self, *, send: list[torch.Tensor], receive: list[torch.Tensor]) -> list[dist.Work]:
-        """One send to and one receive from every peer; empty tensors are not sent (both sides know the sizes)."""
-        ops = []
-        for peer in range(self.ranks):
-            if peer == self.rank:
-                continue
-            for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer])):
-                if tensor.numel():
-                    ops.append(
-                        dist.P2POp(op, tensor.view(torch.uint8), group=self.group, group_peer=peer, tag=_tag(tensor))
-                    )
-        return list(dist.batch_isend_irecv(ops)) if ops else []
 
     def _sum(self, output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor) -> None:
         """Separate IEEE operations (no fused multiply-add), so every slice of the data sums to the same bits."""
@@ -148,6 +135,21 @@ class Exact:
         while True:
             yield pair[0]
             yield pair[1]
+
+
+def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[dist.Work]:
+    """One send to and one receive from every peer, by rank, in place; wait on the returned works.
+
+    Empty tensors are not sent (both sides know the sizes); what is this rank's own is left where it is.
+    """
+    ops = []
+    for peer in range(group.size()):
+        if peer == group.rank():
+            continue
+        for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer])):
+            if tensor.numel():
+                ops.append(dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor)))
+    return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from dzero.optim.master import Carried, MasterOptimizer, State
 from dzero.optim.rules import Coefficients
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.shards import Homes, device_bytes, read
-from dzero.optim.storage import Initial, Stored
+from dzero.optim.storage import MOMENTS, Initial, Stored
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.placed import local_of
@@ -24,8 +24,8 @@ from dzero.zero.unit import Unit
 from dzero.zero.working import to_working
 
 Value = TypeVar("Value")
-How = dict[str, tuple[int, Coefficients]]
-"""The number of each parameter's update, and its coefficients."""
+How = dict[str, tuple[int, Any]]
+"""The number of each parameter's update, and its coefficients, as its rule has them."""
 
 
 class AdamW(MasterOptimizer):
@@ -73,12 +73,16 @@ class AdamW(MasterOptimizer):
         initial: list[tuple[Stored, Initial]] = []
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or self.offload.places.on_disk("master", name):
-                stored = Stored.create(shapes[name], param, self._sharded.layout, homes)
+                stored = Stored.create(shapes[name], param, self._sharded.layout, homes, self._moments_of(param))
                 initial.append((stored, stored.initial(unit.take_origin(name))))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
+
+    def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Keys of the moments that are kept for a parameter."""
+        return MOMENTS
 
     def _follow(self, unit: Unit) -> None:
         values = [(stored, stored.values()) for stored in self._of(unit)]
@@ -125,14 +129,18 @@ class AdamW(MasterOptimizer):
         pending: dict[str, Pending[Stored]] = {}
         how: How = {}
         for group in self.param_groups:
-            options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
             for param in group["params"]:
                 stored = self._stored[param]
                 if stored.name in grads:
                     step = int(stored.tensors["step"].item()) + 1
-                    how[stored.name] = step, Coefficients.of(step=step, scale=factor, **options)
+                    how[stored.name] = step, self._coefficients(group, stored, step, factor)
                     pending[stored.name] = Pending(stored, grads[stored.name])
         return pending, how
+
+    def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:
+        """Of a parameter's update number `step`, by its group's settings; `scale`: of its gradient."""
+        options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
+        return Coefficients.of(step=step, scale=scale, **options)
 
     def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
         updates = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,20 +12,24 @@ from torch import nn
 
 from dzero.optim.adamw import AdamW
 from dzero.optim.master import MasterOptimizer
+from dzero.optim.muon import Muon, MuonConfig, check_muon, matrices_of, split_by_rule
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.torch_rule import TorchOptimizer, check_rule
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+OURS = ("adamw", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """`rule`: adamw, or the name of a class of torch.optim (SGD, Adagrad, ...) that runs over the fp32 masters.
+    """`rule`: adamw; muon, for matrices, with adamw for the others; or the name of a class of torch.optim (SGD, ...)
+    that runs over the fp32 masters.
 
-    `betas`, `eps`: adamw's (unset: 0.9, 0.95 and 1e-8). `options`: another rule's keyword arguments, e.g.
-    {momentum: 0.9}. `weight_decay`: of matrices. `max_norm`: clips the global gradient norm; null for no clipping.
+    `betas`, `eps`: adamw's (unset: 0.9, 0.95 and 1e-8). `muon`: muon's own. `options`: another rule's keyword
+    arguments, e.g. {momentum: 0.9}. `weight_decay`: of matrices. `max_norm`: clips the global gradient norm; null for
+    no clipping.
     """
 
     rule: str = "adamw"
@@ -33,6 +38,7 @@ class OptimConfig:
     max_norm: float | None = 1.0
     betas: list[float] | None = None
     eps: float | None = None
+    muon: MuonConfig = field(default_factory=MuonConfig)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,22 +51,29 @@ class OptimConfig:
             raise ValueError(f"optim.eps={self.eps}: must be ≥ 0")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"optim.max_norm={self.max_norm}: must be > 0, or null for no clipping")
-        if self.rule == "adamw":
+        if self.rule != "muon" and self.muon != MuonConfig():
+            raise ValueError(
+                f"optim.muon has no effect with optim.rule={self.rule}; remove it, or take optim.rule=muon"
+            )
+        if self.rule in OURS:
             if self.options:
                 raise ValueError(
-                    f"optim.options={self.options} has no effect with optim.rule=adamw; set optim.betas and optim.eps"
+                    f"optim.options={self.options} has no effect with optim.rule={self.rule}; set optim.betas and "
+                    "optim.eps"
                 )
             return
         classes = sorted(n for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer")
         if self.rule not in classes:
-            raise ValueError(f"optim.rule={self.rule!r}: choose adamw or one of torch.optim's {classes}")
+            raise ValueError(f"optim.rule={self.rule!r}: choose adamw, muon or one of torch.optim's {classes}")
         if self.betas is not None or self.eps is not None:
             raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
 
     @property
     def moments(self) -> int:
-        """Tensors of a parameter's size that the rule keeps for it, found by a step on one of three elements."""
-        if self.rule == "adamw":
+        """Tensors of a parameter's size that the rule keeps for it, found by a step on one of three elements.
+
+        muon's are adamw's: those of matrices are fewer, which a plan has room for."""
+        if self.rule in OURS:
             return 2
         param = nn.Parameter(torch.zeros(3))
         optimizer = getattr(torch.optim, self.rule)([param], **{str(k): v for k, v in self.options.items()}, lr=self.lr)
@@ -69,25 +82,36 @@ class OptimConfig:
         states = [each for each in optimizer.state[param].values() if isinstance(each, torch.Tensor)]
         return sum(each.numel() == param.numel() for each in states)
 
+    def check_whole(self, cuts: Mapping[str, int]) -> None:
+        """Raises ValueError for a setting that cuts matrices into as many parts, where the rule needs whole ones."""
+        for key, parts in cuts.items():
+            if self.rule == "muon" and parts > 1:
+                raise ValueError(
+                    f"{key}={parts} with optim.rule=muon: matrices that are cut along other axes or into tiles are not "
+                    f"put together; take {key}=1, or optim.rule=adamw"
+                )
+
     def check(self, layout: Layout) -> None:
         """Raises ValueError for a rule that the table's shards or dtypes do not fit."""
-        if self.rule != "adamw":
+        if self.rule == "muon":
+            check_muon(layout)
+        elif self.rule != "adamw":
             check_rule(getattr(torch.optim, self.rule), layout)
 
 
 def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig | None = None) -> MasterOptimizer:
     """The optimizer of `config` over `sharded`'s trained parameters. Raises ValueError as the optimizers do."""
     groups = decay_groups(sharded, config.weight_decay)
+    own: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": BETAS if config.betas is None else (config.betas[0], config.betas[1]),
+        "eps": EPS if config.eps is None else config.eps,
+    }
     if config.rule == "adamw":
-        return AdamW(
-            sharded,
-            groups,
-            lr=config.lr,
-            betas=BETAS if config.betas is None else (config.betas[0], config.betas[1]),
-            eps=EPS if config.eps is None else config.eps,
-            max_norm=config.max_norm,
-            scaler=scaler,
-        )
+        return AdamW(sharded, groups, max_norm=config.max_norm, scaler=scaler, **own)
+    if config.rule == "muon":
+        groups = split_by_rule(groups, matrices_of(sharded, config.muon.exclude))
+        return Muon(sharded, groups, muon=config.muon, max_norm=config.max_norm, scaler=scaler, **own)
     rule = getattr(torch.optim, config.rule)
     options = {str(key): value for key, value in config.options.items()}
     return TorchOptimizer(sharded, rule, groups, max_norm=config.max_norm, scaler=scaler, lr=config.lr, **options)

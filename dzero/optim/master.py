@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import nn
 
+from dzero.comm.ledger import Entry, Traffic
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
@@ -249,6 +250,11 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[param] for param in group["params"]]
+
+    @property
+    def traffic(self) -> dict[Entry, Traffic]:
+        """Calls and bytes that this rank sends for a step's update, by the ledger's entries."""
+        return {}
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's param, master and moments on the device between steps."""

@@ -4,7 +4,7 @@
     step                   fp32 scalar on the CPU            always
     master                 fp32 [shard]                      16-bit parameter, precision.master=fp32
     remainder              int16 [shard]                     precision.master=remainder (zero/working.py)
-    exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16
+    exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16 (muon keeps only the first)
     exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/eight_bit.py)
 
 All but `step` are DTensors over the parameter's mesh with its placement, so DCP reshards them exactly; 8-bit ones
@@ -45,7 +45,8 @@ class Stored:
     """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
 
     work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
-    updates find the states that are on disk. off_device: keys of the states that live elsewhere.
+    updates find the states that are on disk. off_device: keys of the states that live elsewhere. kept: the moments that
+    the parameter's rule keeps.
     """
 
     name: str
@@ -57,16 +58,19 @@ class Stored:
     work: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     off_device: set[str] = field(default_factory=set)
+    kept: tuple[str, ...] = MOMENTS
 
     @classmethod
-    def create(cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes) -> Stored:
+    def create(
+        cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes, kept: tuple[str, ...] = MOMENTS
+    ) -> Stored:
         """Without values, which `fill` gives."""
         rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
         first = rank * shape.shard_elems(layout.shard)
-        stored = cls(shape.name, param, first, local_of(param).dtype, {"step": torch.tensor(0.0)})
+        stored = cls(shape.name, param, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
         stored._create_master(layout, homes)
-        for index, key in enumerate(MOMENTS):
-            stored._create_moment(key, index == 0, shape.shard_elems(layout.shard), layout, homes)
+        for key in kept:
+            stored._create_moment(key, key == MOMENTS[0], shape.shard_elems(layout.shard), layout, homes)
         return stored
 
     def _create_master(self, layout: Layout, homes: Homes) -> None:
@@ -136,7 +140,8 @@ class Stored:
             )
         work = self.local if self.work is None else self.work
         moved = moved or {}
-        m, v = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in MOMENTS)
+        m, *others = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in self.kept)
+        v = others[0] if others else m.new_empty(0)
         master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
         remainder = self.flat("remainder") if "remainder" in self.tensors else None
         return ParamStates(self.name, self.first, work, master, remainder, m, v)
@@ -144,7 +149,7 @@ class Stored:
     def keep(self, states: ParamStates) -> None:
         """After the update: encode moments that are not stored as they are computed."""
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
-            if self.moments8:
+            if key in self.moments8:
                 self.moments8[key].store(value)
 
     def carried(self) -> dict[str, tuple[torch.dtype, int]]:
@@ -156,7 +161,7 @@ class Stored:
         """
         elems = self.local.numel()
         carried = {"master": (torch.float32, elems)}
-        for key in MOMENTS:
+        for key in self.kept:
             if self.moments8:
                 carried |= {f"{key}_codes": (torch.uint8, elems), f"{key}_scale": (torch.float32, blocks_of(elems))}
             else:
@@ -166,7 +171,7 @@ class Stored:
     def carry(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The states one by one, flat, where they are; called where updates find them."""
         yield "master", self._carried_master()
-        for key in MOMENTS:
+        for key in self.kept:
             if self.moments8:
                 for part, tensor in self.moments8[key].carry().items():
                     yield f"{key}_{part}", tensor
@@ -185,7 +190,7 @@ class Stored:
         moments: by key, flat [shard]. blocks: of 8-bit moments, by key.
         """
         self._fill_master(initial)
-        for key in MOMENTS:
+        for key in self.kept:
             if self.moments8:
                 self.moments8[key].take(moments[key], blocks.get(key))
             else:
@@ -216,7 +221,7 @@ class Stored:
     @property
     def moments(self) -> tuple[str, ...]:
         """Keys of the moments that are stored as they are computed."""
-        return () if self.moments8 else MOMENTS
+        return () if self.moments8 else self.kept
 
     def flat(self, key: str) -> torch.Tensor:
         """This rank's part of a state, flat; of one on disk, where an update finds it."""

@@ -252,7 +252,7 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
         raise ValueError(
             f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
             f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
-            f"{foreign}"
+            f"{foreign}{'; optim.rule=muon puts matrices together' if rule is torch.optim.Muon else ''}"
         )
     if (layout.moments.tier, layout.moments.fraction) != (layout.master.tier, layout.master.fraction):
         raise ValueError(

@@ -28,7 +28,8 @@ class ParamStates:
     """One parameter's local states, all flat [n] and contiguous.
 
     work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
-    remainder: int16 or None. m, v: fp32 or bf16. first: global flat index of element 0. name: keys the rounding noise.
+    remainder: int16 or None. m, v: fp32 or bf16, v empty where the rule keeps one moment. first: global flat index of
+    element 0. name: keys the rounding noise.
     """
 
     name: str
@@ -150,21 +151,29 @@ def step(
     seed: int,
 ) -> None:
     """`ParamStates` updated in place by torch's operations: decode, `rules.adamw`, round. All tensors flat [n]."""
-    state = join(work, _present(remainder)) if master is None else master
+    state = master_of(work, master, remainder)
     m32, v32 = m.float(), v.float()  # the states themselves where they are fp32
     rules.adamw(grad.float(), state, m32, v32, coefficients)
     if m.dtype == torch.bfloat16:
         noise = rules.rounding_noise(first, m.numel(), seed, m.device)
         m.copy_(rules.stochastic_bf16(m32, noise & 0xFFFF))
         v.copy_(rules.stochastic_bf16(v32, noise >> 16))
+    write_back(state, work, remainder)
+
+
+def master_of(work: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [n], to be updated in place and then given to `write_back`: the master itself, or a new one."""
+    if master is not None:
+        return master
+    assert remainder is not None, "a state without fp32 master has a remainder"
+    return join(work, remainder)
+
+
+def write_back(state: torch.Tensor, work: torch.Tensor, remainder: torch.Tensor | None) -> None:
+    """Round an updated fp32 `state` [n] into the working copy, and what that leaves into the remainder."""
     if remainder is not None:
         rounded, low = split(state)
         work.copy_(rounded)
         remainder.copy_(low)
     elif work.dtype != torch.float32:
         work.copy_(to_working(state, work.dtype))
-
-
-def _present(remainder: torch.Tensor | None) -> torch.Tensor:
-    assert remainder is not None, "a state without fp32 master has a remainder"
-    return remainder

@@ -29,6 +29,7 @@ from dzero.comm.collectives import is_exact
 from dzero.config import RunConfig
 from dzero.hardware import dtype_name
 from dzero.monitor.profile import ProfileConfig
+from dzero.optim.build import OURS
 from dzero.verify.compare import Gap
 from dzero.zero.layout import Layout
 from dzero.zero.tiers import OffloadConfig
@@ -186,7 +187,7 @@ def _unpromised(run: VerifyRun, layout: Layout, device: str) -> str:
         return "zero.reduction=native follows the backend's order of additions"
     if device == "cuda" and layout.offload.master != "device":
         return "updates on the host have other kernels than those on a GPU"
-    if run.optim.rule != "adamw" and layout.master.sharded:
+    if run.optim.rule not in OURS and layout.master.sharded:
         return f"torch's kernels of {run.optim.rule} may round a slice otherwise than the whole"
     return ""
 

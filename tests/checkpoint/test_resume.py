@@ -21,6 +21,7 @@ RUNS = {
     "delayed, one step stale": "zero.stage=2 offload=host offload.overlap=delayed offload.delay_warmup_steps=1",
     "ahead of the decision": "zero.stage=3 offload=host offload.overlap=backward",
     "another rule": "optim.rule=SGD optim.options={momentum:0.9} zero.stage=2",
+    "another rule for matrices": "optim.rule=muon optim.muon.lr=1e-3 zero.stage=3",
     "tiles": "block.tiles=3 zero.stage=3 block.loss_tiles=2",
 }
 

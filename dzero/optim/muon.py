@@ -1,0 +1,233 @@
+"""Muon beside AdamW, by parameter group, in one optimizer: one decision, one step, one set of states.
+
+    rule of a group   its parameters                                  states                     update
+    muon              matrices: 2-D, but no embedding and no head     master, step, exp_avg      optim/matrices.py
+    adamw             all others                                      as AdamW's                 optim/update.py
+
+The momentum is kept as `exp_avg`, the average of gradients that AdamW's first moment is too, placed and stored as the
+table's moments; it is carried, saved and loaded as that is. Matrices are orthogonalised whole, whatever they are cut
+into, so the stages agree to the bit as they do with AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from dzero.comm.ledger import Entry, Traffic
+from dzero.hardware import dtype_of
+from dzero.optim.adamw import AdamW, How
+from dzero.optim.matrices import MatrixUpdates
+from dzero.optim.orthogonal import SCALES, MatrixCoefficients
+from dzero.optim.scaler import ScalerConfig
+from dzero.optim.storage import MOMENTS, Stored
+from dzero.optim.tiered import Pending
+from dzero.parallel.tile_dicts import tiled
+from dzero.zero.layout import Layout
+from dzero.zero.shard import Sharded
+from dzero.zero.tiers import KINDS
+
+RULES = ("muon", "adamw")
+OPTIONS = ("lr", "momentum", "nesterov", "iterations", "scale")
+"""Settings of a group of Muon's, besides weight_decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """`lr`: of matrices (unset: that of the others, which fits scale=rms). `momentum`, `nesterov`: of gradients.
+
+    `iterations`: of Newton-Schulz. `scale`: of the update by the matrix's shape, `rms` or `original`
+    (optim/orthogonal.py). `compute`: dtype in which matrices travel and are orthogonalised, fp32 or bf16; `auto`: bf16
+    for bf16 parameters, else fp32. `exclude`: modules by any part of their name whose matrices are AdamW's, as all
+    embeddings' are; a parameter that is tied to an embedding is one.
+    """
+
+    lr: float | None = None
+    momentum: float = 0.95
+    nesterov: bool = True
+    iterations: int = 5
+    scale: str = "rms"
+    compute: str = "auto"
+    exclude: list[str] = field(default_factory=lambda: ["head", "lm_head"])
+
+    def __post_init__(self) -> None:
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ValueError(f"optim.muon.lr={self.lr}: must be a number ≥ 0, or null for optim.lr")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optim.muon.momentum={self.momentum}: must be in [0, 1)")
+        if self.iterations < 1:
+            raise ValueError(f"optim.muon.iterations={self.iterations}: must be ≥ 1; 5 suits most")
+        if self.scale not in SCALES:
+            raise ValueError(f"optim.muon.scale={self.scale!r}: choose one of {list(SCALES)}")
+        if self.compute not in ("auto", "fp32", "bf16"):
+            raise ValueError(f"optim.muon.compute={self.compute!r}: choose auto, fp32 or bf16")
+
+    def payload(self, layout: Layout) -> torch.dtype:
+        """What `compute` stands for."""
+        if self.compute == "auto":
+            return torch.bfloat16 if layout.param.dtype == torch.bfloat16 else torch.float32
+        return dtype_of(self.compute)
+
+
+class Muon(AdamW):
+    """Muon for the groups with rule="muon", AdamW for those with rule="adamw" or none.
+
+    params: groups of the sharded model's parameters; None for all that are trained, by `matrices_of`. What a group does
+    not set comes from `muon`, or from the arguments, which are as `AdamW`'s. Raises ValueError for what cannot be
+    orthogonalised whole: states off the device, and parameters that are cut along other axes or into tiles.
+    """
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        params: Iterable[dict[str, Any]] | None = None,
+        *,
+        muon: MuonConfig | None = None,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        max_norm: float | None = None,
+        scaler: ScalerConfig | None = None,
+        threads: int | None = None,
+    ) -> None:
+        check_muon(sharded.layout)
+        muon = muon or MuonConfig()
+        own = {key: getattr(muon, key) for key in OPTIONS} | {"lr": lr if muon.lr is None else muon.lr}
+        groups = split_by_rule([{"params": _trained(sharded)}], matrices_of(sharded, muon.exclude))
+        groups = [{"rule": "adamw", **group} for group in (groups if params is None else params)]
+        self._rules: dict[nn.Parameter, str] = {}
+        super().__init__(
+            sharded,
+            [own | group if group["rule"] == "muon" else group for group in groups],
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+            scaler=scaler,
+            threads=threads,
+        )
+        shapes = [shape for unit in sharded.shapes for shape in unit.params if shape.trainable]
+        self._matrices = frozenset(self._names[param] for param, rule in self._rules.items() if rule == "muon")
+        matrices = [shape for shape in shapes if shape.name in self._matrices]
+        self._updates = MatrixUpdates(matrices, sharded, muon.payload(sharded.layout))
+
+    def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
+        super()._check_groups(named)
+        for group in self.param_groups:
+            if group["rule"] not in RULES:
+                raise ValueError(f"a parameter group's rule={group['rule']!r}: choose one of {list(RULES)}")
+            self._rules |= dict.fromkeys(group["params"], group["rule"])
+        matrices = {self._names[param]: param for param, rule in self._rules.items() if rule == "muon"}
+        if not matrices:
+            raise ValueError(
+                "no parameter is Muon's: give a group rule='muon', shorten optim.muon.exclude, or take AdamW"
+            )
+        parts = {part for _, cut, names in tiled(self._sharded.model) if cut.dim is not None for part in names}
+        splits = {shape.name: shape.split for unit in self._sharded.shapes for shape in unit.params}
+        for name, param in matrices.items():
+            split = splits[name]
+            if param.ndim != 2:
+                raise ValueError(
+                    f"{name} has {param.ndim} dims, Muon's parameters 2: put it in a group of rule='adamw'"
+                )
+            if split is not None and split.dim is not None:
+                raise ValueError(
+                    f"{name} is cut along the axis {split.axis} as well, and Muon needs whole matrices: take "
+                    f"mesh.{split.axis}=1, or optim.rule=adamw"
+                )
+            if name in parts:
+                raise ValueError(
+                    f"{name} is a tile, and Muon needs whole matrices: take block.tiles=1, or optim.rule=adamw"
+                )
+
+    def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS
+
+    def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:
+        if group["rule"] != "muon":
+            return super()._coefficients(group, stored, step, scale)
+        options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
+        return MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
+
+    def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
+        matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}
+        super()._run(how, [each for each in pending if each.stored.name not in matrices])
+        self._updates.run(matrices, how)
+
+    def introduce(self) -> list[str]:
+        """As `MasterOptimizer.introduce`; and whose rule is which."""
+        others = len(self._rules) - len(self._matrices)
+        return [f"muon: {len(self._matrices)} matrices, {others} other parameters by adamw", *super().introduce()]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `AdamW.load_state_dict`. Raises ValueError where groups have other rules."""
+        saved = [group.get("rule") for group in state_dict["param_groups"]]
+        own = [group["rule"] for group in self.param_groups]
+        if saved != own:
+            raise ValueError(f"the state dict's groups have the rules {saved}, this optimizer's {own}")
+        super().load_state_dict(state_dict)
+
+    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """As `MasterOptimizer.take_scalars`. Raises ValueError where other parameters were Muon's."""
+        groups = scalars["groups"] if scalars["rule"] == self.rule_name else []
+        saved = {name for group in groups if group["rule"] == "muon" for name in group["params"]}
+        if groups and saved != self._matrices:
+            differ = sorted(saved ^ self._matrices)
+            raise ValueError(f"the states were saved with other parameters by Muon: {differ}; see optim.muon.exclude")
+        super().take_scalars(scalars)
+
+    @property
+    def rule_name(self) -> str:
+        """As `MasterOptimizer.rule_name`."""
+        return "muon"
+
+    @property
+    def traffic(self) -> dict[Entry, Traffic]:
+        """As `MasterOptimizer.traffic`."""
+        return self._updates.traffic
+
+
+def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]:
+    """Trained 2-D parameters of several rows and columns, but embeddings', and those below a module of `exclude`."""
+    modules = sharded.model.modules()
+    embeddings = {param for module in modules if isinstance(module, nn.Embedding) for param in module.parameters()}
+    return {
+        param
+        for name, param in sharded.named_params().items()
+        if param.requires_grad and param.ndim == 2 and min(param.shape) > 1
+        if param not in embeddings and not set(exclude).intersection(name.split(".")[:-1])
+    }
+
+
+def split_by_rule(groups: Iterable[dict[str, Any]], matrices: Collection[nn.Parameter]) -> list[dict[str, Any]]:
+    """Each group as one of Muon's with its matrices, and one of AdamW's with its others; empty ones left out."""
+    found = []
+    for group in groups:
+        for rule, params in (
+            ("muon", [param for param in group["params"] if param in matrices]),
+            ("adamw", [param for param in group["params"] if param not in matrices]),
+        ):
+            if params:
+                found.append({**group, "params": params, "rule": rule})
+    return found
+
+
+def _trained(sharded: Sharded) -> list[nn.Parameter]:
+    return [param for param in sharded.named_params().values() if param.requires_grad]
+
+
+def check_muon(layout: Layout) -> None:
+    """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
+    for kind in KINDS:
+        if (tier := layout.tiers[kind][0]) != "device":
+            raise ValueError(
+                f"offload.{kind}={tier}: Muon's matrices are put together between ranks on the device; take "
+                f"offload.{kind}=device, or optim.rule=adamw"
+            )
