@@ -85,10 +85,12 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors, or is cut itself; it may train all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors, or where it or its sequences are cut; it may
+    train all the same.
     """
-    if config.mesh.tp > 1:
-        raise UnforeseenError(f"what mesh.tp={config.mesh.tp} leaves of a model on each rank is not foreseen")
+    for key, whole in (("tp", "a model"), ("cp", "a sequence")):
+        if (degree := getattr(config.mesh, key)) > 1:
+            raise UnforeseenError(f"what mesh.{key}={degree} leaves of {whole} on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     units = units_of(config, model)
     try:

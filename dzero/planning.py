@@ -37,10 +37,11 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Data-parallel ones of the run that is planned: `mesh.dp`, or what torchrun's, or those that a plain run would
-    start here, leave for it."""
-    world = int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count
-    return config.mesh.dp or config.mesh.data_ranks(world)
+    """Data-parallel ones of the run that is planned: those of `mesh.dp`, or what torchrun's, or those that a plain run
+    would start here, leave for it."""
+    if config.mesh.dp is not None:
+        return config.mesh.dp * config.mesh.cp
+    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count)
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
@@ -87,11 +88,12 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and for a model that is cut itself."""
-    if config.mesh.tp > 1:
-        raise RunError(
-            f"what mesh.tp={config.mesh.tp} leaves of a model on each rank is not foreseen; it is with mesh.tp=1"
-        )
+    """Raises RunError for activations that leave the device, and for models and sequences that are cut themselves."""
+    for key, whole in (("tp", "a model"), ("cp", "a sequence")):
+        if (degree := getattr(config.mesh, key)) > 1:
+            raise RunError(
+                f"what mesh.{key}={degree} leaves of {whole} on each rank is not foreseen; it is with mesh.{key}=1"
+            )
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "

@@ -3,6 +3,7 @@
     entry  = (phase, kind, axis, dtype)  ->  calls, bytes
     bytes  = payload that one rank must send, with n ranks that own e elements each (padded to the largest):
              all_gather, reduce_scatter   (n - 1) * e * wire bytes
+             all_to_all                   (n - 1) * e * wire bytes, of the n * e that it has
              all_reduce                   (n - 1) * e * (wire bytes out + bytes back)
 
 These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
@@ -22,7 +23,7 @@ from dzero.comm.trail import Trail
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
+    """`phase` (unshard, reduce, context, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
 
     phase: str
     kind: str
