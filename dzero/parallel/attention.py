@@ -51,6 +51,7 @@ class AllGather:
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
         ours = chunks_of(self._exchange.rank, self._exchange.ranks)
         mixed: list[Tensor] = []
+        self._masks.tokens = keys.shape[2]
         for chunk, queries in zip(ours, query.chunk(2, dim=2), strict=True):
             end = (chunk + 1) * queries.shape[2]
             mixed += over_prefix(queries, keys[:, :, :end], values[:, :, :end], self._masks)
@@ -95,18 +96,23 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 
 class Masks:
-    """The one mask that all tiles share, made anew where it is too short, or of another dtype or device."""
+    """The one mask that all tiles share, made anew for other `tokens` (of a whole sequence), another dtype or device.
+
+    Never for a shorter prefix, though it would do: what is made again in backward must be what was made in forward.
+    """
 
     def __init__(self) -> None:
+        self.tokens = 0
         self._mask = torch.empty(0, 0)
 
     def of(self, tile: Tensor, keys: int) -> Tensor:
         """[tile's tokens, keys]: 0 where a query sees a key, the last query all of them; else -inf."""
         mask = self._mask
-        if mask.shape[1] < keys or mask.dtype != tile.dtype or mask.device != tile.device:
-            unseen = torch.full((TILE_TOKENS, keys), -torch.inf, dtype=tile.dtype, device=tile.device)
-            mask = self._mask = unseen.triu(keys - TILE_TOKENS + 1)
-        return mask[-tile.shape[2] :, mask.shape[1] - keys :]
+        if mask.shape[1] != self.tokens or mask.dtype != tile.dtype or mask.device != tile.device:
+            with torch.inference_mode(False):  # training takes the mask that an evaluation made
+                unseen = torch.full((TILE_TOKENS, self.tokens), -torch.inf, dtype=tile.dtype, device=tile.device)
+                mask = self._mask = unseen.triu(self.tokens - TILE_TOKENS + 1)
+        return mask[-tile.shape[2] :, self.tokens - keys :]
 
 
 def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Iterator[Tensor]:

@@ -102,7 +102,7 @@ def plain_attention(call: Call) -> list[Tensor]:
 
 STEPS, LR, CLIP, TOKENS = 10, 3e-3, 0.5, 16
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=8, kv_heads=4, ffn_size=48)
-SEQUENCES = 2
+SEQUENCES = 4
 """Of a microbatch."""
 
 
@@ -185,7 +185,7 @@ def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
         norms.append(optim.last_decision.norm)
         moved = {entry: traffic for entry, traffic in sharded.ledger.take().items() if entry.phase == "context"}
     optim.synchronize()
-    params = {name: whole(param).clone() for name, param in sharded.named_params().items()}
+    params = {name: whole(param).clone() for name, param in sharded.model.state_dict().items()}  # tiles joined
     return {"losses": losses, "norms": norms, "moved": moved, "params": params if rank == 0 else None}
 
 
