@@ -167,6 +167,7 @@ LINES = [
     "mesh.cp=2 zero.stage=3 precision=fp32 train.accumulate=2",
     "mesh.cp=2 zero.stage=2 precision=bf16 mesh.cp_attention=ulysses model.kv_heads=2 block.activation_checkpoint=full",
     "mesh.dp=1 mesh.cp=2 mesh.tp=2 zero.stage=1 precision=fp32 model.kv_heads=2",
+    "mesh.cp=2 zero.stage=2 precision=fp32 block.compile=true",
 ]
 
 
@@ -204,8 +205,7 @@ def test_settings_that_do_not_fit_are_named_with_what_does(tmp_path: Path) -> No
     assert "mesh.cp_attention='ring': choose one of ['all_gather', 'ulysses']" in told
     told = refused(tmp_path, "mesh.cp=2", "mesh.cp_attention=ulysses")  # of 2 heads and 1 of keys
     assert "mesh.cp=2, which does not divide heads=2 and kv_heads=1" in told
-    hf = ["model=hf", "model.name_or_path=gpt2", *(f"~model.{key}" for key in ("hidden_size", "layers"))]
-    assert [*CP_ATTENTIONS] == [*ATTENTIONS], hf
+    assert [*CP_ATTENTIONS] == [*ATTENTIONS]
 
 
 def test_ranks_that_the_degrees_do_not_make_get_the_factorings() -> None:
