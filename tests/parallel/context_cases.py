@@ -22,6 +22,7 @@ from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.mesh import context_group, data_rank_of
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
+from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel import attention
 from dzero.parallel.attention import ATTENTIONS
 from dzero.parallel.blocks import BlockConfig, apply_blocks
@@ -86,6 +87,18 @@ def attended(rank: int, ranks: int, call: Call) -> tuple[list[Tensor], dict[Entr
         mixed.backward(grad)
     sent = {name: count for name, count in counter.sent_bytes.items() if count} if call.exact else {}
     return [mixed.detach(), *(each.grad for each in given)], ledger.take(), sent
+
+
+def peak_of_attention(rank: int, ranks: int, call: Call) -> int:
+    """Bytes above its inputs, forward and backward, the first call that makes the mask included."""
+    rows = rows_of(rank, ranks, call.tokens)
+    query, key, value, grad = (each[:, :, rows].to(call.dtype) for each in drawn(call))
+    given = [each.requires_grad_() for each in (query, key, value)]
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    attend: Any = ATTENTIONS[call.kind](ContextExchange(Exact(group), rank, "cp", Ledger()))
+    with tiles_of(call.tile):
+        return allocated_peak_bytes(lambda: attend(*given).backward(grad), torch.device("cpu"))
 
 
 def plain_attention(call: Call) -> list[Tensor]:

@@ -18,6 +18,7 @@ from context_cases import (
     Run,
     attended,
     oracle,
+    peak_of_attention,
     plain_attention,
     rows_of,
     trained,
@@ -82,6 +83,13 @@ def test_attention_moves_what_the_formula_says(pool: Pool, call: Call) -> None:
         assert {(entry.kind, traffic) for entry, traffic in booked.items()} == want
         assert {(entry.phase, entry.axis) for entry in booked} == {("context", "cp")}
         assert sent == {"send": sum(traffic.sent_bytes for traffic in booked.values())}
+
+
+@pytest.mark.parametrize("kind", [*ATTENTIONS])
+def test_nothing_of_time_x_time_is_made(pool: Pool, kind: str) -> None:
+    """Less than a quarter of one head's scores; a mask of both chunks alone would be a quarter."""
+    call = Call(kind=kind, ranks=2, heads=2, kv_heads=2, tokens=4096)
+    assert max(pool.run(peak_of_attention, 2, call)) < 4096 * 4096 * 4 // 4
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -185,6 +193,20 @@ def test_train_py_trains_over_cut_sequences(pool: Pool, tmp_path: Path, line: st
     for each in told:
         assert each.losses == pytest.approx(want.losses, rel=allowed)
         assert each.held_out == pytest.approx(want.held_out, rel=allowed)
+
+
+def test_a_run_goes_on_over_cut_sequences_and_back(pool: Pool, tmp_path: Path) -> None:
+    """Two steps with whole sequences, two with cut ones, two with whole ones: a step is the same 4 sequences."""
+    text = write_text(tmp_path / "text.txt")
+    saving = ["checkpoint.every=2", f"checkpoint.folder={tmp_path / 'saved'}"]
+    settings = ["precision=fp32", "train.global_sequences=4", "train.accumulate=null", "train.evaluate_batches=0"]
+    settings += ["schedule.kind=constant", "schedule.warmup_steps=0"]
+    want = pool.run(train, 2, settled(text, *settings, "train.steps=6"), tmp_path)[0].losses
+    losses = []
+    for steps, mesh in ((2, "mesh.cp=1"), (4, "mesh.cp=2"), (6, "mesh.dp=2")):
+        run = settled(text, *settings, *saving, f"train.steps={steps}", mesh, "launch.workers=2", "resume=auto")
+        losses += pool.run(train, 2, run, tmp_path, timeout_s=300)[0].losses
+    assert losses == pytest.approx(want, rel=FP32)
 
 
 def refused(tmp_path: Path, *settings: str) -> str:
