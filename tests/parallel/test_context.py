@@ -32,7 +32,7 @@ from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import ConfigError, RunConfig
 from dzero.errors import RunError
 from dzero.fitting import UnforeseenError, needed
-from dzero.mesh import CP_ATTENTIONS, MeshConfig
+from dzero.mesh import CP_ATTENTIONS, MeshConfig, context_group, make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.attention import ATTENTIONS, check_heads
 from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context
@@ -251,17 +251,28 @@ def test_sequences_that_do_not_divide_are_named() -> None:
         Zigzag(0, 2).part(torch.zeros(1, 10))
 
 
-def no_place(rank: int, ranks: int) -> str:
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    with pytest.raises(ValueError, match="has no module with") as error:
-        ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="all_gather", exact=True)
-    return str(error.value)
+def refusals(rank: int, ranks: int) -> list[str]:
+    """Of a library's user: a model without the methods, another attention, ranks that do not divide."""
+    mesh = make_mesh("cpu")
+    group = context_group(mesh, 1)
+    told = []
+    for refused in (
+        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="all_gather", exact=True),
+        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="ring", exact=True),
+        lambda: context_group(mesh, 2),
+    ):
+        with pytest.raises(ValueError, match="cp") as error:
+            refused()
+        told.append(str(error.value))
+    return told
 
 
-def test_a_model_without_the_methods_is_refused(pool: Pool) -> None:
-    (told,) = pool.run(no_place, 1)
-    assert "Linear has no module with attend()" in told
+def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
+    (told,) = pool.run(refusals, 1)
+    model, attention, ranks = told
+    assert "mesh.cp=1: Linear has no module with attend()" in model
+    assert "mesh.cp_attention='ring': choose one of ['all_gather', 'ulysses']" in attention
+    assert "cp=2 does not divide the 1 data-parallel ranks; allowed: [1]" in ranks
 
 
 def test_what_is_not_foreseen_is_refused(tmp_path: Path) -> None:
