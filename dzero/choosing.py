@@ -25,7 +25,7 @@ from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import Ranking, Subject, search
 from dzero.plan.search_tables import headline, nothing_fits
-from dzero.planning import check_foreseen, costs_for, hardware_of, model_of, ranks_of, units_of
+from dzero.planning import as_on_a_rank, check_foreseen, costs_for, hardware_of, model_of, ranks_of, units_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,15 @@ def chosen(config: RunConfig, given: Sequence[str]) -> RunConfig:
 def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
     """What candidates are judged by."""
     ranks, model = ranks_of(config), model_of(config)
+    flops = flops_per_token(model, config.train.sequence_tokens)
+    with as_on_a_rank(config, model):
+        units = units_of(config, model)
     return Subject(
-        units=units_of(config, model),
+        units=units,
         costs=partial(_costs, config),
         hardware=hardware,
         step_tokens=config.train.sequences(ranks) * config.train.sequence_tokens,
-        model_flops=flops_per_token(model, config.train.sequence_tokens),
+        model_flops=flops,
         moments=config.optim.moments,
     )
 

@@ -199,6 +199,7 @@ class RunConfig:
             shard=shard,
             microbatches=self.train.microbatches(self.mesh.readers(ranks)),
             exact=is_exact(self.zero.reduction, device_type),
+            model_ranks=self.mesh.tp,
         )
         self.optim.check(layout)
         return layout

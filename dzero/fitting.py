@@ -34,7 +34,7 @@ from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
-from dzero.planning import costs_for, layout_of, model_of, ranks_of, units_of
+from dzero.planning import as_on_a_rank, costs_for, layout_of, model_of, ranks_of, units_of
 
 SUGGESTED = LARGEST = 3
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
@@ -85,16 +85,18 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors, or where it or its sequences are cut; it may
-    train all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors, and for sequences that are cut; it may train
+    all the same.
     """
-    for key, whole in (("tp", "a model"), ("cp", "a sequence")):
-        if (degree := getattr(config.mesh, key)) > 1:
-            raise UnforeseenError(f"what mesh.{key}={degree} leaves of {whole} on each rank is not foreseen")
+    if (cp := config.mesh.cp) > 1:
+        raise UnforeseenError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
-    units = units_of(config, model)
     try:
-        costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+        with as_on_a_rank(config, model):
+            units = units_of(config, model)
+            costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+    except ValueError:
+        raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
     return with_moments(memory_of(layout, units, costs, config.launch.device_type), config.optim.moments)

@@ -90,12 +90,12 @@ class MeshConfig:
         """Of a sequence. Raises ValueError where a rank's part of it would be none."""
         unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
         if tokens % unit:
-            parts = {"cp": "two chunks of every sequence, of 2 x cp", "tp": "an equal part of them between blocks"}
-            degrees = [(key, getattr(self, key), part) for key, part in parts.items()]
-            told = "; ".join(f"mesh.{key}={degree}: a rank has {part}" for key, degree, part in degrees if degree > 1)
+            parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
+            cutting = {f"mesh.{key}={degree}": parts[key] for key in parts if (degree := getattr(self, key)) > 1}
             raise ValueError(
-                f"train.sequence_tokens={tokens} is no multiple of {unit} ({told}); take "
-                f"train.sequence_tokens={tokens // unit * unit or unit}"
+                f"{' x '.join(cutting)} does not divide train.sequence_tokens={tokens}: a rank has "
+                f"{', '.join(cutting.values())}; take a multiple of {unit}, as train.sequence_tokens="
+                f"{tokens // unit * unit or unit}"
             )
 
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:

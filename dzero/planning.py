@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from dzero.data.corpus import vocab_size_of
 from dzero.errors import RunError
 from dzero.hardware import dtype_of
 from dzero.launch import launched
-from dzero.mesh import local_ranks
+from dzero.mesh import TENSOR, local_ranks, make_mesh
 from dzero.models.build import build, flops_per_token
 from dzero.monitor.board import TensorBoardSink
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.tensor import parallelize
 from dzero.plan.costs import Costs, costs_of
 from dzero.plan.explain import actions, tables
+from dzero.plan.fake import fake_group
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
@@ -63,10 +66,25 @@ def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
     return shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
 
 
+@contextmanager
+def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is what a rank of `mesh.tp` has of it, and only shapes and operators may be asked of it.
+
+    Raises ValueError for a model that cannot be cut so, RuntimeError in a process that is in a group.
+    """
+    if config.mesh.tp == 1:
+        yield
+        return
+    with fake_group(config.mesh.tp), parallelize(model, make_mesh("cpu", tp=config.mesh.tp)[TENSOR]).loss():
+        yield
+
+
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
     """What a run with these settings is and does; and its actions off the device, a line each."""
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
-    units = units_of(config, model_of(config))
+    model = model_of(config)
+    with as_on_a_rank(config, model):
+        units = units_of(config, model)
     told = [sources(config, settings, conf), stands_for(config, layout)]
     return [table for table in [*told, *tables(layout, units)] if table.rows], actions(layout, units)
 
@@ -79,8 +97,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     check_foreseen(config)
     ranks, train = ranks_of(config), config.train
     layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
-    units, flops = units_of(config, model), flops_per_token(model, train.sequence_tokens)
-    costs = costs_for(config, model)
+    flops = flops_per_token(model, train.sequence_tokens)
+    with as_on_a_rank(config, model):
+        units, costs = units_of(config, model), costs_for(config, model)
     step_tokens = train.sequences(ranks) * train.sequence_tokens
     return forecast(
         layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
@@ -88,12 +107,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and for models and sequences that are cut themselves."""
-    for key, whole in (("tp", "a model"), ("cp", "a sequence")):
-        if (degree := getattr(config.mesh, key)) > 1:
-            raise RunError(
-                f"what mesh.{key}={degree} leaves of {whole} on each rank is not foreseen; it is with mesh.{key}=1"
-            )
+    """Raises RunError for activations that leave the device, and for sequences that are cut."""
+    if (cp := config.mesh.cp) > 1:
+        raise RunError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen; it is with mesh.cp=1")
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
@@ -102,8 +118,11 @@ def check_foreseen(config: RunConfig) -> None:
 
 
 def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:
-    """Of one microbatch of the run. model: as `model_of` makes it, which is used up."""
-    model = model_of(config) if model is None else model
+    """Of one microbatch of the run. model: as `model_of` makes it, as on a rank; it is used up."""
+    if model is None:
+        model = model_of(config)
+        with as_on_a_rank(config, model):
+            return costs_for(config, model)
     return costs_of(model.to(dtype_of(config.precision.param)), _Loss(config), config.zero.units)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -53,3 +54,23 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def nbytes(tensors: Tensor | list[Tensor]) -> int:
     flat = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return sum(t.numel() * t.element_size() for t in flat)
+
+
+class ModelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same of the collectives that a model cut over `ranks` calls itself, through DTensors: [calls, bytes sent]."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ranks, self.calls, self.sent_bytes = ranks, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        if name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+            small = min(nbytes(args[0]), nbytes(out))
+            shares = {"all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_reduce": 2 / self.ranks}
+            self.calls += 1
+            self.sent_bytes += round((self.ranks - 1) * shares[name.removeprefix("_c10d_functional::")] * small)
+        return out

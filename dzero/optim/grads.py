@@ -24,6 +24,9 @@ from dzero.offload.attach import Offload
 from dzero.optim.unit_grads import Named, UnitGrads
 from dzero.zero.shard import Sharded
 
+ALIKE = 1e-2
+"""Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -102,6 +105,7 @@ class Gradients:
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
             bad |= self._culprits(ranks, f"{axis} rank") if not bad else {}
+            self._check_alike(ranks[:, ~cut], axis, cut)
             per_param = torch.where(cut, _in_order(ranks), ranks[0])
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
@@ -115,6 +119,16 @@ class Gradients:
                 f"ranks {differing} ran the model's units in another order than rank 0, so data of different units was "
                 f"mixed: {self._trail.divergence(self._group)}\nEvery rank must run the same modules in the same order "
                 "in every microbatch (no branches on the data of one rank)"
+            )
+
+    def _check_alike(self, sums: torch.Tensor, axis: str, cut: torch.Tensor) -> None:
+        """Of the parameters that all ranks have, [ranks, n]: what they found must be one gradient, but for rounding."""
+        apart = (sums - sums[0]).abs().amax(0) > ALIKE * sums[0]
+        if bool((apart & sums.isfinite().all(0)).any()):
+            names = [name for name, is_cut in zip(self._owned, cut.tolist(), strict=True) if not is_cut]
+            raise RuntimeError(
+                f"ranks of {axis} found different gradients of {names[int(apart.nonzero()[0])]}, of which each has a "
+                "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
             )
 
     def _culprits(self, sums: torch.Tensor, who: str) -> dict[str, None]:

@@ -11,12 +11,17 @@ is gathered. Logits stay cut along the vocabulary, and `TensorParallel.loss` mak
 
 `parallelize` takes torch's own plan, a style for each module by its name, for a model of any kind; without one the plan
 of `tensor_plans.py`, for the kinds listed there.
+
+A module that no style names computes with plain parameters. Where it sees all of its input, all ranks find the same
+gradients; where it sees a part, each would find a part of them, silently. So a plan names every module with parameters;
+those that see everything are listed in `alike`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from fnmatch import fnmatch
 
 import torch
 from torch import nn
@@ -39,20 +44,19 @@ class TensorParallel:
     def filling(self, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
         """The same for modules that are cut: whole parameters are filled, then this rank keeps its part.
 
-        materialise: made from the model as it was, on meta.
+        materialise: made from the model as it was, on meta. Nothing of the values is kept here.
         """
 
         @torch.no_grad()
         def fill(module: nn.Module) -> None:
             inside = {param for _, _, param in _own_of(module)}
-            cut = {whole: part for whole, part in self._made.items() if part in inside and part.is_meta}
+            cut = {whole: part for whole, part in self._made.items() if part in inside}
             for whole in cut:
                 self._put(whole, whole)
             materialise(module)
             for whole, part in cut.items():
                 owner, attribute = self._places[whole][0]
-                self._made[whole] = self._part(part, getattr(owner, attribute))
-                self._put(whole, self._made[whole])
+                self._put(whole, self._part(part, getattr(owner, attribute)))
 
         return fill
 
@@ -79,12 +83,15 @@ class TensorParallel:
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) -> TensorParallel:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, *, alike: Sequence[str] = ()
+) -> TensorParallel:
     """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`.
 
     plan: by the names of modules, with wildcards; None for a model of a known kind. Tied parameters stay tied.
-    Raises ValueError for a model of another kind, dims that do not divide, names that no module has, and ties that the
-    plan cuts in two ways.
+    alike: names (wildcards too) of parameters that the plan leaves whole, and that all ranks use on the same inputs.
+    Raises ValueError for a model of another kind, dims that do not divide, parameters that neither names, and ties that
+    the plan cuts in two ways.
     """
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     if plan is None:
@@ -95,17 +102,23 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None) ->
     names = {param: name for name, param in model.named_parameters()}
     parallelize_module(model, mesh, dict(plan))
     made: dict[nn.Parameter, nn.Parameter] = {}
+    left_whole: list[str] = []
     for whole, owners in places.items():
         parts = [getattr(owner, attribute) for owner, attribute in owners]
         cut = [part for part in parts if isinstance(part, DTensor)]
         if not cut:
+            left_whole.append(names[whole])
             continue
         _check(names[whole], cut, parts, axis)
         made[whole] = parts[0]
         for owner, attribute in owners:
             setattr(owner, attribute, parts[0])
-    if not made:
-        raise ValueError(f"{axis}={mesh.size()}: the plan {sorted(plan)} names no module with parameters of the model")
+    if unsaid := [name for name in left_whole if not any(fnmatch(name, each) for each in alike)]:
+        raise ValueError(
+            f"{axis}={mesh.size()}: the plan says nothing of {unsaid}; where a rank sees a part of their input, it "
+            "would find a part of their gradients. Give their modules a style (SequenceParallel for such a part), or "
+            "name them in alike= where all ranks see the same"
+        )
     return TensorParallel(mesh, made, places)
 
 

@@ -84,7 +84,6 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
         f"{block}.self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": SEQUENCE},
             desired_input_kwarg_layouts={"hidden_states": WHOLE},
-            use_local_output=True,
         ),
         **{f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")},
         f"{block}.self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
@@ -97,10 +96,18 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
     }
 
 
+def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """As Llama, with norms of queries and keys [batch, time, heads, head_dim], of which a rank has some heads."""
+    sizes, plan = _hf_llama(model)
+    of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}
+
+
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
-    """Of inputs in this order; None for one that is no tensor of the sequence."""
+    """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
+    adds what their readers give before one reduce-scatter."""
     whole = tuple(None if each is None else WHOLE for each in layouts)
-    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole, use_local_output=True)
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole)
 
 
 PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
@@ -108,6 +115,6 @@ PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
     "LlamaForCausalLM": _hf_llama,
     "MistralForCausalLM": _hf_llama,
     "Qwen2ForCausalLM": _hf_llama,
-    "Qwen3ForCausalLM": _hf_llama,
+    "Qwen3ForCausalLM": _hf_qwen3,
 }
 """By the name of the class: the sizes that must divide, and the plan."""

@@ -18,12 +18,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from dzero.zero.placed import local_of
 from dzero.zero.units import ROOT, find_units
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -49,18 +52,21 @@ def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> in
 
 
 class Work(NamedTuple):
-    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls."""
+    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
+
+    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks.
+    """
 
     flops: float = 0.0
     attention: float = 0.0
     bytes: float = 0.0
     calls: int = 0
+    sent: float = 0.0
+    exchanges: int = 0
 
     def __add__(self, more: Work) -> Work:  # type: ignore[override]
         """Both, one after the other."""
-        return Work(
-            self.flops + more.flops, self.attention + more.attention, self.bytes + more.bytes, self.calls + more.calls
-        )
+        return Work(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,8 @@ class Span:
 def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     """Of one call."""
     kind = func._overloadpacket
+    if func.namespace == "_c10d_functional":
+        return _exchange(kind.__name__, args, out)
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
         return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
@@ -84,6 +92,20 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return Work(calls=1)
     touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
     return Work(bytes=sum(touched.values()), calls=1)
+
+
+def _exchange(name: str, args: Any, out: Any) -> Work:
+    """Of a collective within the model; bytes as the ledger counts them. What waits for one sends nothing."""
+    if name == "all_gather_into_tensor":
+        return Work(calls=1, sent=out.nbytes - args[0].nbytes, exchanges=1)
+    if name == "reduce_scatter_tensor":
+        return Work(calls=1, sent=args[0].nbytes - out.nbytes, exchanges=1)
+    if name == "all_reduce":
+        ranks = dist.get_world_size()
+        return Work(calls=1, sent=2 * (ranks - 1) * out.nbytes / ranks, exchanges=1)
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):
+        return Work(calls=1)
+    raise NotImplementedError(f"a model whose operators call {name} is not foreseen")
 
 
 @dataclass(frozen=True)
@@ -103,6 +125,8 @@ def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -
     with FakeTensorMode(allow_non_fake_inputs=True), _Meter() as meter:
         with meter.unseen():
             model = model.to_empty(device="cpu")
+            if any(isinstance(param, DTensor) for param in model.parameters()):
+                _rehearse(model, loss)
         owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
         for name, each in modules.items():
             for module in each:
@@ -120,6 +144,12 @@ def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -
     return Costs(tuple(meter.spans))
 
 
+def _rehearse(model: nn.Module, loss: Loss) -> None:
+    """DTensors run operators on whole shapes to learn where results lie, each once."""
+    loss(model).backward()  # type: ignore[no-untyped-call]
+    model.zero_grad()
+
+
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages and operations, by the unit that is at work."""
 
@@ -134,6 +164,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._grads: dict[str, list[nn.Parameter]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it takes itself apart first
         out = func(*args, **(kwargs or {}))
         self._work += _work_of(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
@@ -155,12 +187,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What is made inside counts nowhere."""
+        """What is made or done inside counts nowhere."""
         self._seen = False
         try:
             yield
         finally:
-            self._seen = True
+            self._seen, self._work = True, Work()
 
     def enter(self, direction: str, unit: str) -> None:
         """From now on that one is at work."""
@@ -175,7 +207,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if direction == BACKWARD and unit != ROOT:
             for param in self._grads.pop(unit, []):
                 param.grad = None
-        held = sum(p.grad.nbytes for params in self._grads.values() for p in params if p.grad is not None)
+        held = sum(local_of(p.grad).nbytes for params in self._grads.values() for p in params if p.grad is not None)
         self.spans.append(Span(direction, unit, self._peak, self._bytes - held, self._work))
         self._peak, self._work = self._bytes, Work()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
@@ -27,18 +27,20 @@ class Link(NamedTuple):
 
 
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str) -> Link:
-    """Ranks that shard are next to each other, those that replicate a whole group of them apart."""
-    ranks, stride = (layout.shard, 1) if axis == SHARD else (layout.replicate, layout.shard)
-    within_node = hardware.within_node(ranks, stride=stride, world=layout.ranks)
-    return Link(hardware.link(ranks, stride=stride, world=layout.ranks), within_node)
+    """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on."""
+    inside = layout.model_ranks
+    axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, inside * layout.shard)}
+    ranks, stride = axes[axis]
+    within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
+    return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
 
 
 class Durations:
     """On `hardware`. `unknown`: figures that were asked for and that it lacks; what needs one takes 0 s."""
 
     def __init__(self, layout: Layout, hardware: HardwareConfig) -> None:
-        self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.ranks)
-        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (SHARD, REPLICATE)}
+        self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
+        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (TENSOR, SHARD, REPLICATE)}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None

@@ -104,6 +104,7 @@ def _kinds(layout: Layout) -> Table:
         part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""
         rows.append((kind, cut, dtype, f"{row.tier}{part}"))
     title = f"stage {layout.stage} on {layout.replicate} (replicate) x {layout.shard} (shard) ranks"
+    title += f", of {layout.model_ranks} (tp) each" if layout.model_ranks > 1 else ""
     return Table(title, ("kind of state", "cut", "dtype", "lives on"), tuple(rows), left=4)
 
 

@@ -87,7 +87,7 @@ class Forecast:
         peak = self.hardware.peak_flops(self.layout.param.dtype)
         if self.model_flops is None or not peak or not self.tokens_per_s:
             return None
-        return self.model_flops * self.tokens_per_s / (peak * self.layout.ranks)
+        return self.model_flops * self.tokens_per_s / (peak * self.layout.world)
 
     def verdict(self) -> str:
         """One line: it fits, or by how much it does not."""
@@ -120,8 +120,8 @@ def forecast(
         layout=layout,
         params=sum(param.elems for unit in units for param in unit.params),
         memory=memory,
-        tiers=tiers_of(memory, hardware, layout.ranks),
-        moved=moved_of(layout, units),
+        tiers=tiers_of(memory, hardware, layout.world),
+        moved=moved_of(layout, units, costs),
         pace=pace_of(layout, units, costs, hardware),
         step_tokens=step_tokens,
         model_flops=model_flops,

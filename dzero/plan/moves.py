@@ -7,6 +7,7 @@ late_grad, grad_back         once, to where the update runs
 moments                      to where the update runs, and back
 work                         new working copies, to the device, and to disk
 states                       from disk for an update, and back; what a host slot still holds is not read again
+copies                       gradients of parameters that ranks of tp all have: summed over them before a reduction
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dzero.mesh import TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
+from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
 from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
@@ -37,6 +40,8 @@ class Moves:
     disk_work: int
     read_states: int
     written_states: int
+    copies_grad: int
+    copies: int
     host_elems: int
     device_elems: int
 
@@ -62,9 +67,12 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     read = _states_read(places, units)
     sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
     gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
+    others = layout.model_ranks - 1
+    summed = gradient if layout.microbatches > 1 and not layout.grad.sharded else working
     found = {}
     for unit in units:
         shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
+        copies = [each for each in unit.params if each.trainable and each.split is not None and each.split.dim is None]
         trained = {param.name for param in unit.params if param.trainable}
 
         def elems(names: Iterable[str], shards: dict[str, int] = shards) -> int:
@@ -83,14 +91,16 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
             disk_work=param if on_disk["param"] else 0,
             read_states=read[unit.name],
             written_states=sum(sizes[pair.disk] for pair in places.going("states", unit.name)),
+            copies_grad=sum(2 * others * each.elems * summed // layout.model_ranks for each in copies),
+            copies=len(copies),
             host_elems=elems(away["master"]),
             device_elems=elems(trained - away["master"]),
         )
     return found
 
 
-def moved_of(layout: Layout, units: Sequence[UnitShape]) -> Moved:
-    """In a step."""
+def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = None) -> Moved:
+    """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that."""
     axes: dict[str, int] = {}
     calls: dict[str, int] = {}
     for entry, traffic in expected_traffic(layout, units).items():
@@ -100,6 +110,10 @@ def moved_of(layout: Layout, units: Sequence[UnitShape]) -> Moved:
     uses = 2 * layout.microbatches if layout.reshard_after_forward is not False else layout.microbatches
     moves = moves_of(layout, units)
     each = moves.values()
+    inside = Work() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
+    if inside.exchanges:
+        axes[TENSOR] = layout.microbatches * int(inside.sent) + reductions * sum(unit.copies_grad for unit in each)
+        calls[TENSOR] = layout.microbatches * inside.exchanges + reductions * sum(unit.copies for unit in each)
     return Moved(
         units=moves,
         axes=axes,

@@ -3,13 +3,14 @@
     lane               work
     compute            forward and backward of the microbatches
     shard, replicate   collectives along an axis, decisions included
+    tp                 the same of a model that is cut, which operators wait for
     update             parameters whose masters are on the device
     host link          what leaves the device and what comes back: the larger, since both go at once (a CPU: both)
     host update        parameters whose masters are off it
     disk               what is read and written, one after the other
 
     phase      what goes on at once                             so it takes
-    backward   compute, collectives, host link, disk (params)   the longest of them
+    backward   compute with tp, collectives, host link, disk    the longest of them
     update     host update, host link, disk (states)            the longest of them; before it, that on the device
     step       overlap=step: one after the other; forward: the update beside forward; backward, delayed: beside both
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
 from dzero.plan.machine import HardwareConfig
@@ -31,6 +32,7 @@ from dzero.zero.shapes import UnitShape
 
 COMPUTE, UPDATE = "compute", "update"
 HOST_LINK, HOST_UPDATE, DISK = "host link", "host update", "disk"
+LINKS = (TENSOR, SHARD, REPLICATE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Pace:
 
 def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Pace:
     """Of a step on `hardware`."""
-    take, moved = Durations(layout, hardware), moved_of(layout, units)
+    take, moved = Durations(layout, hardware), moved_of(layout, units, costs)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
@@ -53,7 +55,7 @@ def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: 
     axes = {axis: take.sent(axis, count, moved.calls[axis]) for axis, count in moved.axes.items()}
     seconds = {
         COMPUTE: sum(parts.values()),
-        **{axis: axes.get(axis, 0.0) + take.decided(moved.decisions.get(axis, 0)) for axis in (SHARD, REPLICATE)},
+        **{axis: axes.get(axis, 0.0) + take.decided(moved.decisions.get(axis, 0)) for axis in LINKS},
         UPDATE: take.updated_on_device(sum(each.device_elems for each in moves)),
         HOST_LINK: take.copied(moved.out + moved.back if hardware.devices_are_host else max(moved.out, moved.back)),
         HOST_UPDATE: take.updated(sum(each.host_elems for each in moves)),
@@ -62,7 +64,8 @@ def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: 
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])
     else:
-        train = max(seconds[each] for each in (COMPUTE, SHARD, REPLICATE, HOST_LINK))
+        within = seconds[COMPUTE] + seconds[TENSOR]
+        train = max(within, *(seconds[each] for each in (SHARD, REPLICATE, HOST_LINK)))
         update = max(seconds[HOST_UPDATE], seconds[DISK], seconds[HOST_LINK] if seconds[HOST_UPDATE] else 0.0)
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0
         beside = {"step": 0.0, "forward": forward}.get(layout.offload.mode, train)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import is_exact
-from dzero.mesh import MeshConfig
+from dzero.mesh import TENSOR, MeshConfig
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.tensor import parallelize
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run. `accumulate`: microbatches per step, each of `sequences` of `tokens` on every rank.
+    """A run. `accumulate`: microbatches per step, each of `sequences` of `tokens` on every data-parallel rank; `ranks`:
+    all of them.
 
     device_type: what the run computes on, cpu or cuda. vocab_size: ids of the data.
     """
@@ -52,7 +56,7 @@ class Scenario:
     @property
     def degrees(self) -> tuple[int, int]:
         """(replicate, shard)."""
-        return self.mesh.degrees(self.ranks, stage=self.zero.stage)
+        return self.mesh.degrees(self.mesh.data_ranks(self.ranks), stage=self.zero.stage)
 
     def layout(self) -> Layout:
         """The table. Raises ValueError for settings that do not go together."""
@@ -65,6 +69,7 @@ class Scenario:
             shard=degree,
             microbatches=self.accumulate,
             exact=is_exact(self.zero.reduction, self.device_type),
+            model_ranks=self.mesh.tp,
         )
 
     def build(self) -> nn.Module:
@@ -72,6 +77,10 @@ class Scenario:
         model = build(self.model, self.vocab_size)
         apply_blocks(model, replace(self.block, compile=False), "cpu")
         return model
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> AbstractContextManager[None]:
+        """Cut `model`, on meta, as the ranks of `mesh` have it. What is returned is around its loss and backward."""
+        return parallelize(model, mesh[TENSOR]).loss() if self.mesh.tp > 1 else nullcontext()
 
     def loss_of(self, model: nn.Module) -> Callable[[], torch.Tensor]:
         """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0."""

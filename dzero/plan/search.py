@@ -183,7 +183,7 @@ class _Judge:
         layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
 
         def short(memory: Memory) -> dict[str, int]:
-            return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.ranks))
+            return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.world))
 
         staging = staging_bytes(layout, units, hardware.device_type)
         memory = Memory(on_device(layout, units, costs), {}, {}, staging)
@@ -235,8 +235,8 @@ def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbat
         return b + further * (b - a)
 
     def between(a: Span, b: Span) -> Span:
-        flops, attention, count, calls = map(along, a.work, b.work)
-        peak_bytes = int(along(a.peak_bytes, b.peak_bytes))
-        return replace(b, peak_bytes=peak_bytes, work=Work(flops, attention, count, round(calls)))
+        flops, attention, count, calls, sent, exchanges = map(along, a.work, b.work)
+        work = Work(flops, attention, count, round(calls), sent, round(exchanges))
+        return replace(b, peak_bytes=int(along(a.peak_bytes, b.peak_bytes)), work=work)
 
     return Costs(tuple(map(between, first.spans, second.spans)))

@@ -57,7 +57,7 @@ def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
     candidate, forecast = ranking.closest.candidate, ranking.closest.forecast
     lacking = short_bytes(forecast.tiers)
     lines = [
-        f"zero=auto: of {ranking.candidates} candidates none fits {forecast.hardware.name} on {forecast.layout.ranks} "
+        f"zero=auto: of {ranking.candidates} candidates none fits {forecast.hardware.name} on {forecast.layout.world} "
         f"ranks with {HEADROOM:.0%} of each tier kept free. The closest is {words(candidate.settings, defaults)}, "
         "of which each rank needs"
     ]

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import is_exact
@@ -40,8 +40,9 @@ from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
 from dzero.optim.adamw import AdamW
 from dzero.plan.absent import Absent, with_brought
+from dzero.plan.fake import fake_group
 from dzero.plan.observe import Action, Observed, observe
-from dzero.plan.private import FakeStore, FakeTensorMode, TorchDispatchMode, check_version
+from dzero.plan.private import FakeTensorMode, TorchDispatchMode, check_version
 from dzero.plan.repeat import SHORT, repeat
 from dzero.plan.scenario import Scenario
 from dzero.plan.storages import Moment, StorageMeter
@@ -84,16 +85,16 @@ def simulate(scenario: Scenario, *, whole: bool = False) -> Simulated:
     """
     check_version()
     layout, layers = scenario.layout(), scenario.model.layers
-    shapes = _shapes(scenario)
-    places = Places(layout, shapes)
-    with _fake_group(scenario.ranks), _parameters_stay_themselves():
-        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1])
+    with fake_group(scenario.ranks), _parameters_stay_themselves():
+        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=scenario.mesh.tp)
+        shapes = _shapes(scenario, mesh)
         if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
             observed = _observe(scenario, mesh)
         else:
             short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
             observed = repeat(short, long, layers, shapes)
     _check_traffic(layout, shapes, observed.traffic)
+    places = Places(layout, shapes)
     moments, schedule = with_brought(observed.moments, places), schedule_of(places)
     return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
 
@@ -116,21 +117,23 @@ def _check_traffic(layout: Layout, shapes: list[UnitShape], traffic: dict[Entry,
 
 
 def _observe(scenario: Scenario, mesh: DeviceMesh) -> Observed:
-    sharded = _sharded_on_meta(scenario, mesh)
+    model = scenario.build()
+    working = scenario.layout().param.dtype
+    for param in model.parameters():
+        param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
+    cut_logits = scenario.parallelize(model, mesh)
+    sharded = _sharded_on_meta(scenario, model, mesh)
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
         absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
-        return observe(sharded, optim, scenario.loss_of(sharded.model), meter, absent.left)
+        with cut_logits:
+            return observe(sharded, optim, scenario.loss_of(sharded.model), meter, absent.left)
 
 
-def _sharded_on_meta(scenario: Scenario, mesh: DeviceMesh) -> Sharded:
+def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh) -> Sharded:
     """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
-    model = scenario.build()
-    working = scenario.layout().param.dtype
-    for param in model.parameters():
-        param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
     return shard(
         model,
@@ -142,8 +145,9 @@ def _sharded_on_meta(scenario: Scenario, mesh: DeviceMesh) -> Sharded:
     )
 
 
-def _shapes(scenario: Scenario) -> list[UnitShape]:
+def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
     model = scenario.build()
+    scenario.parallelize(model, mesh)
     units = [*find_units(model, scenario.zero.units), (ROOT, [model])]
     slots = slots_by_unit(model, units)
     return shapes_of(slots)
@@ -164,20 +168,6 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.equal.default:
             return True
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_group(ranks: int) -> Iterator[None]:
-    if dist.is_initialized():
-        raise RuntimeError(
-            "simulate() makes a process group of its own, and this process is in one: simulate before "
-            "init_process_group, or in a process of its own"
-        )
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def _memory(forecast: Forecast) -> Table:
                 capacity = format_bytes(tier.capacity_bytes)
                 state = f"{format_bytes(tier.short_bytes)} short" if tier.short_bytes else OK
             rows.append((name, "together", format_bytes(tier.total_bytes), capacity, state))
-    title = f"memory of one rank of {forecast.layout.ranks}; the device is fullest at {forecast.when}"
+    title = f"memory of one rank of {forecast.layout.world}; the device is fullest at {forecast.when}"
     return Table(title, ("tier", "kind", "bytes", "of", ""), tuple(rows), left=2)
 
 

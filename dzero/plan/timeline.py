@@ -2,6 +2,7 @@
 
     lane                bars                               a bar begins, at the earliest
     compute             forward and backward of a unit     when the one before has ended and its parameters are there
+    tp                  exchange                           when its unit has computed; the next unit waits for it
     shard, replicate    all-gather                         when the unit before the one that gathers begins to compute
                         reduce-scatter, all-reduce         after the last backward of the unit
                         decisions                          after the last reduction
@@ -30,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import REPLICATE, SHARD, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import DISK_TURNS, Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
@@ -43,9 +44,11 @@ from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
 OUT, BACK = "device to host", "host to device"
-LANES = (COMPUTE, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
-ALL_GATHER, DECIDE, EVICT, FETCH, LOAD, SPILL = "all_gather", "decide", "evict", "fetch", "load", "spill"
-KINDS = (FORWARD, BACKWARD, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE, EVICT, FETCH, UPDATE, LOAD, SPILL)
+LANES = (COMPUTE, TENSOR, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
+EXCHANGE, ALL_GATHER, DECIDE = "exchange", "all_gather", "decide"
+EVICT, FETCH, LOAD, SPILL = "evict", "fetch", "load", "spill"
+COLLECTIVES = (EXCHANGE, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE)
+KINDS = (FORWARD, BACKWARD, *COLLECTIVES, EVICT, FETCH, UPDATE, LOAD, SPILL)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,9 @@ class _Step:
                 name = to_gather.pop(0)
                 there_s[name] = self._gather(direction, index, name, start_s)
             seconds = self._durations.compute(span.work)
-            self._computed_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
+            done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
+            within_s = self._durations.sent(TENSOR, int(span.work.sent), span.work.exchanges)
+            self._computed_s = self.lanes.add(TENSOR, EXCHANGE, span.unit, within_s, done_s)
             if direction == BACKWARD and span.unit in used and last[span.unit] == at:
                 self._reduce(index, span.unit)
         for name in to_gather:
@@ -209,6 +214,7 @@ class _Step:
         is_last = index == self._layout.microbatches - 1
         if not self._layout.cadence(is_last).reduce:
             return
+        at_s = add(TENSOR, EXCHANGE, name, take.sent(TENSOR, moves.copies_grad, moves.copies), at_s)
         for each in self._of(BACKWARD, index, name):
             if each.kind != ALL_GATHER:
                 at_s = add(each.axis, each.kind, name, take.sent(each.axis, each.sent_bytes), at_s)

@@ -134,6 +134,8 @@ class Layout:
     exact: bool
     offload: OffloadConfig
     """How the rows' tiers are served (zero/tiers.py)."""
+    model_ranks: int = 1
+    """Ranks that share the model of one data-parallel rank (tensor parallelism)."""
 
     @classmethod
     def of(
@@ -146,6 +148,7 @@ class Layout:
         shard: int,
         microbatches: int = 1,
         exact: bool = True,
+        model_ranks: int = 1,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
@@ -153,6 +156,7 @@ class Layout:
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
+        _check_model_ranks(zero, offload, model_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -183,12 +187,18 @@ class Layout:
             reshard_after_forward=zero.reshard_after_forward if zero.stage >= 3 else shard == 1,
             exact=exact,
             offload=offload,
+            model_ranks=model_ranks,
         )
 
     @property
     def ranks(self) -> int:
         """Data-parallel ranks, which is also the number of chunks that norms are summed in."""
         return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.ranks * self.model_ranks
 
     @property
     def hybrid(self) -> bool:
@@ -233,6 +243,22 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
         raise ValueError(
             f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
             "take precision.grad=auto or fp32"
+        )
+
+
+def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: int) -> None:
+    if model_ranks == 1:
+        return
+    what = f"a model that is cut over {model_ranks} ranks (mesh.tp)"
+    if offload.param != "device":
+        raise ValueError(
+            f"offload.param={offload.param} with {what}: FSDP2 takes parameters that are cut along another axis from "
+            "the device only; take offload.param=device, other states may leave it"
+        )
+    if not isinstance(zero.reshard_after_forward, bool):
+        raise ValueError(
+            f"zero.reshard_after_forward={zero.reshard_after_forward} with {what}: FSDP2 keeps no second copy of "
+            "parameters that are cut along another axis; take true or false"
         )
 
 

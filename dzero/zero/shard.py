@@ -146,6 +146,7 @@ def shard(
         shard=degree,
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
+        model_ranks=mesh.size() // data.size(),
     )
     units = find_units(model, zero.units, is_unit)
     values_on = device or _current_device(mesh.device_type)
@@ -178,7 +179,7 @@ class _Sharder:
         self.units = [*units, (ROOT, [model])]
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
-        _check_splits(layout, [*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
+        _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         slots = [slot for of_unit in self.slots.values() for slot in of_unit]
         self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
@@ -257,26 +258,16 @@ class _Sharder:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
 
 
-def _check_splits(layout: Layout, units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
+def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
     """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
     split = next((param for unit in units for param in unit.params if param.split is not None), None)
     if split is None or split.split is None:
         return
-    axis, post_forward = split.split.axis, layout.reshard_after_forward
+    axis = split.split.axis
     if axis not in groups:
         raise ValueError(
             f"parameter {split.name} is cut along the axis {axis}, which the mesh does not have: pass the whole mesh "
             f"(dzero.make_mesh(..., {axis}={split.split.count})), of which it was parallelized over mesh[{axis!r}]"
-        )
-    if layout.param.tier != "device":
-        raise ValueError(
-            f"offload.param={layout.param.tier} with {axis}={split.split.count}: FSDP2 takes parameters that are cut "
-            "along another axis from the device only; take offload.param=device, other states may leave it"
-        )
-    if not isinstance(post_forward, bool):
-        raise ValueError(
-            f"zero.reshard_after_forward={post_forward} with {axis}={split.split.count}: FSDP2 keeps no second copy of "
-            "parameters that are cut along another axis; take true or false"
         )
     if tiled:
         raise ValueError(

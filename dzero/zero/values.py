@@ -63,7 +63,7 @@ class Values:
             param = slot.param
             if param.dtype == working:
                 continue
-            unsharded = local_of(param).float()
+            unsharded = local_of(param).detach().float()  # no alias: `data` below would change it
             rounded = to_working(unsharded, working)
             if isinstance(param, DTensor):  # its dtype is its own; `data` changes that of a plain tensor alone
                 placed[param] = nn.Parameter(placed_like(rounded, param), param.requires_grad)

@@ -8,11 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
-from tensor_cases import SHAPE, Run, loaded, oracle, saved, trained
+from tensor_cases import (
+    PLAN,
+    SHAPE,
+    Mlp,
+    Run,
+    hf_oracle,
+    hf_trained,
+    loaded,
+    misled,
+    oracle,
+    saved,
+    trained,
+    without_its_mesh,
+)
 from torch import nn
 
+from dzero.mesh import make_mesh
 from dzero.models.llama import Llama
+from dzero.parallel.tensor import parallelize
 from dzero.parallel.tensor_plans import plan_for
+from dzero.plan.fake import fake_group
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
@@ -45,6 +61,20 @@ def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
         assert apart < FP32, f"{name}: {apart:.1e}"
 
 
+@pytest.mark.parametrize(("kind", "stage"), [("llama", 3), ("qwen2", 1), ("qwen3", 2), ("mistral", 0)])
+def test_models_of_transformers_train_so_too_with_the_values_they_have(pool: Pool, kind: str, stage: int) -> None:
+    told = pool.run(hf_trained, 4, kind, stage, timeout_s=300)
+    want = hf_oracle(kind, 2)
+    for step, expected in enumerate(want.losses):
+        assert sum(losses[step] for losses, _ in told) / 4 == pytest.approx(expected, rel=FP32)
+    params = told[0][1]
+    assert params is not None
+    assert params.keys() == want.params.keys()
+    for name, value in want.params.items():
+        if not name.endswith("k_proj.bias"):  # it moves no softmax: its gradient is what rounding leaves
+            assert (params[name] - value).norm() / value.norm() < FP32, name
+
+
 BF16 = {"param": "bf16"}
 MESHES = [
     Run(dp=2, tp=2, stage=3, precision=BF16),
@@ -72,6 +102,22 @@ def test_sizes_that_do_not_divide_are_named() -> None:
     told = "tp=3 does not divide the model's heads=4, kv_heads=4, vocab_size=64; allowed: [1, 2, 4]"
     with pytest.raises(ValueError, match=re.escape(told)):
         plan_for(model, 3, "tp")
+
+
+def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
+    told = r"tp=2: the plan says nothing of \['norm.weight'\]; where a rank sees a part"
+    with fake_group(2), pytest.raises(ValueError, match=told):
+        parallelize(Mlp(), make_mesh("cpu", tp=2)["tp"], PLAN)
+
+
+def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(pool: Pool) -> None:
+    for told in pool.run(misled, 2):
+        assert "ranks of tp found different gradients of norm.weight, of which each has a copy" in told
+
+
+def test_the_whole_mesh_is_needed(pool: Pool) -> None:
+    for told in pool.run(without_its_mesh, 2):
+        assert "parameter up.weight is cut along the axis tp, which the mesh does not have: pass the whole mesh" in told
 
 
 def test_a_model_of_another_kind_needs_a_plan() -> None:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import reference
 import torch
 import torch.nn.functional as F
 from cells import master_of, whole
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import data_rank_of
+from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
 from dzero.parallel.blocks import BlockConfig, apply_blocks
@@ -26,9 +29,10 @@ from dzero.zero.placed import local_of
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48)
-TIED = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48, tied=True)
+WIDE = LlamaShape(vocab_size=512, hidden_size=128, layers=3, heads=4, kv_heads=4, ffn_size=256)
 
 
+BATCH = (2, 13)
 Made = tuple[Sharded, AdamW, TensorParallel | None]
 
 
@@ -44,6 +48,7 @@ class Run:
     offload: str = "device"
     recompute: str = "none"
     tied: bool = False
+    wide: bool = False
     precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
 
     @property
@@ -53,7 +58,7 @@ class Run:
 
 def model_of(run: Run) -> Llama:
     with torch.device("meta"):
-        return Llama(TIED if run.tied else SHAPE)
+        return Llama(replace(WIDE if run.wide else SHAPE, tied=run.tied))
 
 
 def build(run: Run) -> Made:
@@ -77,7 +82,7 @@ def build(run: Run) -> Made:
 def batches(steps: int, ranks: int, microbatches: int) -> list[list[list[Tensor]]]:
     """`[step][rank][microbatch]`: int64 [2, 13]."""
     generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(SHAPE.vocab_size, (steps, ranks, microbatches, 2, 13), generator=generator)
+    drawn = torch.randint(SHAPE.vocab_size, (steps, ranks, microbatches, *BATCH), generator=generator)
     return [[list(of_rank) for of_rank in of_step] for of_step in drawn]
 
 
@@ -91,21 +96,28 @@ def cut_logits(tensor: TensorParallel | None) -> AbstractContextManager[None]:
 
 def steps_of(run: Run, made: Made, steps: int) -> tuple[list[float], list[float]]:
     """This rank's losses, and the norms."""
-    sharded, optim, tensor = made
+    sharded, optim, _ = made
     losses, norms = [], []
     own = data_rank_of(sharded.mesh)
     for of_step in batches(steps, run.dp, run.microbatches):
-        total = 0.0
-        for index, batch in enumerate(of_step[own]):
-            with sharded.microbatch(is_last=index == run.microbatches - 1), cut_logits(tensor):
-                loss = loss_of(sharded.model, batch) / run.microbatches
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += float(local_of(loss.detach()))
-        optim.step()
+        losses.append(one_step(run, made, of_step[own]))
         assert optim.last_decision is not None
-        losses.append(total)
         norms.append(optim.last_decision.norm)
     return losses, norms
+
+
+def one_step(run: Run, made: Made, microbatches: list[Tensor]) -> float:
+    """The mean loss of this rank."""
+    sharded, optim, tensor = made
+    total = 0.0
+    for index, batch in enumerate(microbatches):
+        with sharded.microbatch(is_last=index == run.microbatches - 1), cut_logits(tensor):
+            loss = loss_of(sharded.model, batch) / run.microbatches
+            loss.backward()  # type: ignore[no-untyped-call]
+        total += float(local_of(loss.detach()))
+        del loss
+    optim.step()
+    return total
 
 
 def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
@@ -153,3 +165,68 @@ def states(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
         found |= {f"param {name}": whole(param).clone(), f"master {name}": master_of(param, of_param).clone()}
         found |= {f"{key} {name}": whole(of_param[key]).clone() for key in ("exp_avg", "exp_avg_sq", "step")}
     return found
+
+
+def hf_model(kind: str) -> HFDecoder:
+    """A small model of transformers, with values, the same on every rank."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = transformers.AutoConfig.for_model(kind, **sizes, **heads, head_dim=8)
+    torch.manual_seed(3)
+    return HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def hf_trained(rank: int, ranks: int, kind: str, stage: int) -> tuple[list[float], dict[str, Tensor] | None]:
+    """Two ranks of tp for each of the others; losses of this rank, and whole parameters."""
+    run = Run(dp=ranks // 2, tp=2, stage=stage)
+    model = hf_model(kind)
+    mesh = make_mesh("cpu", replicate=run.dp if stage == 0 else 1, tp=2)
+    tensor = parallelize(model, mesh["tp"])
+    sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(**run.precision), mesh=mesh)
+    optim = AdamW(sharded, lr=LR, max_norm=CLIP)
+    losses, _ = steps_of(run, (sharded, optim, tensor), 5)
+    params = {name: whole(param).clone() for name, param in sharded.named_params().items()}
+    return losses, params if rank == 0 else None
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Mlp(nn.Module):
+    """Of its own kind: x [batch, 8] -> the same, a norm between a widening and a narrowing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.RMSNorm(8), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x).unflatten(-1, (-1, 8))
+        out: Tensor = self.down(self.norm(wide).flatten(-2))
+        return out
+
+
+def misled(rank: int, ranks: int) -> str:
+    """The norm sees a part of what the widening made, and the plan's author says that it does not."""
+    torch.manual_seed(0)
+    model, mesh = Mlp(), make_mesh("cpu", tp=2)
+    parallelize(model, mesh["tp"], PLAN, alike=["norm.*"])
+    sharded = shard(model, ZeroConfig(), precision=PrecisionConfig(param="fp32"), mesh=mesh)
+    optim = AdamW(sharded)
+    sharded.model(torch.randn(4, 8)).square().sum().backward()
+    with pytest.raises(RuntimeError) as told:
+        optim.step()
+    return str(told.value)
+
+
+def without_its_mesh(rank: int, ranks: int) -> str:
+    model = Mlp()
+    parallelize(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["*"])
+    with pytest.raises(ValueError, match="tp") as told:
+        shard(model, ZeroConfig(), mesh=make_mesh("cpu", shard=2))
+    return str(told.value)
+
+
+def hf_oracle(kind: str, dp: int) -> reference.History:
+    return reference.train(lambda: hf_model(kind), batches(5, dp, 1), loss_of, lrs=[LR] * 5, clip=CLIP)

@@ -1,0 +1,69 @@
+"""Of a model that is cut over ranks: what is predicted is what a run of four ranks takes and sends."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from dispatch_counter import ModelCounter
+from pool import Pool
+from tensor_cases import Run, build, loss_of, model_of, one_step
+
+from dzero.mesh import make_mesh
+from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.tensor import parallelize
+from dzero.plan.analytic import memory_of
+from dzero.plan.costs import Costs, costs_of
+from dzero.plan.fake import fake_group
+from dzero.plan.moves import moved_of
+from dzero.plan.taken import Taking
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
+
+SAMPLES = (2, 33)
+RUNS = [
+    Run(dp=2, tp=2, stage=0, precision={"param": "bf16"}, wide=True),
+    Run(dp=2, tp=2, stage=1, microbatches=2, precision={"param": "bf16"}, wide=True),
+    Run(dp=2, tp=2, stage=2, recompute="full", precision={"param": "bf16"}, wide=True),
+    Run(dp=2, tp=2, stage=3, microbatches=2, wide=True),
+    Run(dp=1, tp=4, stage=3, tied=True, wide=True),
+]
+
+
+def measured(rank: int, ranks: int, run: Run) -> dict[str, Any]:
+    with Taking() as taking:
+        made = build(run)
+        step = partial(one_step, run, made, [torch.zeros(SAMPLES, dtype=torch.int64)] * run.microbatches)
+        took = taking.taken(step, made[1])
+    with ModelCounter(run.tp) as counter:
+        step()
+    sharded = made[0]
+    return {
+        "peak": took.device,
+        "sent": (counter.calls, counter.sent_bytes),
+        "layout": sharded.layout,
+        "shapes": sharded.shapes,
+    }
+
+
+def costs(run: Run) -> Costs:
+    model = model_of(run)
+    apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
+    model.to(torch.bfloat16 if run.precision["param"] == "bf16" else torch.float32)
+    with fake_group(run.tp), parallelize(model, make_mesh("cpu", tp=run.tp)["tp"]).loss():
+        return costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_the_peak_and_what_is_sent_along_tp_are_predicted(pool: Pool, run: Run) -> None:
+    told = pool.run(measured, run.ranks, run, timeout_s=300)
+    layout: Layout = told[0]["layout"]
+    shapes: list[UnitShape] = told[0]["shapes"]
+    foreseen = costs(run)
+    moved = moved_of(layout, shapes, foreseen)
+    assert (moved.calls["tp"], moved.axes["tp"]) == told[0]["sent"]
+    memory = memory_of(layout, shapes, foreseen, "cpu")
+    predicted, peak = memory.peak.total_bytes + memory.staging, told[0]["peak"]
+    assert -0.02 < predicted / peak - 1 < 0.06
