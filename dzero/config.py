@@ -29,6 +29,7 @@ from dzero.monitor.sink import MonitorConfig
 from dzero.optim.build import OptimConfig
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
+from dzero.parallel.attention import check_heads
 from dzero.parallel.blocks import BlockConfig
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
@@ -43,8 +44,9 @@ class ConfigError(RunError):
 class TrainConfig:
     """How long and in what portions.
 
-    A step consumes `microbatch_sequences` x `accumulate` x ranks sequences of `sequence_tokens` tokens; set
-    `global_sequences` to have that product checked, or with `accumulate` None made, whatever the number of ranks.
+    A step consumes `microbatch_sequences` x `accumulate` x ranks sequences of `sequence_tokens` tokens, where those of
+    mesh.cp, which share theirs, count as one; set `global_sequences` to have that product checked, or with `accumulate`
+    None made, whatever the number of ranks.
     `evaluate_every_steps`: held-out loss on `evaluate_batches` microbatches per rank (0: never). `max_skipped_steps`:
     in a row, for what is not finite, before the run stops. `on_nan`: a rank's loss that is not finite, though its
     gradients may be: skip the step, or stop.
@@ -146,7 +148,7 @@ class RunConfig:
                 "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
                 "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
-        self._check_tensor_parallel()
+        self._check_mesh()
         self.optim.check_whole({"mesh.tp": self.mesh.tp, "block.tiles": self.block.tiles})
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
@@ -155,21 +157,22 @@ class RunConfig:
                 f"model.max_tokens={longest}; shorten them or raise that"
             )
 
-    def _check_tensor_parallel(self) -> None:
-        tp, tokens = self.mesh.tp, self.train.sequence_tokens
-        if tp == 1:
-            return
-        if tokens % tp:
-            raise ValueError(
-                f"mesh.tp={tp} does not divide train.sequence_tokens={tokens}: between blocks each of its ranks has a "
-                f"part of every sequence; take train.sequence_tokens={tokens // tp * tp or tp}"
-            )
-        for key in ("tiles", "loss_tiles"):
+    def _check_mesh(self) -> None:
+        mesh, model = self.mesh, self.model
+        mesh.check_tokens(self.train.sequence_tokens)
+        for key in ("tiles", "loss_tiles") if mesh.tp > 1 else ():
             if getattr(self.block, key) > 1:
                 raise ValueError(
-                    f"block.{key}={getattr(self.block, key)} with mesh.tp={tp}: tiles are cut out of whole matrices; "
-                    f"take block.{key}=1, since tensor parallelism makes operators smaller too"
+                    f"block.{key}={getattr(self.block, key)} with mesh.tp={mesh.tp}: tiles are cut out of whole "
+                    f"matrices; take block.{key}=1, since tensor parallelism makes operators smaller too"
                 )
+        if mesh.cp > 1 and model.kind != "llama":
+            raise ValueError(
+                f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama attends over sequences that "
+                "are cut; take mesh.cp=1"
+            )
+        if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
+            check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
 
     @property
     def worker_count(self) -> int:
@@ -177,9 +180,9 @@ class RunConfig:
 
         Raises ValueError for more than there are GPUs.
         """
-        wanted = self.launch.workers or self.mesh.ranks
-        if wanted is None and self.launch.device_type == "cpu" and self.mesh.tp > 1:
-            wanted = self.mesh.tp
+        wanted, inner = self.launch.workers or self.mesh.ranks, self.mesh.cp * self.mesh.tp
+        if wanted is None and self.launch.device_type == "cpu" and inner > 1:
+            wanted = inner
         return replace(self.launch, workers=wanted).worker_count
 
     def check_ranks(self, world: int) -> None:
@@ -195,7 +198,7 @@ class RunConfig:
             self.offload,
             replicate=replicate,
             shard=shard,
-            microbatches=self.train.microbatches(ranks),
+            microbatches=self.train.microbatches(self.mesh.readers(ranks)),
             exact=is_exact(self.zero.reduction, device_type),
             model_ranks=self.mesh.tp,
         )

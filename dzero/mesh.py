@@ -5,8 +5,11 @@
     shard      hold 1/shard of every sharded state                 1          N          inside
     tp         hold 1/tp of every matrix, and of every sequence between blocks
 
-The first two are the data-parallel ranks, N = replicate x shard: each sees samples of its own, and every placement in
-the table (`zero/layout.py`) is a pair over them. Ranks of the third see the same samples.
+The first two are the data-parallel ranks, N = replicate x shard = dp x cp: each sees tokens of its own, and every
+placement in the table (`zero/layout.py`) is a pair over them. Ranks of the third see the same tokens.
+
+cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
+part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
 
 Neighbouring ranks lie on the last axis, and groups of them on the one before it: with tp, or shard x tp, the ranks of a
 node, the heaviest traffic stays inside it.
@@ -28,43 +31,72 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.meeting import meet
 
-REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"
+REPLICATE, SHARD, TENSOR, CONTEXT = "replicate", "shard", "tp", "cp"
 AXES = (REPLICATE, SHARD)
 """Of the data-parallel ranks."""
+CP_ATTENTIONS = ("all_gather", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of the axes; dp x tp is the number of ranks.
+    """Degrees of the axes; dp x cp x tp is the number of ranks.
 
-    `dp`: data-parallel ranks; None for all that are left. `replicate`: copies of the sharded model (hybrid sharding);
-    1 = shard over all data-parallel ranks. Stage 0 replicates over all of them by itself, so it takes no degree.
-    `tp`: ranks that share every matrix (tensor and sequence parallelism).
+    `dp`: ranks, or groups of them, that read sequences of their own; None for all that are left. `replicate`: copies of
+    the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
+    them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
+    how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
+    sequence parallelism).
     """
 
     dp: int | None = None
     replicate: int = 1
+    cp: int = 1
+    cp_attention: str = "all_gather"
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("dp", "replicate", "tp"):
+        for key in ("dp", "replicate", "cp", "tp"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
+        if self.cp_attention not in CP_ATTENTIONS:
+            raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
+        if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
+            raise ValueError(f"mesh.cp_attention={self.cp_attention} has no effect with mesh.cp=1; remove it")
 
     @property
     def ranks(self) -> int | None:
         """How many the degrees make; None where dp is what is left."""
-        return None if self.dp is None else self.dp * self.tp
+        return None if self.dp is None else self.dp * self.cp * self.tp
 
     def data_ranks(self, world: int) -> int:
         """Of `world` ranks. Raises ValueError where the degrees do not make them."""
-        if world % self.tp == 0 and self.dp in (None, world // self.tp):
+        inner = self.cp * self.tp
+        if world % inner == 0 and self.dp in (None, world // inner):
             return world // self.tp
-        given = f"mesh.dp={self.dp} x mesh.tp={self.tp}" if self.dp else f"mesh.tp={self.tp}"
-        makes = "make as many" if self.dp else "divides them"
+        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        given = " x ".join(f"mesh.{key}={value}" for key, value in degrees.items() if value not in (None, 1))
         start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
-        raise ValueError(f"{given}, but there are {world} ranks: (dp, tp) that {makes}: {_factorings(world)}{start}")
+        raise ValueError(
+            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp) that make as many: "
+            f"{_factorings(world, 3)}{start}"
+        )
+
+    def readers(self, data_ranks: int) -> int:
+        """Of so many data-parallel ranks, the groups that read sequences of their own."""
+        return data_ranks // self.cp
+
+    def check_tokens(self, tokens: int) -> None:
+        """Of a sequence. Raises ValueError where a rank's part of it would be none."""
+        unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
+        if tokens % unit:
+            parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
+            cutting = {f"mesh.{key}={degree}": parts[key] for key in parts if (degree := getattr(self, key)) > 1}
+            raise ValueError(
+                f"{' x '.join(cutting)} does not divide train.sequence_tokens={tokens}: a rank has "
+                f"{', '.join(cutting.values())}; take a multiple of {unit}, as train.sequence_tokens="
+                f"{tokens // unit * unit or unit}"
+            )
 
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
         """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
@@ -139,6 +171,22 @@ def data_rank_of(mesh: DeviceMesh) -> int:
     """This rank among the data-parallel ones, those that see the same samples being one."""
     copy, own = (mesh.get_local_rank(axis) for axis in AXES)
     return copy * mesh[SHARD].size() + own
+
+
+def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
+    """This rank's group of `cp` data-parallel neighbours, which share every sequence; `mesh`: all axes, all ranks call.
+
+    Raises ValueError where cp does not divide the data-parallel ranks.
+    """
+    data = mesh[REPLICATE].size() * mesh[SHARD].size()
+    if data % cp:
+        allowed = [each for each in range(1, data + 1) if data % each == 0]
+        raise ValueError(f"cp={cp} does not divide the {data} data-parallel ranks; allowed: {allowed}")
+    ranks = mesh.mesh.reshape(data // cp, cp, -1).transpose(1, 2).reshape(-1, cp)  # what is last: ranks of other axes
+    timeout = timeout_of_ranks()
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
+    return group
 
 
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -40,10 +40,11 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Data-parallel ones of the run that is planned: `mesh.dp`, or what torchrun's, or those that a plain run would
-    start here, leave for it."""
-    world = int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count
-    return config.mesh.dp or config.mesh.data_ranks(world)
+    """Data-parallel ones of the run that is planned: those of `mesh.dp`, or what torchrun's, or those that a plain run
+    would start here, leave for it."""
+    if config.mesh.dp is not None:
+        return config.mesh.dp * config.mesh.cp
+    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count)
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
@@ -106,7 +107,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device."""
+    """Raises RunError for activations that leave the device, and for sequences that are cut."""
+    if (cp := config.mesh.cp) > 1:
+        raise RunError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen; it is with mesh.cp=1")
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "

@@ -15,11 +15,13 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.hardware import peak_flops
 from dzero.mesh import AXES
+from dzero.models.llama import Llama
 from dzero.monitor.memory import MemoryMeter, storage_bytes
 from dzero.monitor.meter import Meter
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
+from dzero.parallel.context import AttentionSizes, expected_context
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
 from dzero.zero.shard import Sharded
 
@@ -53,7 +55,8 @@ class Recorder:
     ) -> None:
         self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
         self._scaled = config.precision.param == "fp16"
-        self._step_tokens = config.train.sequences(sharded.layout.ranks) * config.train.sequence_tokens
+        readers = config.mesh.readers(sharded.layout.ranks)
+        self._step_tokens = config.train.sequences(readers) * config.train.sequence_tokens
         rank_tokens = self._step_tokens / dist.get_world_size()
         self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
         self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
@@ -66,6 +69,7 @@ class Recorder:
         self._tokens_before = done_steps * self._step_tokens
         groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
+        self._context = _context_traffic(config, sharded)
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -139,7 +143,6 @@ class Recorder:
 
     def summarise(self, held_out: float | None) -> RunSummary:
         """The run so far. `held_out`: the last held-out loss."""
-        layout, shapes = self._sharded.layout, self._sharded.shapes
         return RunSummary(
             steps=self._meter.steps,
             tokens=self._meter.tokens,
@@ -154,12 +157,17 @@ class Recorder:
             peak_bytes=self._memory_of_ranks(),
             traffic=self._traffic,
             traffic_steps=self._meter.steps,
-            theory={**expected_traffic(layout, shapes), **expected_control(layout, shapes), **self._optim.traffic},
+            theory=self._theory(),
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,
             planned_bytes=self.planned_bytes if self._device.type == "cuda" else None,
         )
+
+    def _theory(self) -> dict[Entry, Traffic]:
+        """What a step moves, by formulas."""
+        table = self._sharded.layout, self._sharded.shapes
+        return {**expected_traffic(*table), **expected_control(*table), **self._context, **self._optim.traffic}
 
     def _memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
@@ -181,3 +189,19 @@ class Recorder:
         self._sharded.ledger.take()
         rows = values.reshape(-1, len(memory)).long().tolist()
         return [dict(zip(memory, row, strict=True)) for row in rows]
+
+
+def _context_traffic(config: RunConfig, sharded: Sharded) -> dict[Entry, Traffic]:
+    """Of a step, per rank."""
+    mesh, model, train = config.mesh, sharded.model, config.train
+    if mesh.cp == 1 or not isinstance(model, Llama):
+        return {}
+    sizes = AttentionSizes(
+        tokens=train.microbatch_sequences * train.sequence_tokens // mesh.cp,
+        heads=model.shape.heads // mesh.tp,
+        kv_heads=model.shape.kv_heads // mesh.tp,
+        head_dim=model.shape.head_dim,
+        dtype=sharded.layout.param.dtype,
+    )
+    calls, recomputed = model.shape.layers * sharded.layout.microbatches, config.block.activation_checkpoint != "none"
+    return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)

@@ -44,7 +44,7 @@ class Saves:
         device: torch.device,
     ) -> None:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
-        self._optim, self._model, self._ranks = optim, sharded.model, sharded.layout.ranks
+        self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
         wanted = config.checkpoint.every is not None or config.resume is not None
         self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
         self.notes: list[str] = []
@@ -93,7 +93,7 @@ class Saves:
         assert self._checkpoints is not None
         extra = {
             "stream": self._stream.state_dict(),
-            "step_sequences": self._config.train.sequences(self._ranks),
+            "step_sequences": self._config.train.sequences(self._readers),
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
             "model": describe(self._model),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -135,7 +135,7 @@ class Saves:
 
     def _check_batch(self, resumed: Resumed) -> None:
         """Raises CheckpointError where a step would be another number of sequences."""
-        train, ranks = self._config.train, self._ranks
+        train, ranks = self._config.train, self._readers
         was, now = resumed.extra["step_sequences"], train.sequences(ranks)
         if was != now:
             per_rank = train.microbatch_sequences * ranks

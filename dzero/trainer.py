@@ -24,7 +24,7 @@ from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
-from dzero.mesh import TENSOR, data_rank_of, make_mesh
+from dzero.mesh import TENSOR, context_group, data_rank_of, make_mesh
 from dzero.models.build import build, count, flops_per_token, weights_of
 from dzero.models.materialise import Materialiser
 from dzero.monitor.memory import MemoryMeter
@@ -33,6 +33,7 @@ from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.context import ContextParallel
 from dzero.parallel.tensor import parallelize
 from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
@@ -66,7 +67,8 @@ class Trainer:
         self.rank, world = dist.get_rank(), dist.get_world_size()
         config.check_ranks(world)
         ranks = config.mesh.data_ranks(world)
-        self.microbatches = config.train.microbatches(ranks)
+        readers = config.mesh.readers(ranks)
+        self.microbatches = config.train.microbatches(readers)
         memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
         replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
@@ -96,14 +98,23 @@ class Trainer:
         )
         if weights:
             fill(self.sharded, weights)
+        self.context: ContextParallel | None = None
+        if (cp := config.mesh.cp) > 1:
+            self.context = ContextParallel(
+                model,
+                context_group(self.mesh, cp),
+                self.sharded.ledger,
+                attention=config.mesh.cp_attention,
+                exact=self.sharded.layout.exact,
+            )
         self.sharded.ledger.trail.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
             "sequence_tokens": config.train.sequence_tokens,
             "microbatch_sequences": config.train.microbatch_sequences,
-            "rank": data_rank,
-            "ranks": ranks,
+            "rank": data_rank // config.mesh.cp,
+            "ranks": readers,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         self.evaluation = partial(
@@ -185,7 +196,10 @@ class Trainer:
         return nullcontext() if self.tensor is None else self.tensor.loss()
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow."""
+        """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where
+        sequences are cut, of this rank's part."""
+        if self.context is not None:
+            tokens, targets = self.context.part(tokens), self.context.part(targets)
         tokens, targets = tokens.to(self.device), targets.to(self.device)
         with record_function("forward"):
             if self.config.block.loss_tiles > 1:
@@ -257,8 +271,9 @@ class Trainer:
                 monitor.note(step, lacks)
 
     def _introduce(self) -> str:
-        layout, tp = self.sharded.layout, self.config.mesh.tp
-        axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {tp} tp" if tp > 1 else "")
+        layout, mesh = self.sharded.layout, self.config.mesh
+        axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
+        axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
         return (
             f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, "
             f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "

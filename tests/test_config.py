@@ -51,8 +51,9 @@ MISTAKES = {
     "zero.stage=abc": "zero.stage=abc: must be a whole number",
     "zero.stage=null": "zero.stage=null: must be a whole number",
     "train.steps=1.5": "train.steps=1.5: must be a whole number",
-    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, tp) that make as many: "
-    "[(1, 4), (2, 2), (4, 1)], or start 6",
+    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp) that make as "
+    "many: [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)], or start 6",
+    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp) that make as many: [(1, 1, 6)",
     "mesh.tp=2 train.sequence_tokens=255": "mesh.tp=2 does not divide train.sequence_tokens=255",
     "mesh.tp=2 block.loss_tiles=2": "block.loss_tiles=2 with mesh.tp=2",
     "mesh.tp=2 zero.stage=3 offload=host_all": "offload.param=host with a model that is cut over 2 ranks (mesh.tp)",

@@ -5,10 +5,11 @@ Exact (the default on gloo):
              multiplies by 1/ranks and rounds once into the output's dtype. So the result is the same whatever the
              stage, the unit's size, the block size or the algorithm.
     gather   every rank sends its part straight into its place at each peer: no staging at all.
+    turn     the same, with a part of its own for each peer.
 Native: the backend's own reduce_scatter / all_gather / all_reduce, in the wire dtype, then times 1/ranks.
 
-Both average over the axis. Pieces travel in blocks whose staging stays below `STAGING_BYTES`; block k + 1 is on its
-way while block k is summed.
+Reductions average over the axis; their pieces travel in blocks whose staging stays below `STAGING_BYTES`, and block
+k + 1 is on its way while block k is summed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Exchange(Protocol):
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """Start gathering `part` [n] of every rank into `output` [ranks * n]; wait on the returned works."""
 
+    def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
+        """Start sending part r of `full` [ranks * n] to rank r, whose part for this rank becomes part r of `output`."""
+
 
 class Exact:
     """Pairwise exchange and fp32 sums in rank order; see the module's note."""
@@ -75,6 +79,12 @@ class Exact:
         if not _same_memory(parts[self.rank], part):  # FSDP2 hands over the view itself
             parts[self.rank].copy_(part)
         return swap(self.group, send=[part] * self.ranks, receive=parts)
+
+    def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
+        """As `Exchange.all_to_all`."""
+        send, receive = ([*each.view(self.ranks, -1).unbind()] for each in (full, output))
+        receive[self.rank].copy_(send[self.rank])
+        return swap(self.group, send=send, receive=receive)
 
     def _average(
         self, output: torch.Tensor, parts: tuple[torch.Tensor, ...] | list[torch.Tensor], wire: torch.dtype
@@ -188,4 +198,9 @@ class Native:
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_gather`."""
         work = all_gather_single(output, part, group=self.group, async_op=True)
+        return [] if work is None else [work]
+
+    def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
+        """As `Exchange.all_to_all`."""
+        work = dist.all_to_all_single(output, full, group=self.group, async_op=True)
         return [] if work is None else [work]

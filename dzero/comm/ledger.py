@@ -4,7 +4,7 @@
     bytes  = payload that one rank must send, with n ranks that own e elements each (padded to the largest):
              all_gather, reduce_scatter   (n - 1) * e * wire bytes
              all_reduce                   (n - 1) * e * (wire bytes out + bytes back)
-             all_to_all                   what it sends to each of the others, which may differ (optim/owners.py)
+             all_to_all                   what it has for each of the others; they may differ (optim/owners.py)
 
 These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
 An entry costs one dictionary addition per *collective* (not per operator), with no synchronisation.
@@ -23,7 +23,7 @@ from dzero.comm.trail import Trail
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, update, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
+    """`phase` (unshard, reduce, context, update, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
 
     phase: str
     kind: str

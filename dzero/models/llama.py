@@ -96,14 +96,20 @@ class Llama(nn.Module):
         logits: Tensor = self.head(self.features(tokens))
         return logits
 
-    def features(self, tokens: Tensor) -> Tensor:
-        """What the head reads: int64 [batch, time] -> [batch, time, hidden]. Call it inside the model's own forward."""
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What the head reads: int64 [batch, time] -> [batch, time, hidden]. Call it inside the model's own forward.
+
+        positions: of the tokens in their sequences, int64 [time], on the CPU (else it waits for the device); None for
+        0, 1, 2, ...
+        """
         time, limit = tokens.shape[1], self.shape.max_tokens
-        if limit is not None and time > limit:
+        length = time if positions is None else int(positions.max()) + 1
+        if limit is not None and length > limit:
             raise ValueError(
-                f"a sequence of {time} tokens: model.max_tokens={limit}; shorten the sequences or raise max_tokens"
+                f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise max_tokens"
             )
-        cos, sin = rotary_tables(time, self.shape.head_dim, self.shape.rope_theta, tokens.device)
+        positions = torch.arange(time, device=tokens.device) if positions is None else positions.to(tokens.device)
+        cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin)
@@ -145,9 +151,12 @@ class Attention(nn.Module):
         query = rotate(self._heads(self.query(x)), cos, sin)
         key = rotate(self._heads(self.key(x)), cos, sin)
         value = self._heads(self.value(x))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
         return out
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [batch, heads, time, head_dim], key and value [batch, kv_heads, time, head_dim] -> query's shape."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[batch, time, heads * head_dim] -> [batch, heads, time, head_dim]."""
@@ -190,10 +199,10 @@ class Embedding(nn.Embedding):
         nn.init.normal_(self.weight, std=DEVIATION)
 
 
-def rotary_tables(time: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32 [time, head_dim / 2], of position * theta ** (-2i / head_dim)."""
-    powers = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(time, device=device, dtype=torch.float32), theta**-powers)
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """positions [time] -> cos and sin, fp32 [time, head_dim / 2], of position * theta ** (-2i / head_dim)."""
+    powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = torch.outer(positions.float(), theta**-powers)
     return angles.cos(), angles.sin()
 
 

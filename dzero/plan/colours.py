@@ -5,6 +5,7 @@ orange    grad: and what reduces and evicts them
 green     master: and its update
 violet    moments: and what loads and spills states
 grey      activations: and the compute that makes them
+rose      what the ranks of a model that is cut exchange within it
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ STATES: Mapping[str, str] = {
 WORK: Mapping[str, str] = {
     "forward": "#b9c0c7",
     "backward": "#7d8892",
+    "exchange": "#cf8f9b",
     "all_gather": "#9cc3ea",
     "reduce_scatter": "#f0a04b",
     "all_reduce": "#d9822b",

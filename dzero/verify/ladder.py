@@ -106,8 +106,9 @@ def order_of(layout: Layout) -> Order:
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
-    if run.mesh.tp > 1:
-        raise ValueError(f"mesh.tp={run.mesh.tp}: verify compares runs without tensor parallelism; take mesh.tp=1")
+    for key, kind in (("tp", "tensor"), ("cp", "context")):
+        if (degree := getattr(run.mesh, key)) > 1:
+            raise ValueError(f"mesh.{key}={degree}: verify compares runs without {kind} parallelism; take mesh.{key}=1")
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = run.launch.device_type

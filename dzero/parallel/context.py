@@ -1,0 +1,130 @@
+"""Context parallelism: every sequence is cut over the ranks of cp, and attention is made whole again.
+
+    what needs whole sequences   what it gets instead
+    the model's tokens           this rank's part: `ContextParallel.part` (zigzag.py), of the targets as well
+    rotary positions             those of the tokens that the rank has
+    attention                    the keys of all ranks, or some heads of all ranks (attention.py)
+
+Everything else sees one token at a time. The ranks are data-parallel ones: a loss is the mean over a rank's own tokens,
+of which all have as many, so the mean of gradients and losses over all ranks is that over all tokens.
+
+The model is plain torch: one module has `features(tokens, positions)`, others `attend(query, key, value)` on tensors
+[batch, heads, time, head_dim], and both are replaced in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dzero.comm.context_exchange import ContextExchange
+from dzero.comm.exchange import Exact, Native
+from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
+from dzero.mesh import CONTEXT
+from dzero.parallel.attention import ATTENTIONS, Attention
+from dzero.parallel.methods import Forward, wrap_method
+from dzero.parallel.zigzag import Zigzag
+
+
+class ContextParallel:
+    """What is done to a model, in place, and to its tokens.
+
+    model: sharded or about to be. group: of the ranks that share every sequence (`mesh.context_group`). attention:
+    `all_gather` or `ulysses`. ledger: counts what moves, `Sharded.ledger`. exact: pairwise moves instead of the
+    backend's collectives, `Layout.exact`. Raises ValueError for another attention, and a model without the methods
+    that are replaced.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, ledger: Ledger, *, attention: str, exact: bool
+    ) -> None:
+        if attention not in ATTENTIONS:
+            raise ValueError(f"mesh.cp_attention={attention!r}: choose one of {[*ATTENTIONS]}")
+        self._zigzag = Zigzag(group.rank(), group.size())
+        exchange = ContextExchange((Exact if exact else Native)(group), group.rank(), CONTEXT, ledger)
+        for method, wrap in (
+            ("attend", _attending(ATTENTIONS[attention](exchange))),
+            ("features", _positioned(self._zigzag)),
+        ):
+            owners = [module for module in model.modules() if callable(getattr(module, method, None))]
+            if not owners:
+                raise ValueError(
+                    f"mesh.cp={group.size()}: {type(model).__name__} has no module with {method}(), which is replaced "
+                    "where sequences are cut; take mesh.cp=1, or a model with the methods of dzero.models.llama"
+                )
+            wrap_method(owners, method, wrap)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's tokens or targets: [batch, time] -> [batch, time / ranks]. Raises ValueError where 2 * ranks do
+        not divide."""
+        return self._zigzag.part(whole)
+
+
+def _attending(attention: Attention) -> Callable[[Forward], Forward]:
+    def attend(self: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [batch, heads, time, head_dim] of this rank's tokens -> the same."""
+        return attention(query, key, value)
+
+    return lambda _: attend
+
+
+def _positioned(zigzag: Zigzag) -> Callable[[Forward], Forward]:
+    def wrap(features: Forward) -> Forward:
+        def of_part(self: nn.Module, tokens: Tensor) -> Any:
+            """tokens [batch, time] of this rank -> [batch, time, hidden]."""
+            return features(self, tokens, zigzag.positions(tokens.shape[1]))
+
+        return of_part
+
+    return wrap
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Of one call on one rank: `tokens`, all of its sequences together, and the heads that it has of them."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def expected_context(
+    attention: str, sizes: AttentionSizes, *, ranks: int, calls: int, recomputed: bool
+) -> dict[Entry, Traffic]:
+    """Calls and bytes sent per rank over `ranks` of cp, by the ledger's entries (phase context).
+
+    With e elements of this rank's queries and as many of what comes out, k of its keys and as many of its values:
+
+        all_gather   forward    all_gather        (ranks - 1) * 2 k
+                     backward   reduce_scatter    (ranks - 1) * 2 k
+        ulysses      either     all_to_all        (ranks - 1) * (e + 2 k) / ranks
+                                all_to_all        (ranks - 1) * e / ranks
+
+    calls: of attention, layers * microbatches. recomputed: a second forward in backward (activation checkpointing).
+    """
+    totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
+    for kind, part_elems, forward in _moves(attention, sizes, ranks):
+        times = calls * (2 if recomputed and forward else 1)
+        sent = times * (ranks - 1) * part_elems * sizes.dtype.itemsize
+        totals[Entry("context", kind, CONTEXT, dtype_key(sizes.dtype))] += Traffic(times, sent)
+    return dict(totals)
+
+
+def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[str, int, bool]]:
+    """(kind, elements for one other rank, whether in forward) of one call and its backward."""
+    queries, keys = (sizes.tokens * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
+    if attention == "all_gather":
+        yield "all_gather", 2 * keys, True
+        yield "reduce_scatter", 2 * keys, False
+        return
+    for forward in (True, False):
+        yield "all_to_all", (queries + 2 * keys) // ranks, forward
+        yield "all_to_all", queries // ranks, forward
