@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,8 @@ def test_the_command_prints_tables_and_ends_with_whether_it_fits(tmp_path: Path)
 
 def test_a_run_is_told_where_its_ranks_are_not_those_it_was_planned_for() -> None:
     config = composed([*SMALL, "mesh.dp=64"], CONF, here=False)
-    told = r"mesh\.dp=64, but there are 2 ranks: \(dp, cp, tp\) that make as many: \[\(1, 1, 2\), \(1, 2, 1\), \(2, 1, 1\)\]"
-    with pytest.raises(ValueError, match=told):
+    told = (
+        "mesh.dp=64, but there are 2 ranks: (dp, cp, tp) that make as many: [(1, 1, 2), (1, 2, 1), (2, 1, 1)], or start"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
         config.check_ranks(2)
