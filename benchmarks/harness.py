@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import random
 import tempfile
 import time
@@ -47,13 +48,15 @@ class Measured:
     build_bytes: int = 0
 
 
-def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> dict[str, Measured]:
-    """Run all `sides` interleaved; `workload`: `workload.Workload`."""
+def measure(
+    sides: Sequence[str], workload: Any, *, rounds: int, steps: int, ranks: int = RANKS, module: str = "sides"
+) -> dict[str, Measured]:
+    """Run all `sides` interleaved; `workload`: `workload.Workload`. module: that has them, as sides.py does."""
     with tempfile.TemporaryDirectory() as folder:
         pairs = {}
         try:
             for side in sides:
-                pairs[side] = _Side(side, workload, Path(folder))
+                pairs[side] = _Side(side, workload, Path(folder), ranks, module)
             results = {side: Measured(side, losses=list(pair.warm_losses)) for side, pair in pairs.items()}
             order, shuffle = list(sides), random.Random(0)
             for done in range(rounds):
@@ -70,15 +73,16 @@ def measure(sides: Sequence[str], workload: Any, *, rounds: int, steps: int) -> 
 class _Side(Children):
     """A side's processes."""
 
-    def __init__(self, side: str, workload: Any, folder: Path) -> None:
-        super().__init__(RANKS, _serve, side, workload, str(folder / side))
+    def __init__(self, side: str, workload: Any, folder: Path, ranks: int, module: str) -> None:
+        super().__init__(ranks, _serve, side, workload, str(folder / side), ranks, module)
+        self._ranks = ranks
         self.warm_losses = _mean_by_step(self.first)
 
     def round(self, steps: int, into: Measured) -> None:
         """Train `steps` steps and add what they took."""
         seconds, cpu_s, losses = zip(*self.ask(steps), strict=True)
         into.step_s.append(max(seconds) / steps)
-        into.cpu_s.append(sum(cpu_s) / RANKS / steps)
+        into.cpu_s.append(sum(cpu_s) / self._ranks / steps)
         into.losses.extend(_mean_by_step(losses))
 
     def finish(self, measured: Measured) -> Measured:
@@ -92,18 +96,17 @@ def _mean_by_step(by_rank: Sequence[list[float]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
 
 
-def _serve(pipe: Connection, side: str, workload: Any, rendezvous: str, rank: int) -> None:
+def _serve(pipe: Connection, side: str, workload: Any, rendezvous: str, ranks: int, module: str, rank: int) -> None:
     """A child process: rank `rank` of `side`."""
     try:
-        with process_group(rank, RANKS, rendezvous):
-            _train(pipe, side, workload, rank)
+        with process_group(rank, ranks, rendezvous):
+            _train(pipe, side, workload, module, rank)
     except BaseException as error:
         pipe.send(RuntimeError(f"{side}, rank {rank}: {type(error).__name__}: {error}"))
         raise
 
 
-def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:
-    import sides
+def _train(pipe: Connection, side: str, workload: Any, module: str, rank: int) -> None:
     import torch
     import torch.distributed as dist
     from workload import Batches
@@ -111,13 +114,14 @@ def _train(pipe: Connection, side: str, workload: Any, rank: int) -> None:
     from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
 
     torch.set_num_threads(1)
+    sides = importlib.import_module(module)
     sides.warm_libraries(side)
-    batches, baseline, done = Batches(workload), rss_bytes(), 0
+    batches, baseline, done, reader = Batches(workload), rss_bytes(), 0, sides.reader_of(side, rank)
     step = sides.build(side, workload.build(), samples=workload.samples)
 
     def run(count: int) -> list[float]:
         nonlocal done
-        losses = [step(batches.get(done + index, rank)) for index in range(count)]
+        losses = [step(batches.get(done + index, reader)) for index in range(count)]
         done += count
         return [float(loss) for loss in losses]
 
