@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -230,3 +232,13 @@ def without_its_mesh(rank: int, ranks: int) -> str:
 
 def hf_oracle(kind: str, dp: int) -> reference.History:
     return reference.train(lambda: hf_model(kind), batches(5, dp, 1), loss_of, lrs=[LR] * 5, clip=CLIP)
+
+
+def kept_whole(rank: int, ranks: int) -> int:
+    """Of a model with values: parameters that are whole and still alive once it is cut."""
+    model = Mlp()
+    whole = [weakref.ref(model.up.weight), weakref.ref(model.down.weight)]
+    tensor = parallelize(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["norm.*"])
+    gc.collect()
+    assert tensor.loss() is not None
+    return sum(each() is not None for each in whole)

@@ -36,7 +36,7 @@ Plan = Mapping[str, ParallelStyle]
 
 
 class TensorParallel:
-    """What `parallelize` did to a model: which parameter every cut one was made from."""
+    """What `parallelize` did to a model: which parameter on meta every cut one was made from."""
 
     def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
         self._mesh, self._made, self._places = mesh, made, places
@@ -119,7 +119,8 @@ def parallelize(
             "would find a part of their gradients. Give their modules a style (SequenceParallel for such a part), or "
             "name them in alike= where all ranks see the same"
         )
-    return TensorParallel(mesh, made, places)
+    on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values, and no use here
+    return TensorParallel(mesh, on_meta, {whole: places[whole] for whole in on_meta})
 
 
 def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> None:

@@ -15,6 +15,7 @@ from tensor_cases import (
     Run,
     hf_oracle,
     hf_trained,
+    kept_whole,
     loaded,
     misled,
     oracle,
@@ -113,6 +114,10 @@ def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
 def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(pool: Pool) -> None:
     for told in pool.run(misled, 2):
         assert "ranks of tp found different gradients of norm.weight, of which each has a copy" in told
+
+
+def test_whole_parameters_are_gone_once_they_are_cut(pool: Pool) -> None:
+    assert pool.run(kept_whole, 2) == [0, 0]
 
 
 def test_the_whole_mesh_is_needed(pool: Pool) -> None:
