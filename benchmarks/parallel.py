@@ -24,7 +24,7 @@ from report import append_row, plot_bars, table, write_table
 from stats import ratio_of_medians
 from workload import Workload
 
-BOUND = 1.02
+BOUND, HEADS = 1.02, 8
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="sequences per data-parallel rank and step")
     parser.add_argument("--smoke", action="store_true", help="one factoring, two rounds; nothing is written")
     options = parser.parse_args()
-    workload = Workload(samples=options.samples)
+    workload = Workload(samples=options.samples, heads=HEADS)
     rounds = 2 if options.smoke else options.rounds
     results: dict[str, Measured] = {}
     for dp, tp in FACTORINGS[1:2] if options.smoke else FACTORINGS:  # one by one: so many processes fit no memory

@@ -6,7 +6,7 @@ Tokens are the bytes of the running Python's standard library, so nothing is dow
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ class Workload:
     samples: int = 4
     tokens: int = 256
     seed: int = 0
+    heads: int | None = None
+    """Other than the model's, for ranks that must divide them."""
 
     @property
     def step_tokens(self) -> int:
@@ -40,6 +42,8 @@ class Workload:
         values = OmegaConf.to_container(OmegaConf.load(CONF / f"bench_{self.model}.yaml"))
         assert isinstance(values, dict)
         config = ModelConfig(**{str(key): value for key, value in values.items()})
+        if self.heads is not None:
+            config = replace(config, heads=self.heads, kv_heads=self.heads)
         torch.manual_seed(self.seed)
         return Llama(config.shape(vocab_size=256))
 
