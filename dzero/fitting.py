@@ -95,7 +95,7 @@ def needed(config: RunConfig) -> Memory:
         with as_on_a_rank(config, model):
             units = units_of(config, model)
             costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
-    except ValueError:
+    except RunError:  # mesh.tp does not divide the model: no run would begin
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
-from dzero.errors import RunError
+from dzero.errors import RunError, user_errors
 from dzero.hardware import dtype_of
 from dzero.launch import launched
 from dzero.mesh import TENSOR, local_ranks, make_mesh
@@ -70,13 +70,16 @@ def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
 def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[None]:
     """Inside, `model` is what a rank of `mesh.tp` has of it, and only shapes and operators may be asked of it.
 
-    Raises ValueError for a model that cannot be cut so, RuntimeError in a process that is in a group.
+    Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
     """
     if config.mesh.tp == 1:
         yield
         return
-    with fake_group(config.mesh.tp), parallelize(model, make_mesh("cpu", tp=config.mesh.tp)[TENSOR]).loss():
-        yield
+    with fake_group(config.mesh.tp):
+        with user_errors():
+            tensor = parallelize(model, make_mesh("cpu", tp=config.mesh.tp)[TENSOR])
+        with tensor.loss():
+            yield
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:

@@ -104,7 +104,7 @@ class Gradients:
         bad = self._culprits(chunks, "rank")
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
-            bad |= self._culprits(ranks, f"{axis} rank") if not bad else {}
+            bad = bad or self._culprits(ranks, f"{axis} rank")
             self._check_alike(ranks[:, ~cut], axis, cut)
             per_param = torch.where(cut, _in_order(ranks), ranks[0])
         norm = math.sqrt(sum(per_param.tolist())) / scale
@@ -123,8 +123,8 @@ class Gradients:
 
     def _check_alike(self, sums: torch.Tensor, axis: str, cut: torch.Tensor) -> None:
         """Of the parameters that all ranks have, [ranks, n]: what they found must be one gradient, but for rounding."""
-        apart = (sums - sums[0]).abs().amax(0) > ALIKE * sums[0]
-        if bool((apart & sums.isfinite().all(0)).any()):
+        apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
+        if bool(apart.any()):
             names = [name for name, is_cut in zip(self._owned, cut.tolist(), strict=True) if not is_cut]
             raise RuntimeError(
                 f"ranks of {axis} found different gradients of {names[int(apart.nonzero()[0])]}, of which each has a "

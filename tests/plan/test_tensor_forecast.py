@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from dispatch_counter import ModelCounter
 from pool import Pool
 from tensor_cases import Run, build, loss_of, model_of, one_step
 
+from dzero.command_line import composed
+from dzero.errors import RunError
+from dzero.fitting import check_memory
 from dzero.mesh import make_mesh
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.tensor import parallelize
@@ -22,6 +26,7 @@ from dzero.plan.taken import Taking
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
+CONF = Path(__file__).parents[2] / "conf"
 SAMPLES = (2, 33)
 RUNS = [
     Run(dp=2, tp=2, stage=0, precision={"param": "bf16"}, wide=True),
@@ -67,3 +72,9 @@ def test_the_peak_and_what_is_sent_along_tp_are_predicted(pool: Pool, run: Run) 
     memory = memory_of(layout, shapes, foreseen, "cpu")
     predicted, peak = memory.peak.total_bytes + memory.staging, told[0]["peak"]
     assert -0.02 < predicted / peak - 1 < 0.06
+
+
+def test_a_run_whose_model_tp_does_not_divide_is_refused_before_it_starts() -> None:
+    run = composed(["mesh.dp=1", "mesh.tp=4", "model.heads=6", "model.kv_heads=6", "model.hidden_size=96"], CONF)
+    with pytest.raises(RunError, match=r"tp=4 does not divide the model's heads=6, kv_heads=6"):
+        check_memory(run)
