@@ -8,41 +8,32 @@ recorded.
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
-from dzero.checkpoint.imports import blank, fill
+from dzero.assembly import Assembled
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
-from dzero.mesh import TENSOR, context_group, data_rank_of, make_mesh
-from dzero.models.build import build, count, flops_per_token, weights_of
-from dzero.models.materialise import Materialiser
+from dzero.models.build import count
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context import ContextParallel
-from dzero.parallel.tensor import parallelize
 from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
 from dzero.saves import Saves
 from dzero.stopping import EXIT_SAVED, StopRequest
 from dzero.watch import Watch
 from dzero.zero.placed import local_of
-from dzero.zero.shard import shard
-from dzero.zero.values import Materialise
 
 
 class TrainingStopped(RunError):
@@ -66,55 +57,18 @@ class Trainer:
         self.config, self.device, self.run_folder = config, device, run_folder
         self.rank, world = dist.get_rank(), dist.get_world_size()
         config.check_ranks(world)
-        ranks = config.mesh.data_ranks(world)
-        readers = config.mesh.readers(ranks)
-        self.microbatches = config.train.microbatches(readers)
         memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
-        replicate, degree = config.mesh.degrees(ranks, stage=config.zero.stage)
-        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=config.mesh.tp)
-        data_rank = data_rank_of(self.mesh)
-        torch.manual_seed(config.train.seed + data_rank)  # dropout; weights and data have seeds of their own
-
-        model = build(config.model, self.corpus.vocab_size)
-        flops = flops_per_token(model, config.train.sequence_tokens)
-        # It fills modules by their names in the model as built, so it is made before any of them is tiled.
-        weights = weights_of(config.model, model)
-        materialise: Materialise = Materialiser(
-            model, seed=config.train.seed, device=device, weights=blank(model, weights)
-        )
-        self.tensor = parallelize(model, self.mesh[TENSOR]) if config.mesh.tp > 1 else None
-        if self.tensor is not None:
-            materialise = self.tensor.filling(materialise)
-        apply_blocks(model, config.block, device.type)
-        self.sharded = shard(
-            model,
-            config.zero,
-            precision=config.precision,
-            offload=config.offload,
-            mesh=self.mesh,
-            microbatches=self.microbatches,
-            materialise=materialise,
-        )
-        if weights:
-            fill(self.sharded, weights)
-        self.context: ContextParallel | None = None
-        if (cp := config.mesh.cp) > 1:
-            self.context = ContextParallel(
-                model,
-                context_group(self.mesh, cp),
-                self.sharded.ledger,
-                attention=config.mesh.cp_attention,
-                exact=self.sharded.layout.exact,
-            )
+        self.assembled = assembled = Assembled(config, device, self.corpus.vocab_size)
+        self.sharded, self.microbatches = assembled.sharded, assembled.microbatches
         self.sharded.ledger.trail.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
             "sequence_tokens": config.train.sequence_tokens,
             "microbatch_sequences": config.train.microbatch_sequences,
-            "rank": data_rank // config.mesh.cp,
-            "ranks": readers,
+            "rank": assembled.reader,
+            "ranks": assembled.readers,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         self.evaluation = partial(
@@ -128,7 +82,9 @@ class Trainer:
             raise TrainingStopped(
                 f"nothing is left to train: {self.done_steps} steps were made, train.steps={config.train.steps}"
             )
-        self.recorder = Recorder(config, self.sharded, self.optim, memory, device, flops, self.done_steps)
+        self.recorder = Recorder(
+            config, self.sharded, self.optim, memory, device, assembled.flops_per_token, self.done_steps
+        )
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
@@ -184,29 +140,12 @@ class Trainer:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
-            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self._cut_logits():
-                loss = self._loss(*self.stream.next()) / self.microbatches
+            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.assembled.losses():
+                loss = self.assembled.loss(*self.stream.next()) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 total += local_of(loss.detach())
         return total
-
-    def _cut_logits(self) -> AbstractContextManager[None]:
-        """Around a loss and its backward: its logits may be cut along the vocabulary."""
-        return nullcontext() if self.tensor is None else self.tensor.loss()
-
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where
-        sequences are cut, of this rank's part."""
-        if self.context is not None:
-            tokens, targets = self.context.part(tokens), self.context.part(targets)
-        tokens, targets = tokens.to(self.device), targets.to(self.device)
-        with record_function("forward"):
-            if self.config.block.loss_tiles > 1:
-                loss: torch.Tensor = self.sharded.model(tokens, targets)
-                return loss
-            logits = self.sharded.model(tokens)
-            return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     def _check_loss(self, step: int, shared: Shared) -> None:
         """A loss that is no number can have finite gradients, which would be applied."""
@@ -248,8 +187,8 @@ class Trainer:
         if not self._evaluates:
             return None
         self.sharded.model.eval()
-        with self._cut_logits():
-            losses = [local_of(self._loss(*batch)) for batch in self.evaluation()]
+        with self.assembled.losses():
+            losses = [local_of(self.assembled.loss(*batch)) for batch in self.evaluation()]
         self.sharded.model.train()
         self.sharded.reshard()
         mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
