@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from dzero import trainer
+from dzero import assembly, trainer
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.optim.adamw import AdamW
 from dzero.optim.unit_grads import UnitGrads
@@ -104,10 +104,10 @@ def noise(*planted: Any) -> Iterator[None]:
     def add(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out + 1e-4 * torch.randn(out.shape, generator=unseeded).to(out.dtype)
 
-    build, unseeded = trainer.build, torch.Generator()
+    build, unseeded = assembly.build, torch.Generator()
     unseeded.seed()
     other = FAULTS[planted[0]](*planted[1:]) if planted else nullcontext()
-    with patch.object(trainer, "build", noisy), other:
+    with patch.object(assembly, "build", noisy), other:
         yield
 
 
