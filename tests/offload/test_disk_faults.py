@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from tools import dzero
 
-from dzero.__main__ import main
 from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
 from dzero.offload.run_folder import holders
@@ -321,12 +321,11 @@ def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path: Path) 
 
 
 def test_the_command_line_prints_speeds_and_tells_a_wrong_path_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "dzero", "disk-bench", "--mib=1", "--rounds=1", str(tmp_path)]
-    run = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True)
+    run = dzero("disk-bench", "--mib=1", "--rounds=1", tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-1].startswith("settings: offload.disk.block_bytes=")
-    monkeypatch.setattr(sys, "argv", ["dzero", "disk-bench", str(tmp_path / "no")])
-    with pytest.raises(SystemExit, match=r"error: \[Errno 2\] a scratch path must be a directory that exists"):
-        main()
+    run = dzero("disk-bench", tmp_path / "no")
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: [Errno 2] a scratch path must be a directory that exists")

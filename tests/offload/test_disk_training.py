@@ -117,7 +117,7 @@ def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str, lef
     left = [shape.name for unit in sharded.shapes if left_out == unit.name for shape in unit.params]
     named = sharded.named_params().items()
     optim = AdamW(sharded, [p for name, p in named if name.endswith("weight") and name not in left], lr=1e-2)
-    train(sharded, optim, steps=3)
+    train(sharded, optim, steps=2)
     optim.synchronize()
     kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
     optim.offload.swap.close()

@@ -249,7 +249,7 @@ def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> di
     optim = AdamW(sharded, lr=1e-2)
     optim.offload.swap.before = slow
     kept = {}
-    for step in range(3):
+    for step in range(2):
         train(sharded, optim, "uneven", steps=1, seed=step)
         if offload is None or offload.param != "device":  # else such a read is a step late (README)
             kept |= {f"{step} {name}": value for name, value in params_of(sharded).items()}

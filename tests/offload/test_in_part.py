@@ -25,8 +25,8 @@ BOUNDARIES = [
 
 def compare_boundaries(rank: int, ranks: int, cell: Cell, paths: list[Path]) -> list[list[str]]:
     """Units of which a part of each kind is on disk, and another part elsewhere."""
-    want = run(cell, rank, None, 6)
-    return [unequal(run(cell, rank, on_disk(OffloadConfig(**each), paths), 6), want) for each in BOUNDARIES]
+    want = run(cell, rank, None, 4)
+    return [unequal(run(cell, rank, on_disk(OffloadConfig(**each), paths), 4), want) for each in BOUNDARIES]
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

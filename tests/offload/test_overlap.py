@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import time
 from collections import Counter
 from typing import Any
@@ -32,8 +33,13 @@ DELAYED = [
 ]
 
 
-@pytest.mark.parametrize("cell", DELAYED, ids=str)
-@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize(
+    ("cell", "warmup"),
+    [
+        pytest.param(cell, warmup, id=f"{cell}-{warmup}", marks=[] if (index + late) % 2 == 0 else pytest.mark.slow)
+        for (index, cell), (late, warmup) in itertools.product(enumerate(DELAYED), enumerate((5, 0)))
+    ],
+)
 def test_delayed_is_the_one_step_stale_reference_to_the_bit(pool: Pool, cell: Cell, warmup: int) -> None:
     offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
     result, (late, prompt) = cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))

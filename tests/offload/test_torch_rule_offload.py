@@ -25,7 +25,7 @@ HOST = [
 def run(name: str, stage: int, microbatches: int, param: str, offload: OffloadConfig | None) -> dict[str, Any]:
     sharded = sharded_net("uneven", stage=stage, microbatches=microbatches, offload=offload, param=param)
     optim = TorchOptimizer(sharded, getattr(torch.optim, name), max_norm=0.5, **RULES[name])
-    losses = train(sharded, optim, "uneven", steps=6)
+    losses = train(sharded, optim, "uneven", steps=4)
     packed = optim.state_dict()
     kept = {key: value for key, value in snapshot(sharded, optim).items() if not key.endswith(".master")}
     optim.load_state_dict(packed)
@@ -33,18 +33,26 @@ def run(name: str, stage: int, microbatches: int, param: str, offload: OffloadCo
     return {"losses": torch.tensor(losses), **params_of(sharded), **{f"state {k}": v for k, v in kept.items()}}
 
 
-def compare(rank: int, ranks: int) -> list[str]:
+PRODUCT = list(itertools.product(RULES, ("bf16", "fp32"), range(len(HOST))))
+HALF = [cell for cell in PRODUCT if (cell[:2] in (("SGD", "bf16"), ("NAdam", "fp32"))) == (cell[2] % 2 == 0)]
+"""In which every pair of a class, a dtype and a stage occurs."""
+
+
+def compare(rank: int, ranks: int, cells: list[tuple[str, str, int]]) -> list[str]:
     wrong = []
-    for name, param in itertools.product(RULES, ("bf16", "fp32")):
-        for stage, offload in enumerate(HOST):
-            microbatches = 1 + 3 * (stage % 2)
-            got, want = (run(name, stage, microbatches, param, where) for where in (offload, None))
-            wrong += [f"{name} {param} stage {stage}: {key}" for key in unequal(got, want)]
+    for name, param, stage in cells:
+        got, want = (run(name, stage, 1 + 3 * (stage % 2), param, where) for where in (HOST[stage], None))
+        wrong += [f"{name} {param} stage {stage}: {key}" for key in unequal(got, want)]
     return wrong
 
 
 def test_a_class_of_torch_gives_the_same_bits_on_the_host(pool: Pool) -> None:
-    assert pool.run(compare, 2) == [[], []]
+    assert pool.run(compare, 2, HALF) == [[], []]
+
+
+@pytest.mark.slow
+def test_a_class_of_torch_gives_the_same_bits_on_the_host_full_product(pool: Pool) -> None:
+    assert pool.run(compare, 2, PRODUCT) == [[], []]
 
 
 def refused(rank: int, ranks: int) -> None:
