@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import TORCHRUN, running
-from training import write_text
+from pool import Pool
+from runs import SECONDS, SMALLEST, TORCHRUN, running
+from training import Told, settled, train, write_text
 
 from dzero.stopping import EXIT_SAVED
 
 HERE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 LONG = ("zero.stage=3", "train.steps=100000")
-LAUNCHERS = pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,22 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("data") / "words.txt")
 
 
-SAVING = ("zero.stage=3", "train.steps=60", "checkpoint.every=10", "train.accumulate=2")
+STEPS = 50
+SAVING = ("zero.stage=3", f"train.steps={STEPS}", "checkpoint.every=10", "train.accumulate=2", "launch.threads=1")
+
+
+def in_pool(pool: Pool, folder: Path, data: Path, *settings: str) -> Told:
+    """The same run by processes that are there already; the checkpoints are in `folder`/checkpoints."""
+    there = [*SMALLEST, *settings, f"checkpoint.folder={folder}/checkpoints"]
+    told: list[Told] = pool.run(train, 2, settled(data, *there), folder, timeout_s=SECONDS)
+    return told[0]
 
 
 @pytest.fixture(scope="module")
-def never_stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def never_stopped(pool: Pool, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What the last checkpoint of a run with `SAVING` holds."""
     folder = tmp_path_factory.mktemp("whole")
-    with running(folder, text, *SAVING) as whole:
-        assert whole.end() == 0
+    in_pool(pool, folder, text, *SAVING)
     return saved(folder)
 
 
@@ -47,7 +54,7 @@ def saved(folder: Path) -> dict[str, bytes]:
 # Dead and hung ranks
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", [(), pytest.param(HERE, marks=pytest.mark.slow)], ids=["plain", "torchrun"])
 def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each(
     text: Path, tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
@@ -76,22 +83,21 @@ def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_p
 # Signals
 
 
-@LAUNCHERS
+@pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
 def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped(
-    text: Path, tmp_path: Path, never_stopped: dict[str, bytes], launcher: tuple[str, ...]
+    pool: Pool, text: Path, tmp_path: Path, never_stopped: dict[str, bytes], launcher: tuple[str, ...]
 ) -> None:
     settings = [*SAVING, "checkpoint.every=1000"]
     with running(tmp_path / "cut", text, *settings, launcher=launcher) as cut:
-        cut.until(r"^step=20 ")
+        cut.until(r"^step=5 ")
         os.kill(cut.process.pid, signal.SIGTERM)
         assert cut.end() == (1 if launcher else EXIT_SAVED), cut.log  # torchrun has codes of its own
         stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved; resume=auto", cut.log)
         assert stopped is not None, cut.log
-        assert 20 <= int(stopped[1]) < 60
+        assert 5 <= int(stopped[1]) < STEPS
         assert cut.log.count("stopped by SIGTERM; the run is saved") == (not launcher)
-    with running(tmp_path / "cut", text, *settings, "resume=auto", launcher=launcher) as resumed:
-        assert resumed.end() == 0, resumed.log
-        assert f"after step {stopped[1]}" in resumed.log
+    resumed = in_pool(pool, tmp_path / "cut", text, *settings, "resume=auto")
+    assert len(resumed.losses) == STEPS - int(stopped[1])
     assert saved(tmp_path / "cut") == never_stopped
 
 
@@ -131,10 +137,10 @@ def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(
 ) -> None:
     again = (*HERE, "--max-restarts=2")
     with running(tmp_path / "cut", text, *SAVING, "resume=auto", launcher=again) as cut:
-        cut.until(r"saved checkpoints/step_00000020")
+        cut.until(r"saved checkpoints/step_00000010")
         began_s = time.monotonic()
         os.kill(cut.workers()[1], signal.SIGKILL)
-        cut.until(r"resumed from checkpoints/step_\d+, after step [2345]0")
+        cut.until(r"resumed from checkpoints/step_\d+, after step [1234]0")
         print(f"going on after {time.monotonic() - began_s:.1f} s")
         assert cut.end() == 0, cut.log
     assert saved(tmp_path / "cut") == never_stopped

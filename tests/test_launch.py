@@ -82,11 +82,14 @@ ENDINGS = {
 }
 
 
-def test_a_signal_ends_every_process_and_runs_beside_it_go_on(tmp_path: Path) -> None:
-    runs = {name: begin(tmp_path / name, "wait_for_each_other") for name in ENDINGS}  # all at once: no port clashes
+@pytest.mark.parametrize(
+    "names", [("Ctrl-C", "terminate", "kill"), pytest.param(tuple(ENDINGS), marks=pytest.mark.slow)], ids=len
+)
+def test_a_signal_ends_every_process_and_runs_beside_it_go_on(tmp_path: Path, names: tuple[str, ...]) -> None:
+    runs = {name: begin(tmp_path / name, "wait_for_each_other") for name in names}  # all at once: no port clashes
     try:
-        for name, (number, whole_group, code, told) in ENDINGS.items():
-            process, folder = runs[name], tmp_path / name
+        for name in names:
+            (number, whole_group, code, told), process, folder = ENDINGS[name], runs[name], tmp_path / name
             assert wait_until(lambda folder=folder: len(list(folder.glob("*.pid"))) == 2, 120), name  # type: ignore[misc]
             (os.killpg if whole_group else os.kill)(process.pid, number)
             output, noise = process.communicate(timeout=SECONDS)
