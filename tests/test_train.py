@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training import ROOT, Told, settled, train, write_text
 
 SECONDS = 400.0  # of a crowded machine; an idle one takes a 20th
+SHORT = ("train.sequence_tokens=32", "model.layers=1", "data.held_out=0.1", "monitor.tensorboard=false")
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +225,7 @@ def test_the_whole_default_run_learns_in_three_minutes(tmp_path: Path) -> None:
 
 
 def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(text: Path, tmp_path: Path) -> None:
-    small = ["train.steps=3", "train.sequence_tokens=32", "model.layers=1", "data.held_out=0.1", f"data.path={text}"]
+    small = ["train.steps=3", *SHORT, f"data.path={text}"]
     ended = command(tmp_path, "--multirun", "train.microbatch_sequences=5000,4", *small)
     assert ended.returncode == 1
     assert ended.stderr.count("one evaluation step takes 5000 on each of 2 ranks") == 1
@@ -238,7 +239,7 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
 def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
     port = free_port()
     meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    small = ["train.steps=2", "train.sequence_tokens=32", "model.layers=1", "data.held_out=0.1", f"data.path={text}"]
+    small = ["train.steps=2", *SHORT, f"data.path={text}"]
     with ThreadPoolExecutor() as nodes:
         launched = [
             nodes.submit(command, tmp_path / name, *small, launcher=("-m", "torch.distributed.run", *meet))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from cells import whole
 from pool import Pool
+from tools import dzero
 from torch import Tensor
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
@@ -288,10 +289,10 @@ def test_the_peak_of_memory_is_less_than_one_tensor(tmp_path: Path) -> None:
 
 def test_the_command_takes_the_latest_and_tells_what_it_wrote(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100, 10)})
-    line = [sys.executable, "-m", "dzero", "export", str(path), str(tmp_path / "out"), "--dtype", "fp16"]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    line = ["export", path, tmp_path / "out", "--dtype", "fp16"]
+    ended = dzero(*line)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout == f"{tmp_path / 'out'}: 1 tensors, 1.95 KiB of fp16 in 1 files\n"
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    ended = dzero(*line)
     assert ended.returncode == 1
     assert ended.stderr.startswith(f"error: {tmp_path / 'out'}: it is there already")

@@ -11,6 +11,7 @@ import by_hand
 import pytest
 import torch
 from pool import Pool
+from tools import dzero
 from training import settled, train, write_text
 
 from dzero.checkpoint.errors import CheckpointError
@@ -31,11 +32,6 @@ def checkpoint(folder: Path) -> Path:
     tensors["param.frozen"] = torch.ones(10, 5).bfloat16()
     extra = {"config": CONFIG, "saved": "2026-01-02T03:04:05+00:00", "model": {"kind": "llama", "config": "{}"}}
     return by_hand.write(folder, tensors, ranks=3, extra=extra)
-
-
-def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dzero", "inspect", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
 def flip(path: Path, at: int) -> None:
@@ -78,16 +74,17 @@ def test_everything_in_it_is_told(tmp_path: Path) -> None:
 
 def test_what_is_damaged_is_named_and_ends_the_command_with_1(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "step_00000007")
-    sound = command(path, "--verify")
+    sound = dzero("inspect", path, "--verify")
     assert (sound.returncode, sound.stderr) == (0, "")
     assert sound.stdout == (
         plain(inspect(path, verify=True).tables) + "\n\nverified: all 12.7 KiB are what was written\n"
     )
     flip(path / "rank_00001.safetensors", 4099)
-    unread = command(path)
+    unread = dzero("inspect", path)
     assert unread.returncode == 0
     assert unread.stdout.count("not verified") == 3
-    ended = command(path, "--verify")
+    line = [sys.executable, "-m", "dzero", "inspect", str(path), "--verify"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert re.search(r"rank_00001.safetensors +damaged", ended.stdout)
     assert ended.stdout.count(" ok ") == 2
@@ -98,7 +95,7 @@ def test_what_is_damaged_is_named_and_ends_the_command_with_1(tmp_path: Path) ->
     wrong = inspect(path, verify=False).wrong
     assert [re.search(r"rank_\d+\.safetensors: (\w+)", each)[1] for each in wrong] == ["No", "4237"]  # type: ignore[index]
     flip(path / "rank_00002.json", 20)
-    broken = command(path)
+    broken = dzero("inspect", path)
     assert (broken.returncode, broken.stdout) == (1, "")
     assert re.match(r"error: .*rank_00002.json: its checksum is", broken.stderr)
 
@@ -118,7 +115,7 @@ def test_all_checkpoints_of_a_folder_are_listed(tmp_path: Path) -> None:
         ("step_00000120.partial", "unfinished"),
     ]
     assert len(inspected.wrong) == 2
-    assert command(tmp_path, "--verify").returncode == 1
+    assert dzero("inspect", tmp_path, "--verify").returncode == 1
     with pytest.raises(CheckpointError, match="no checkpoint is in it"):
         inspect(tmp_path / "nowhere", verify=False)
 
@@ -128,7 +125,7 @@ def test_a_terminal_obeys_nothing_that_a_file_brought(tmp_path: Path) -> None:
     tensors = {f"{evil}.w": torch.ones(3)}
     extra = {"saved": evil, "config": {evil: {evil: evil}, "zero": evil}, "model": {"kind": [evil]}}
     path = by_hand.write(tmp_path / "ck", tensors, extra=extra)
-    shown = command(path)
+    shown = dzero("inspect", path)
     assert shown.returncode == 0
     assert shown.stdout.count("owned") >= 5
     assert not {"\x1b", "\x07", "\u202e"} & {*shown.stdout}

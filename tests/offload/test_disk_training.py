@@ -102,7 +102,7 @@ def repaired(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, 
     return kept
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_another_order_of_units_changes_no_bit(pool: Pool, tmp_path: Path, ranks: int) -> None:
     want = pool.run(repaired, ranks, None)
     for prefetch in (1, 3):
@@ -124,8 +124,14 @@ def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str, lef
     return kept
 
 
-@pytest.mark.parametrize("param", ["fp32", "bf16"])
-@pytest.mark.parametrize("left_out", ["no unit", "layers.0", "layers.2", "root"])
+@pytest.mark.parametrize(
+    ("param", "left_out"),
+    [
+        pytest.param(param, left_out, marks=[] if (index + other) % 2 else pytest.mark.slow)
+        for index, param in enumerate(("fp32", "bf16"))
+        for other, left_out in enumerate(("no unit", "layers.0", "layers.2", "root"))
+    ],
+)
 def test_an_optimizer_of_some_parameters_leaves_the_others_alone(
     pool: Pool, tmp_path: Path, param: str, left_out: str
 ) -> None:
@@ -184,7 +190,7 @@ def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[
     return kept, counts
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_parameters_without_gradients_keep_their_values(pool: Pool, tmp_path: Path, ranks: int) -> None:
     want = pool.run(without_some, ranks, None)
     for changes in ({}, {"overlap": "backward"}, {"master": "host"}, {"moments": "disk", "param": "device"}):
@@ -305,8 +311,15 @@ def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> d
     return kept
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-@pytest.mark.parametrize("slow", ["LOAD", "SPILL"])
+@pytest.mark.parametrize(
+    ("slow", "overlap"),
+    [
+        ("LOAD", "forward"),
+        ("SPILL", "backward"),
+        pytest.param("LOAD", "backward", marks=pytest.mark.slow),
+        pytest.param("SPILL", "forward", marks=pytest.mark.slow),
+    ],
+)
 def test_a_slow_disk_changes_no_bit(pool: Pool, tmp_path: Path, slow: str, overlap: str) -> None:
     want = pool.run(slowly, 2, None, slow)
     got = pool.run(slowly, 2, everything([str(tmp_path)], overlap=overlap), slow)

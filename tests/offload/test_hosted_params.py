@@ -239,6 +239,18 @@ def everything(request: pytest.FixtureRequest, tmp_path: Path) -> OffloadConfig:
     return OffloadConfig(**dict.fromkeys(ALL, "disk"), disk=disk)
 
 
+EVERYWHERE = pytest.mark.parametrize(
+    ("everything", "ranks"),
+    [
+        ("host", 2),
+        ("disk", 1),
+        pytest.param("host", 1, marks=pytest.mark.slow),
+        pytest.param("disk", 2, marks=pytest.mark.slow),
+    ],
+    indirect=["everything"],
+)
+
+
 def slow(key: object) -> None:
     time.sleep(0.02)
 
@@ -267,7 +279,7 @@ def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> di
     return kept
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@EVERYWHERE
 def test_reads_and_writes_between_steps_wait_for_updates(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     want = pool.run(read_and_written, ranks, None)
     got = pool.run(read_and_written, ranks, everything)
@@ -292,7 +304,7 @@ def loaded_midway(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[
     return kept
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@EVERYWHERE
 def test_a_state_dict_may_be_loaded_at_any_moment(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     want = pool.run(loaded_midway, ranks, None)
     for overlap in ("forward", "backward"):
@@ -373,7 +385,7 @@ def outlived(rank: int, ranks: int, everything: OffloadConfig) -> list[bool]:
     return equal
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@EVERYWHERE
 def test_a_model_lives_without_its_optimizer_and_with_another(
     pool: Pool, ranks: int, everything: OffloadConfig
 ) -> None:
@@ -401,7 +413,7 @@ def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> None:
         assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@EVERYWHERE
 def test_nothing_of_a_dropped_model_stays(pool: Pool, ranks: int, everything: OffloadConfig, tmp_path: Path) -> None:
     pool.run(forgotten, ranks, everything)
     assert os.listdir(tmp_path) == []
@@ -426,7 +438,7 @@ def inferring(rank: int, ranks: int, offload: OffloadConfig | None) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@EVERYWHERE
 def test_inference_mode_is_no_other_world(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     assert pool.run(inferring, ranks, everything) == pool.run(inferring, ranks, None)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tools import dzero
 
 from dzero.command_line import composed
 from dzero.errors import RunError
@@ -98,10 +97,10 @@ def test_a_picture_is_drawn_and_another_format_refused(tmp_path: Path) -> None:
         draw(found, tmp_path / "plan.gif")
 
 
-def test_the_command_prints_tables_and_ends_with_whether_it_fits(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "dzero", "plan", *SMALL, "mesh.dp=512", "hardware=v100_32g", "precision=fp16"]
+def test_the_command_prints_tables_and_ends_with_whether_it_fits() -> None:
+    line = ["plan", *SMALL, "mesh.dp=512", "hardware=v100_32g", "precision=fp16"]
     for settings, code in (([], 0), (["hardware.device_bytes=1000000", "hardware.reserved_bytes=0"], 1)):
-        run = subprocess.run([*line, *settings], cwd=tmp_path, capture_output=True, text=True)
+        run = dzero(*line, *settings)
         assert run.returncode == code, run.stderr
         assert "memory of one rank of 512" in run.stdout
         assert run.stdout.splitlines()[-1].startswith("does not fit" if code else "fits")

@@ -40,10 +40,8 @@ SMALL = [
 FREE = ["train.accumulate=null", f"train.global_sequences={SEQUENCES}"]
 MIB = 1 << 20
 PLENTY = 1 << 40
-BUDGETS = [  # MiB of one device; of one rank's part of the host
-    *((device, PLENTY) for device in (40, 30, 22, 18, 10, 8, 6)),
-    *((device, 8) for device in (8, 7, 6)),
-]
+BUDGETS = [(40, PLENTY), (30, PLENTY), (22, PLENTY), (10, PLENTY), (8, 8), (6, 8)]
+"""MiB of one device; of one rank's part of the host."""
 
 
 def node(device_mib: int, host_mib: int = PLENTY, disk_mib: int = PLENTY) -> HardwareConfig:
@@ -122,9 +120,9 @@ def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, 
 
 @pytest.mark.slow
 def test_so_it_does_on_every_budget_between(pool: Pool, searched: Searched, tmp_path: Path) -> None:
-    plenty = [(device, PLENTY) for device in range(5, 46, 2)]
-    narrow = [(device, host) for device in range(6, 21, 2) for host in (4, 6, 10)]
-    assert len(runs_within([*plenty, *narrow], pool, searched, tmp_path)) == 45
+    plenty = [(device, PLENTY) for device in (*range(5, 46, 2), 6, 8, 18)]
+    narrow = [*((device, host) for device in range(6, 21, 2) for host in (4, 6, 10)), (7, 8)]
+    assert len(runs_within([*plenty, *narrow], pool, searched, tmp_path)) == 49
 
 
 def brute(candidates: list[Candidate], subject: Subject) -> list[Fits]:
