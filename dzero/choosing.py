@@ -77,7 +77,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
         units=units,
         costs=partial(_costs, config),
         hardware=hardware,
-        step_tokens=config.train.sequences(ranks) * config.train.sequence_tokens,
+        step_tokens=config.train.sequences(config.mesh.readers(ranks)) * config.train.sequence_tokens,
         model_flops=flops,
         moments=config.optim.moments,
     )
@@ -85,7 +85,8 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
 
 def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
     """Every combination of what is not `fixed`, the simplest first. Raises RunError where all are impossible."""
-    sequences = config.train.sequences(ranks_of(config)) // ranks_of(config)
+    readers = config.mesh.readers(ranks_of(config))
+    sequences = config.train.sequences(readers) // readers
     distinct = dict.fromkeys(
         tuple((key, value) for key, value in each.items() if key not in fixed) for each in space(sequences)
     )

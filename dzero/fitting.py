@@ -85,16 +85,13 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors, and for sequences that are cut; it may train
-    all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
     """
-    if (cp := config.mesh.cp) > 1:
-        raise UnforeseenError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     try:
-        with as_on_a_rank(config, model):
+        with as_on_a_rank(config, model) as ledger:
             units = units_of(config, model)
-            costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+            costs = costs_for(config, model, ledger) if config.offload.activations == "device" else Costs(())
     except RunError:  # mesh.tp does not divide the model: no run would begin
         raise
     except Exception as error:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import RunError, user_errors
-from dzero.hardware import dtype_of
+from dzero.hardware import dtype_of, format_bytes
 from dzero.launch import launched
 from dzero.mesh import TENSOR, local_ranks, make_mesh
 from dzero.models.build import build, flops_per_token
 from dzero.monitor.board import TensorBoardSink
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.context import ContextParallel
 from dzero.parallel.tensor import parallelize
 from dzero.plan.costs import Costs, costs_of
 from dzero.plan.explain import actions, tables
@@ -32,6 +35,7 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
 from dzero.plan.picture import pixels
 from dzero.plan.tables import tables as plan_tables
+from dzero.recorder import context_traffic
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
@@ -56,7 +60,8 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
     if vocab_size is None and config.model.vocab_size is None:
         vocab_size = vocab_size_of(config.data)
-    model = build(config.model, vocab_size)
+    # Where a rank's tokens stand cannot be asked of fake ones; the configuration knows that sequences are short enough.
+    model = build(replace(config.model, max_tokens=None) if config.mesh.cp > 1 else config.model, vocab_size)
     apply_blocks(model, config.block, "cpu")
     return model
 
@@ -67,19 +72,27 @@ def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
 
 
 @contextmanager
-def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is what a rank of `mesh.tp` has of it, and only shapes and operators may be asked of it.
+def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[Ledger]:
+    """Inside, `model` is what a rank of `mesh.tp` has of it, and attends as one of `mesh.cp` does; only shapes and
+    operators may be asked of it. Gives the ledger of what attention passes on.
 
     Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
     """
-    if config.mesh.tp == 1:
-        yield
+    mesh, ledger = config.mesh, Ledger()
+    if mesh.tp * mesh.cp == 1:
+        yield ledger
         return
-    with fake_group(config.mesh.tp):
+    with fake_group(mesh.tp * mesh.cp):
+        ranks = make_mesh("cpu", tp=mesh.tp)
+        cut_logits: AbstractContextManager[None] = nullcontext()
         with user_errors():
-            tensor = parallelize(model, make_mesh("cpu", tp=config.mesh.tp)[TENSOR])
-        with tensor.loss():
-            yield
+            if mesh.tp > 1:
+                cut_logits = parallelize(model, ranks[TENSOR]).loss()
+            if mesh.cp > 1:
+                group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
+                ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
+        with cut_logits:
+            yield ledger
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
@@ -89,7 +102,17 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
     with as_on_a_rank(config, model):
         units = units_of(config, model)
     told = [sources(config, settings, conf), stands_for(config, layout)]
-    return [table for table in [*told, *tables(layout, units)] if table.rows], actions(layout, units)
+    told += [*tables(layout, units), _passed_on(context_traffic(config, model, layout))]
+    return [table for table in told if table.rows], actions(layout, units)
+
+
+def _passed_on(traffic: Mapping[Entry, Traffic]) -> Table:
+    rows = tuple(
+        (entry.kind, entry.axis, entry.dtype, str(each.calls), format_bytes(each.sent_bytes))
+        for entry, each in traffic.items()
+    )
+    header = ("collective", "axis", "dtype", "calls", "a rank sends")
+    return Table("what attention passes on in a step, in forward and backward of every block", header, rows, left=3)
 
 
 def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
@@ -101,18 +124,16 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     ranks, train = ranks_of(config), config.train
     layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
     flops = flops_per_token(model, train.sequence_tokens)
-    with as_on_a_rank(config, model):
-        units, costs = units_of(config, model), costs_for(config, model)
-    step_tokens = train.sequences(ranks) * train.sequence_tokens
+    with as_on_a_rank(config, model) as ledger:
+        units, costs = units_of(config, model), costs_for(config, model, ledger)
+    step_tokens = train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens
     return forecast(
         layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
     )
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and for sequences that are cut."""
-    if (cp := config.mesh.cp) > 1:
-        raise RunError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen; it is with mesh.cp=1")
+    """Raises RunError for activations that leave the device."""
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
@@ -120,13 +141,14 @@ def check_foreseen(config: RunConfig) -> None:
         )
 
 
-def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:
-    """Of one microbatch of the run. model: as `model_of` makes it, as on a rank; it is used up."""
+def costs_for(config: RunConfig, model: nn.Module | None = None, ledger: Ledger | None = None) -> Costs:
+    """Of one microbatch of the run. model, ledger: as on a rank; the model is used up."""
     if model is None:
         model = model_of(config)
-        with as_on_a_rank(config, model):
-            return costs_for(config, model)
-    return costs_of(model.to(dtype_of(config.precision.param)), _Loss(config), config.zero.units)
+        with as_on_a_rank(config, model) as ledger:
+            return costs_for(config, model, ledger)
+    working, sharing = model.to(dtype_of(config.precision.param)), config.mesh.cp
+    return costs_of(working, _Loss(config), config.zero.units, ledger=ledger, sharing=sharing)
 
 
 def hardware_of(config: RunConfig) -> HardwareConfig:
@@ -151,7 +173,7 @@ def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_siz
         hardware = known.hardware if known else None
     if hardware is None or hardware.device_type != device_type:
         hardware = unmeasured(local, device_type)
-    mesh, block = replace(config.mesh, dp=ranks), replace(config.block, compile=None)
+    mesh, block = replace(config.mesh, dp=config.mesh.readers(ranks)), replace(config.block, compile=None)
     with torch.random.fork_rng(devices=[]):
         return planned(replace(config, mesh=mesh, block=block), hardware, vocab_size)
 
@@ -184,10 +206,10 @@ def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str
 
 
 class _Loss:
-    """Mean cross-entropy of one microbatch, as the trainer takes it."""
+    """Mean cross-entropy of a rank's tokens of one microbatch, as the trainer takes it."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens
+        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
         self._tiled = config.block.loss_tiles > 1
 
     def __call__(self, model: nn.Module) -> torch.Tensor:

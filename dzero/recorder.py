@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Entry, Traffic
@@ -23,6 +24,7 @@ from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
 from dzero.parallel.context import AttentionSizes, expected_context
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
+from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
 
@@ -69,7 +71,7 @@ class Recorder:
         self._tokens_before = done_steps * self._step_tokens
         groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
-        self._context = _context_traffic(config, sharded)
+        self._context = context_traffic(config, sharded.model, sharded.layout)
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -191,9 +193,9 @@ class Recorder:
         return [dict(zip(memory, row, strict=True)) for row in rows]
 
 
-def _context_traffic(config: RunConfig, sharded: Sharded) -> dict[Entry, Traffic]:
-    """Of a step, per rank."""
-    mesh, model, train = config.mesh, sharded.model, config.train
+def context_traffic(config: RunConfig, model: nn.Module, layout: Layout) -> dict[Entry, Traffic]:
+    """Of a step, per rank: what attention passes on where sequences are cut."""
+    mesh, train = config.mesh, config.train
     if mesh.cp == 1 or not isinstance(model, Llama):
         return {}
     sizes = AttentionSizes(
@@ -201,7 +203,7 @@ def _context_traffic(config: RunConfig, sharded: Sharded) -> dict[Entry, Traffic
         heads=model.shape.heads // mesh.tp,
         kv_heads=model.shape.kv_heads // mesh.tp,
         head_dim=model.shape.head_dim,
-        dtype=sharded.layout.param.dtype,
+        dtype=layout.param.dtype,
     )
-    calls, recomputed = model.shape.layers * sharded.layout.microbatches, config.block.activation_checkpoint != "none"
+    calls, recomputed = model.shape.layers * layout.microbatches, config.block.activation_checkpoint != "none"
     return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)

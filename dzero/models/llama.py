@@ -103,8 +103,7 @@ class Llama(nn.Module):
         0, 1, 2, ...
         """
         time, limit = tokens.shape[1], self.shape.max_tokens
-        length = time if positions is None else int(positions.max()) + 1
-        if limit is not None and length > limit:
+        if limit is not None and (length := time if positions is None else int(positions.max()) + 1) > limit:
             raise ValueError(
                 f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise max_tokens"
             )

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from dzero.comm.ledger import Ledger
 from dzero.zero.placed import local_of
 from dzero.zero.units import ROOT, find_units
 
@@ -54,7 +55,8 @@ def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> in
 class Work(NamedTuple):
     """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
 
-    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks.
+    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
+    in the `passes` of attention over sequences that are cut.
     """
 
     flops: float = 0.0
@@ -63,6 +65,8 @@ class Work(NamedTuple):
     calls: int = 0
     sent: float = 0.0
     exchanges: int = 0
+    passed: float = 0.0
+    passes: int = 0
 
     def __add__(self, more: Work) -> Work:  # type: ignore[override]
         """Both, one after the other."""
@@ -85,6 +89,8 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     kind = func._overloadpacket
     if func.namespace == "_c10d_functional":
         return _exchange(kind.__name__, args, out)
+    if func.namespace == "c10d":
+        return Work(calls=1)  # between ranks that share sequences: the ledger counts it
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
         return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
@@ -110,19 +116,28 @@ def _exchange(name: str, args: Any, out: Any) -> Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one microbatch, in the order of time."""
+    """Of one microbatch, in the order of time. `sharing`: ranks to a sequence, along cp."""
 
     spans: tuple[Span, ...]
+    sharing: int = 1
 
     def work(self, direction: str) -> Work:
         """In all; recomputation counts as backward."""
         return sum((span.work for span in self.spans if span.direction == direction), Work())
 
 
-def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -> Costs:
-    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`."""
+def costs_of(
+    model: nn.Module,
+    loss: Loss,
+    units: Sequence[str] | None = None,
+    *,
+    ledger: Ledger | None = None,
+    sharing: int = 1,
+) -> Costs:
+    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`. sharing: ranks to a
+    sequence; ledger: in which attention counts what it passes on between them."""
     modules = dict(find_units(model, units))
-    with FakeTensorMode(allow_non_fake_inputs=True), _Meter() as meter:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Meter(ledger or Ledger()) as meter:
         with meter.unseen():
             model = model.to_empty(device="cpu")
             if any(isinstance(param, DTensor) for param in model.parameters()):
@@ -141,7 +156,7 @@ def costs_of(model: nn.Module, loss: Loss, units: Sequence[str] | None = None) -
         total.backward()  # type: ignore[no-untyped-call]
         del total
         meter.close()
-    return Costs(tuple(meter.spans))
+    return Costs(tuple(meter.spans), sharing)
 
 
 def _rehearse(model: nn.Module, loss: Loss) -> None:
@@ -153,9 +168,10 @@ def _rehearse(model: nn.Module, loss: Loss) -> None:
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages and operations, by the unit that is at work."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.spans: list[Span] = []
+        self._ledger = ledger
         self._live: dict[int, int] = {}
         self._bytes = self._peak = 0
         self._work = Work()
@@ -193,6 +209,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._seen, self._work = True, Work()
+            self._ledger.take()
 
     def enter(self, direction: str, unit: str) -> None:
         """From now on that one is at work."""
@@ -208,7 +225,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for param in self._grads.pop(unit, []):
                 param.grad = None
         held = sum(local_of(p.grad).nbytes for params in self._grads.values() for p in params if p.grad is not None)
-        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, self._work))
+        passed = [*self._ledger.take().values()]
+        work = self._work + Work(
+            passed=sum(each.sent_bytes for each in passed), passes=sum(each.calls for each in passed)
+        )
+        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, work))
         self._peak, self._work = self._bytes, Work()
 
     def leave(self, unit: str, around: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dzero.mesh import REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
@@ -26,21 +26,28 @@ class Link(NamedTuple):
     within_node: bool
 
 
-def link_of(layout: Layout, hardware: HardwareConfig, axis: str) -> Link:
-    """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on."""
+def link_of(layout: Layout, hardware: HardwareConfig, axis: str, sharing: int) -> Link:
+    """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on.
+
+    sharing: ranks to a sequence, which are neighbours of those that shard (or have copies).
+    """
     inside = layout.model_ranks
     axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, inside * layout.shard)}
-    ranks, stride = axes[axis]
+    ranks, stride = {**axes, CONTEXT: (sharing, inside)}[axis]
     within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
 
 
 class Durations:
-    """On `hardware`. `unknown`: figures that were asked for and that it lacks; what needs one takes 0 s."""
+    """On `hardware`; sharing: ranks to a sequence.
 
-    def __init__(self, layout: Layout, hardware: HardwareConfig) -> None:
+    `unknown`: figures that were asked for and that it lacks; what needs one takes 0 s.
+    """
+
+    def __init__(self, layout: Layout, hardware: HardwareConfig, sharing: int) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (TENSOR, SHARD, REPLICATE)}
+        axes = (TENSOR, CONTEXT, SHARD, REPLICATE)
+        self._links = {axis: link_of(layout, hardware, axis, sharing).rate for axis in axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None

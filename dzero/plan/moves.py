@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import TENSOR
+from dzero.mesh import CONTEXT, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
@@ -114,6 +114,9 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     if inside.exchanges:
         axes[TENSOR] = layout.microbatches * int(inside.sent) + reductions * sum(unit.copies_grad for unit in each)
         calls[TENSOR] = layout.microbatches * inside.exchanges + reductions * sum(unit.copies for unit in each)
+    if inside.passes:
+        axes[CONTEXT] = layout.microbatches * int(inside.passed)
+        calls[CONTEXT] = layout.microbatches * inside.passes
     return Moved(
         units=moves,
         axes=axes,

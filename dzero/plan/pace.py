@@ -3,14 +3,14 @@
     lane               work
     compute            forward and backward of the microbatches
     shard, replicate   collectives along an axis, decisions included
-    tp                 the same of a model that is cut, which operators wait for
+    tp, cp             the same of a model that is cut, and of attention over cut sequences, which operators wait for
     update             parameters whose masters are on the device
     host link          what leaves the device and what comes back: the larger, since both go at once (a CPU: both)
     host update        parameters whose masters are off it
     disk               what is read and written, one after the other
 
     phase      what goes on at once                             so it takes
-    backward   compute with tp, collectives, host link, disk    the longest of them
+    backward   compute with tp and cp, collectives, host link, disk    the longest of them
     update     host update, host link, disk (states)            the longest of them; before it, that on the device
     step       overlap=step: one after the other; forward: the update beside forward; backward, delayed: beside both
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
 from dzero.plan.machine import HardwareConfig
@@ -32,7 +32,7 @@ from dzero.zero.shapes import UnitShape
 
 COMPUTE, UPDATE = "compute", "update"
 HOST_LINK, HOST_UPDATE, DISK = "host link", "host update", "disk"
-LINKS = (TENSOR, SHARD, REPLICATE)
+LINKS = (TENSOR, CONTEXT, SHARD, REPLICATE)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pace:
 
 def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Pace:
     """Of a step on `hardware`."""
-    take, moved = Durations(layout, hardware), moved_of(layout, units, costs)
+    take, moved = Durations(layout, hardware, costs.sharing), moved_of(layout, units, costs)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
@@ -64,7 +64,7 @@ def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: 
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])
     else:
-        within = seconds[COMPUTE] + seconds[TENSOR]
+        within = seconds[COMPUTE] + seconds[TENSOR] + seconds[CONTEXT]
         train = max(within, *(seconds[each] for each in (SHARD, REPLICATE, HOST_LINK)))
         update = max(seconds[HOST_UPDATE], seconds[DISK], seconds[HOST_LINK] if seconds[HOST_UPDATE] else 0.0)
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0

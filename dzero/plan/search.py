@@ -235,8 +235,8 @@ def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbat
         return b + further * (b - a)
 
     def between(a: Span, b: Span) -> Span:
-        flops, attention, count, calls, sent, exchanges = map(along, a.work, b.work)
-        work = Work(flops, attention, count, round(calls), sent, round(exchanges))
+        drawn = Work(*map(along, a.work, b.work))  # type: ignore[arg-type]
+        work = drawn._replace(**{name: round(getattr(drawn, name)) for name in ("calls", "exchanges", "passes")})
         return replace(b, peak_bytes=int(along(a.peak_bytes, b.peak_bytes)), work=work)
 
-    return Costs(tuple(map(between, first.spans, second.spans)))
+    return replace(second, spans=tuple(map(between, first.spans, second.spans)))

@@ -27,17 +27,13 @@ from pool import Pool
 from torch import Tensor, nn
 from training import settled, train, write_text
 
-from dzero.choosing import choose
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import ConfigError, RunConfig
-from dzero.errors import RunError
-from dzero.fitting import UnforeseenError, needed
 from dzero.mesh import CP_ATTENTIONS, MeshConfig, context_group, make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.attention import ATTENTIONS, check_heads
 from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context
 from dzero.parallel.zigzag import Zigzag, cut, joined
-from dzero.planning import check_foreseen
 from dzero.verify.ladder import ladder
 
 FP32, FP64 = 1e-5, 1e-12
@@ -282,14 +278,8 @@ def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
     assert "cp=2 does not divide the 1 data-parallel ranks; allowed: [1]" in ranks
 
 
-def test_what_is_not_foreseen_is_refused(tmp_path: Path) -> None:
+def test_verify_refuses_it(tmp_path: Path) -> None:
     run: RunConfig = settled(write_text(tmp_path / "text.txt"), "mesh.cp=2")
-    with pytest.raises(RunError, match=r"mesh.cp=2 leaves of a sequence on each rank is not foreseen"):
-        check_foreseen(run)
-    with pytest.raises(RunError, match=r"mesh.cp=2 leaves of a sequence on each rank is not foreseen"):
-        choose(run, [])
-    with pytest.raises(UnforeseenError, match=r"mesh.cp=2"):
-        needed(run)
     with pytest.raises(ValueError, match=r"mesh.cp=2: verify compares runs without context parallelism"):
         ladder(run, 2)  # type: ignore[arg-type]
 
