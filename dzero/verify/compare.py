@@ -17,8 +17,9 @@ from dzero.zero.units import ROOT
 class Gap:
     """How far apart two runs are, or may be; relative, the largest of all steps, ranks and parameters.
 
-    loss: of a rank's losses. norm: of the gradient norms. unit_norm: of a unit's gradient norms; `unit`, `step`: which.
-    masters: of a parameter's masters at the end, root mean square, by how far training had moved them; `param`: which.
+    loss: of a rank's losses, or of their means where ranks saw other tokens. norm: of the gradient norms. unit_norm: of
+    a unit's gradient norms; `unit`, `step`: which. masters: of a parameter's masters at the end, root mean square, by
+    how far training had moved them; `param`: which.
     """
 
     loss: float
@@ -94,7 +95,9 @@ def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = No
         ((_ratio(math.sqrt(apart), math.sqrt(by)), name) for name, (apart, by) in zip(names, pairs, strict=True)),
         default=(0.0, ""),
     )
-    losses = _over_ranks([_worst(one.losses, other.losses)], dist.ReduceOp.MAX, device)
+    alike = one.sharing == other.sharing
+    pair = (one.losses, other.losses) if alike else (one.means, other.means)
+    losses = _over_ranks([_worst(*pair)], dist.ReduceOp.MAX, device)
     unit_norm, unit, step = _unit_norms(one, other, device, allowed.unit_norm if allowed else math.inf)
     return Gap(losses[0], _worst(one.norms, other.norms), unit_norm, masters, param if masters else "", unit, step)
 

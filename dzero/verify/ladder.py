@@ -8,10 +8,14 @@ before it.
     rung                         differs from the one before by                     expected
     stage 0 on the device        (it runs twice)                                    the same bits
     ... with its tiles           partial sums of an MLP, of logits                  a tolerance
+    ... over cut sequences       partial sums of attention, tokens of a mean        a tolerance
     stage s on the device        when gradients are reduced, in how many hops,      a tolerance
                                  how 8-bit moments are cut into blocks
     ... a step late              overlap=delayed, once its warm-up is over          a tolerance
     the configuration            placement alone: stage, tiers, overlap             the same bits
+
+Where sequences are cut, the rungs below have them whole: each rank reads a cp-th of those that cp ranks share above, so
+that a step has the same ones.
 
 Rungs that change nothing are left out, so most configurations are compared with the baseline itself. Bits are expected
 of the last rung where the design promises them: with exact reductions, one kind of update kernel, and AdamW.
@@ -28,6 +32,7 @@ from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.collectives import is_exact
 from dzero.config import RunConfig
 from dzero.hardware import dtype_name
+from dzero.mesh import MeshConfig
 from dzero.monitor.profile import ProfileConfig
 from dzero.optim.build import OURS
 from dzero.verify.compare import Gap
@@ -106,16 +111,19 @@ def order_of(layout: Layout) -> Order:
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
-    for key, kind in (("tp", "tensor"), ("cp", "context")):
-        if (degree := getattr(run.mesh, key)) > 1:
-            raise ValueError(f"mesh.{key}={degree}: verify compares runs without {kind} parallelism; take mesh.{key}=1")
+    if run.mesh.tp > 1:
+        raise ValueError(
+            f"mesh.tp={run.mesh.tp}: verify compares rows of parameters, and tensor parallelism cuts columns too; "
+            "take mesh.tp=1"
+        )
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = run.launch.device_type
     base = replace(
         config,
         zero=replace(config.zero, stage=0, reshard_after_forward=True),
-        mesh=replace(config.mesh, replicate=1),
+        mesh=_whole(config.mesh),
+        train=replace(config.train, microbatch_sequences=_share(config)),
         offload=OffloadConfig(),
         block=replace(config.block, tiles=1, loss_tiles=1),
     )
@@ -134,6 +142,12 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         replace(base, block=config.block),
         rounding,
         "tiles add partial sums, rounded once",
+    )
+    climb(
+        f"{BASELINE} over cut sequences",
+        replace(rungs[-1].config, mesh=replace(config.mesh, replicate=1), train=config.train),
+        rounding,
+        "attention over parts of a sequence adds partial sums, and gradients are means over other tokens first",
     )
     order = order_of(layout)
     if order != order_of(layout_of(base, ranks)):
@@ -160,9 +174,25 @@ def layout_of(config: RunConfig, ranks: int) -> Layout:
         config.offload,
         replicate=replicate,
         shard=shard,
-        microbatches=config.train.microbatches(ranks),
+        microbatches=config.train.microbatches(config.mesh.readers(ranks)),
         exact=is_exact(config.zero.reduction, config.launch.device_type),
     )
+
+
+def _whole(mesh: MeshConfig) -> MeshConfig:
+    """The same ranks, each with sequences of its own, and no copies of shards."""
+    return MeshConfig(dp=None if mesh.dp is None else mesh.dp * mesh.cp)
+
+
+def _share(config: RunConfig) -> int:
+    """Of a microbatch's sequences, those of each of the ranks that share them. Raises ValueError."""
+    sequences, cp = config.train.microbatch_sequences, config.mesh.cp
+    if sequences % cp:
+        raise ValueError(
+            f"train.microbatch_sequences={sequences} with mesh.cp={cp}: verify compares with a run in which each rank "
+            f"has whole ones, and they cannot be shared out; take a multiple of {cp}"
+        )
+    return sequences // cp
 
 
 def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:

@@ -61,11 +61,12 @@ class Rows(NamedTuple):
 class Trace:
     """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
 
-    squares: by step, of each unit's reduced gradients, the sum over this rank's rows; unscaled, unclipped, fp64.
-    masters: this rank's rows at the end, flat fp32 in host memory, by parameter. moved: the squared distance from where
-    they began. kept: the tensors behind one mark, by parameter.
+    sharing: ranks to a sequence. squares: by step, of each unit's reduced gradients, the sum over this rank's rows;
+    unscaled, unclipped, fp64. masters: this rank's rows at the end, flat fp32 in host memory, by parameter. moved: the
+    squared distance from where they began. kept: the tensors behind one mark, by parameter.
     """
 
+    sharing: int = 1
     marks: dict[Mark, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -92,7 +93,7 @@ class Followed(Trainer):
 
     def __init__(self, config: RunConfig, folder: Path, device: torch.device, rows: Rows, keep: Mark | None) -> None:
         super().__init__(config, folder, device)
-        self.trace = Trace()
+        self.trace = Trace(sharing=config.mesh.cp)
         self._rows, self._keep, self._at = rows, keep, 0
         self._shapes = {shape.name: shape for unit in self.sharded.shapes for shape in unit.params}
         self._hooks = [

@@ -28,13 +28,12 @@ from torch import Tensor, nn
 from training import settled, train, write_text
 
 from dzero.comm.ledger import Entry, Ledger, Traffic
-from dzero.config import ConfigError, RunConfig
+from dzero.config import ConfigError
 from dzero.mesh import CP_ATTENTIONS, MeshConfig, context_group, make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.attention import ATTENTIONS, check_heads
 from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context
 from dzero.parallel.zigzag import Zigzag, cut, joined
-from dzero.verify.ladder import ladder
 
 FP32, FP64 = 1e-5, 1e-12
 """Relative to the largest value, and of training to the length of each parameter: sums are cut elsewhere."""
@@ -276,12 +275,6 @@ def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
     assert "mesh.cp=1: Linear has no module with attend()" in model
     assert "mesh.cp_attention='ring': choose one of ['all_gather', 'ulysses']" in attention
     assert "cp=2 does not divide the 1 data-parallel ranks; allowed: [1]" in ranks
-
-
-def test_verify_refuses_it(tmp_path: Path) -> None:
-    run: RunConfig = settled(write_text(tmp_path / "text.txt"), "mesh.cp=2")
-    with pytest.raises(ValueError, match=r"mesh.cp=2: verify compares runs without context parallelism"):
-        ladder(run, 2)  # type: ignore[arg-type]
 
 
 def test_positions_count_for_the_longest_sequence() -> None:

@@ -8,9 +8,10 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from runs import running
+import training
+from pool import Pool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import write_text
+from training import train, write_text
 
 from dzero import __main__ as commands
 from dzero.command_line import composed
@@ -130,12 +131,17 @@ def test_a_plan_that_fails_is_told_in_a_line_and_raises_nothing(tmp_path: Path) 
     assert str(told[1]).startswith("TensorBoard has no plan of this run: ValueError: train.global_sequences=8")
 
 
-def test_a_run_has_its_plan_in_its_board(tmp_path: Path) -> None:
+def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
-    settings = ["monitor.tensorboard=true", "train.steps=2", "zero.stage=3", "offload=host"]
-    with running(tmp_path / "run", text, *settings, f"hydra.run.dir={tmp_path}/out") as run:
-        assert run.end() == 0, run.log
-    found = events(tmp_path / "out" / "tensorboard")
+    settings = [
+        "monitor.tensorboard=true",
+        "monitor.log_every_steps=1",
+        "train.steps=2",
+        "zero.stage=3",
+        "offload=host",
+    ]
+    pool.run(train, 2, training.settled(text, *settings), tmp_path, timeout_s=300)
+    found = events(tmp_path / "tensorboard")
     assert found.Images("plan")[0].step == 1
     assert "memory of one rank of 2" in text_of(found, "plan")
     assert found.Scalars("memory/planned_bytes")[0].value > 0

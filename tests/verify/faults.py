@@ -13,6 +13,7 @@ from torch import nn
 
 from dzero import assembly, trainer
 from dzero.comm.collectives import ReduceGrads, UnshardParams
+from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
 from dzero.optim.unit_grads import UnitGrads
 from dzero.verify.ladder import VerifyRun
@@ -92,6 +93,11 @@ def not_updated(unit: str, step: int) -> Planted:
     return patch.object(AdamW, "_plan", wrongly)
 
 
+def lonely_keys() -> Planted:
+    """Keys and values get the gradients of their own rank's queries alone."""
+    return patch.object(ContextExchange, "add", lambda self, parts: parts[self.rank].clone())
+
+
 @contextmanager
 def noise(*planted: Any) -> Iterator[None]:
     """A block's output has noise in it, from a generator that nobody seeds; and another fault with its arguments."""
@@ -119,4 +125,5 @@ FAULTS: dict[str, Callable[..., Planted]] = {
     "stale parameter": stale_parameter,
     "not updated": not_updated,
     "noise": noise,
+    "lonely keys": lonely_keys,
 }

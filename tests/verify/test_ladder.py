@@ -6,7 +6,7 @@ import pytest
 from training import CONF
 
 from dzero.command_line import composed
-from dzero.verify.ladder import VerifyRun, ladder
+from dzero.verify.ladder import BASELINE, VerifyRun, ladder
 from dzero.zero.tiers import OffloadConfig
 
 ITSELF = "the configuration"
@@ -43,11 +43,44 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
         ("zero.stage=2 precision.moments=int8", 2, [("stage 1 on the device", False), (ITSELF, True)]),
         ("zero.stage=3 zero.reduction=native", 2, [(ITSELF, False)]),
         ("zero.stage=2 optim.rule=SGD", 2, [(ITSELF, False)]),
+        ("zero.stage=0 mesh.cp=2", 2, [(ITSELF, False)]),
+        ("zero.stage=3 mesh.cp=2 offload=host", 2, [(f"{BASELINE} over cut sequences", False), (ITSELF, True)]),
+        (
+            "zero.stage=3 mesh.dp=2 mesh.cp=2 train.accumulate=2 block.tiles=2",
+            4,
+            [
+                (f"{BASELINE} with its tiles", False),
+                (f"{BASELINE} over cut sequences", False),
+                ("stage 2 on the device", False),
+                (ITSELF, True),
+            ],
+        ),
         ("zero.stage=3 checkpoint.every=7 resume=auto profile=on", 2, [(ITSELF, True)]),
     ],
 )
 def test_every_other_order_of_additions_is_a_rung(line: str, ranks: int, expected: list[tuple[str, bool]]) -> None:
     assert rungs(line, ranks) == expected
+
+
+def test_below_cut_sequences_each_rank_has_a_part_of_the_whole_ones() -> None:
+    line = "mesh.dp=2 mesh.cp=2 mesh.cp_attention=ulysses train.global_sequences=8"
+    run = composed([*line.split(), "launch.workers=4"], CONF, VerifyRun)
+    base = ladder(run, 4)[0].config
+    assert (base.mesh.cp, base.mesh.dp, base.train.microbatch_sequences) == (1, 4, 2)
+    assert base.train.sequences(4) == run.train.sequences(2) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("mesh.cp=2 train.microbatch_sequences=3", "take a multiple of 2"),
+        ("mesh.tp=2", "mesh.tp=2: verify compares rows of parameters"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(line: str, told: str) -> None:
+    run = composed([*line.split(), "launch.workers=2"], CONF, VerifyRun)
+    with pytest.raises(ValueError, match=told):
+        ladder(run, 2)
 
 
 def test_the_baseline_keeps_all_but_what_places_shards_and_tiles() -> None:

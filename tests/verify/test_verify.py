@@ -79,7 +79,33 @@ def test_two_hops_are_another_order_and_above_them_placement_changes_nothing(
     assert "gradients take two hops" in verdict(report)
 
 
+CUT = "mesh.cp=2 zero.stage=3 precision=fp32"
+
+
+@pytest.mark.parametrize("line", [CUT, "mesh.cp=2 mesh.cp_attention=ulysses model.kv_heads=2 offload=host"])
+def test_cut_sequences_agree_with_whole_ones_and_placement_changes_nothing(
+    pool: Pool, text: Path, tmp_path: Path, line: str
+) -> None:
+    report = report_of(pool, text, tmp_path, line)
+    assert report.agrees, verdict(report)
+    _, cut, last = report.findings
+    print(cut.gap)
+    assert cut.allowed is not None
+    if line == CUT:
+        assert cut.gap.loss < 1e-5
+        assert cut.gap.unit_norm < 1e-5
+    assert last.allowed is None
+
+
 # What is wrong
+
+
+def test_keys_whose_gradients_stay_on_their_rank_are_found(pool: Pool, text: Path, tmp_path: Path) -> None:
+    report = report_of(pool, text, tmp_path, CUT, "lonely keys")
+    _, cut, last = report.findings
+    assert (cut.agrees, last.agrees) == (False, True)
+    assert "over cut sequences from stage 0 on the device: " in verdict(report)
+    assert "gradient norm of unit layers." in verdict(report)
 
 
 @pytest.mark.parametrize(
