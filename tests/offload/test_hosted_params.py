@@ -402,15 +402,15 @@ def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> None:
         kept = [weakref.ref(sharded.model), weakref.ref(optim), weakref.ref(optim.offload.arena)]
         kept += [weakref.ref(memory) for unit in sharded.units for memory in unit.hosted.values()]
         del sharded, optim
-        until = time.monotonic() + 5
+        until = time.monotonic() + 20
         while time.monotonic() < until:  # a lane may be at its last action
             gc.collect()
             left = [type(each()).__name__ for each in kept if each() is not None]
-            if not left and threading.active_count() == threads:
+            if not left and threading.active_count() <= threads:  # one of another test's may have ended meanwhile
                 break
             time.sleep(0.01)
         assert left == []
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
 
 @EVERYWHERE
