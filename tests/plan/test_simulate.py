@@ -89,7 +89,12 @@ REPEATED = {
 }
 
 
-@pytest.mark.parametrize("name", REPEATED)
+FEW = ("stage 0", "stage 3", "hybrid", "tiled", "host")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in REPEATED]
+)
 def test_many_equal_blocks_are_three_and_four_repeated(name: str) -> None:
     repeated, whole = simulate(REPEATED[name]), simulate(REPEATED[name], whole=True)
     assert repeated.peak == whole.peak
