@@ -91,9 +91,9 @@ class Llama(nn.Module):
         """heads * head_dim, summed over the layers."""
         return self.shape.layers * self.shape.hidden_size
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Raises ValueError when a sequence is longer than `max_tokens`."""
-        logits: Tensor = self.head(self.features(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """positions: as for `features`. Raises ValueError when a sequence is longer than `max_tokens`."""
+        logits: Tensor = self.head(self.features(tokens, positions))
         return logits
 
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

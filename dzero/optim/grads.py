@@ -6,21 +6,22 @@ the sums travels a checksum of the rank's collectives (comm/trail.py): where ran
 mixed data of different units, and the step is refused.
 
 Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
-ranks', one that they all have is counted once.
+ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own (optim/parts.py).
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dzero.comm.collectives import GatherScalars
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.offload.attach import Offload
+from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import Named, UnitGrads
 from dzero.zero.shard import Sharded
 
@@ -53,11 +54,13 @@ class Gradients:
         # Stage 0 holds whole gradients, of which this rank sums its own chunk; else the shard is the chunk.
         cut = (group.rank(), group.size()) if layout.shard == 1 else (0, 1)
         self._units = [UnitGrads(unit, sharded, cut, offload) for unit in sharded.units]
-        self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
+        self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
             for axis, each in sharded.model_groups.items()
+            if axis != PIPELINE
         ]
+        self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
 
     def _cut_by(self, axis: str, sharded: Sharded) -> torch.Tensor:
         """bool [owned]: which parameters the axis cuts."""
@@ -89,24 +92,30 @@ class Gradients:
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
         """Global norm, finite check and clipping coefficient; the same on every rank. One small collective, and one
-        along each axis that cuts the model.
+        along each axis that cuts the model or its layers.
 
         Raises RuntimeError on every rank where ranks reduced their units in different orders.
         """
         for unit in self._units:
             unit.settle()
+        if self._parts is not None:
+            self._parts.complete()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
         values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
         gathered = self._gather(_vector(values, self._device)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = _in_order(chunks)
-        bad = self._culprits(chunks, "rank")
+        bad = _culprits(chunks, self._owned, "rank")
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
-            bad = bad or self._culprits(ranks, f"{axis} rank")
+            bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
             self._check_alike(ranks[:, ~cut], axis, cut)
             per_param = torch.where(cut, _in_order(ranks), ranks[0])
+        if self._parts is not None:
+            ranks = self._parts.gather(per_param)
+            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")
+            per_param = _in_order(ranks)
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
@@ -131,16 +140,17 @@ class Gradients:
                 "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
             )
 
-    def _culprits(self, sums: torch.Tensor, who: str) -> dict[str, None]:
-        """Of sums [ranks, owned]."""
-        where = (~torch.isfinite(sums)).nonzero().tolist()
-        return dict.fromkeys(f"{self._owned[param]} ({who} {rank})" for rank, param in where)
-
     def clear(self) -> None:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
         self._trail.end_step()
+
+
+def _culprits(sums: torch.Tensor, names: Sequence[str], who: str) -> dict[str, None]:
+    """Of sums [ranks, names]."""
+    where = (~torch.isfinite(sums)).nonzero().tolist()
+    return dict.fromkeys(f"{names[param]} ({who} {rank})" for rank, param in where)
 
 
 def _in_order(sums: torch.Tensor) -> torch.Tensor:
