@@ -224,8 +224,9 @@ class Trainer:
         axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
         axes += f" x {mesh.pp} pp, {mesh.pp_schedule}" if mesh.pp > 1 else ""
         axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
+        here = " of the first rank" if mesh.pp > 1 else ""
         return (
-            f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, "
+            f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "
             f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
             f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {self.run_folder}"

@@ -62,11 +62,11 @@ class Gradients:
         ]
         self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
 
-    def _cut_by(self, axis: str, sharded: Sharded) -> torch.Tensor:
-        """bool [owned]: which parameters the axis cuts."""
+    def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
+        """[owned]: which parameters the axis cuts."""
         splits = {param.name: param.split for unit in sharded.shapes for param in unit.params}
         cut = {name for name, each in splits.items() if each is not None and each.axis == axis and each.dim is not None}
-        return torch.tensor([name in cut for name in self._owned])
+        return [name in cut for name in self._owned]
 
     def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
         """From now on, tell of every unit whose gradients are complete, and before gradients are refused; both held
@@ -110,8 +110,8 @@ class Gradients:
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
             bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
-            self._check_alike(ranks[:, ~cut], axis, cut)
-            per_param = torch.where(cut, _in_order(ranks), ranks[0])
+            self._check_alike(ranks, axis, cut)
+            per_param = torch.where(torch.tensor(cut), _in_order(ranks), ranks[0])
         if self._parts is not None:
             ranks = self._parts.gather(per_param)
             bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")
@@ -130,13 +130,15 @@ class Gradients:
                 "in every microbatch (no branches on the data of one rank)"
             )
 
-    def _check_alike(self, sums: torch.Tensor, axis: str, cut: torch.Tensor) -> None:
-        """Of the parameters that all ranks have, [ranks, n]: what they found must be one gradient, but for rounding."""
+    def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:
+        """Of the parameters that all ranks have, in [ranks, owned]: what they found must be one gradient, but for
+        rounding."""
+        alike = [number for number, is_cut in enumerate(cut) if not is_cut]
+        sums = sums[:, alike]
         apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
-        if bool(apart.any()):
-            names = [name for name, is_cut in zip(self._owned, cut.tolist(), strict=True) if not is_cut]
+        if found := apart.nonzero().flatten().tolist():
             raise RuntimeError(
-                f"ranks of {axis} found different gradients of {names[int(apart.nonzero()[0])]}, of which each has a "
+                f"ranks of {axis} found different gradients of {self._owned[alike[found[0]]]}, of which each has a "
                 "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
             )
 

@@ -49,9 +49,9 @@ class Hidden:
         """Of one microbatch."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def like(self) -> Tensor:
-        """On meta."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=True)
+    def on(self, device: torch.device | str) -> Tensor:
+        """Room for them."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Pipeline:
@@ -123,8 +123,9 @@ class Pipeline:
     def stage_of(self, part: Part) -> tuple[int, int, dict[str, Any]]:
         """What torch wants to know of a part."""
         first, last = part.index == 0, part.index == self._parts.count - 1
-        comes = torch.empty(1, dtype=torch.int64, device="meta") if first else self._hidden.like()
-        goes = torch.empty(1, device="meta", requires_grad=True) if last else self._hidden.like()
+        hidden = self._hidden.on("meta").requires_grad_()
+        comes = torch.empty(1, dtype=torch.int64, device="meta") if first else hidden
+        goes = torch.empty(1, device="meta", requires_grad=True) if last else hidden
         shapes = {"device": self._device, "group": self._group, "input_args": comes, "output_args": goes}
         return part.index, self._parts.count, shapes
 
@@ -135,7 +136,7 @@ class Pipeline:
         return moves
 
     def _receive(self, sender: int) -> Tensor:
-        x = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._device)
+        x = self._hidden.on(self._device)
         dist.recv(x, self._peer(sender), group=self._group)
         return x
 
@@ -203,6 +204,20 @@ def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
             f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "
             "of all"
         )
+
+
+def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:
+    """What a rank with one part runs: ("forward" or "backward", microbatch), in order. With one part in all, a backward
+    follows its forward. Raises ValueError for a schedule of several parts."""
+    if schedule not in ("1f1b", "gpipe"):
+        raise ValueError(f"mesh.pp_schedule={schedule}: only of 1f1b and gpipe is the order known beforehand")
+    ahead = microbatches if schedule == "gpipe" else min(microbatches, parts - part)
+    order = [("forward", index) for index in range(ahead)]
+    for index in range(microbatches):
+        order.append(("backward", index))
+        if ahead + index < microbatches:
+            order.append(("forward", ahead + index))
+    return order
 
 
 def expected_pipeline(parts: Parts, hidden: Hidden, *, microbatches: int) -> dict[Entry, Traffic]:

@@ -16,8 +16,8 @@ from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
 from dzero.parallel.pipeline import check_microbatches
 
 FP32 = 1e-5
-"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere, but
-where only layers are: there every bit is the same."""
+"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere;
+but where only layers are, every bit is the same."""
 
 RUNS = [
     *(Piped(stage=stage, dp=2) for stage in range(4)),
