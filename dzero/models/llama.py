@@ -103,11 +103,12 @@ class Llama(nn.Module):
         0, 1, 2, ...
         """
         time, limit = tokens.shape[1], self.shape.max_tokens
-        length = time if positions is None else int(positions.max()) + 1
-        if limit is not None and length > limit:
-            raise ValueError(
-                f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise max_tokens"
-            )
+        if limit is not None:
+            length = time if positions is None else int(positions.max()) + 1
+            if length > limit:
+                raise ValueError(
+                    f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise it"
+                )
         positions = torch.arange(time, device=tokens.device) if positions is None else positions.to(tokens.device)
         cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
         x = self.embedding(tokens)

@@ -15,6 +15,7 @@ from dzero.comm.collectives import is_exact
 from dzero.mesh import TENSOR, MeshConfig
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
+from dzero.models.llama import Llama
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Hidden, order_of
@@ -87,7 +88,11 @@ class Scenario:
 
     def cut(self, model: nn.Module, part: int) -> Parts | None:
         """Leave of `model` what the rank with that part of a pipeline has; None where there is one part."""
-        return cut_parts(model, part, self.mesh.pp, tokens=self.tokens) if self.mesh.pp > 1 else None
+        if self.mesh.pp == 1:
+            return None
+        if isinstance(model, Llama):
+            model.shape = replace(model.shape, max_tokens=None)  # to be held against positions, which have no values
+        return cut_parts(model, part, self.mesh.pp, tokens=self.tokens)
 
     def order(self, part: int) -> list[tuple[str, int]]:
         """Of forwards and backwards, by microbatch."""
