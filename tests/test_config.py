@@ -61,6 +61,7 @@ MISTAKES = {
     "mesh.pp=2 mesh.pp_parts=2": "mesh.pp_parts=2 with mesh.pp_schedule=1f1b: so many parts on a rank are for "
     "['interleaved']",
     "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
+    "mesh.pp=2 train.accumulate=2 optim.rule=muon": "mesh.pp=2 with optim.rule=muon",
     "mesh.pp=2 train.accumulate=2 block.tiles=2": "block.tiles=2 with mesh.pp=2",
     "mesh.pp=2 train.accumulate=2 offload=host offload.overlap=delayed": "offload.overlap=delayed with mesh.pp=2",
     "mesh.tp=2 train.sequence_tokens=255": "mesh.tp=2 does not divide train.sequence_tokens=255",
