@@ -227,8 +227,8 @@ def check_muon(layout: Layout) -> None:
     """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
     if layout.pipeline_ranks > 1:
         raise ValueError(
-            f"mesh.pp={layout.pipeline_ranks} with optim.rule=muon: which matrices of a part it owns is not settled with "
-            "the other parts; take mesh.pp=1, or optim.rule=adamw"
+            f"mesh.pp={layout.pipeline_ranks} with optim.rule=muon: who owns which matrix is not "
+            "settled between parts; take mesh.pp=1, or optim.rule=adamw"
         )
     for kind in KINDS:
         if (tier := layout.tiers[kind][0]) != "device":
