@@ -20,12 +20,13 @@ from dzero.errors import RunError
 from dzero.launch import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
+from dzero.on_a_rank import as_on_a_rank, costs_for, model_of, units_of
 from dzero.plan.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import Ranking, Subject, search
 from dzero.plan.search_tables import headline, nothing_fits
-from dzero.planning import as_on_a_rank, check_foreseen, costs_for, hardware_of, model_of, ranks_of, units_of
+from dzero.planning import check_foreseen, hardware_of, ranks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ def choose(config: RunConfig, given: Sequence[str]) -> Choice:
     alike on all ranks.
     """
     check_foreseen(config)
+    if config.mesh.pp > 1:
+        raise RunError(f"zero=auto with mesh.pp={config.mesh.pp}: of a pipeline nothing is chosen; give zero.stage")
     config = replace(config, auto=False)
     hardware = _hardware(config)
     defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}

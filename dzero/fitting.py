@@ -27,6 +27,7 @@ from dzero.errors import RunError
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.launch import launched
 from dzero.mesh import local_rank, local_ranks
+from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
 from dzero.plan.analytic import Memory, memory_of, with_moments
 from dzero.plan.candidates import ACCUMULATE, Candidate
 from dzero.plan.costs import Costs
@@ -34,7 +35,7 @@ from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
-from dzero.planning import as_on_a_rank, costs_for, layout_of, model_of, ranks_of, units_of
+from dzero.planning import layout_of, ranks_of
 
 SUGGESTED = LARGEST = 3
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
@@ -87,16 +88,23 @@ def needed(config: RunConfig) -> Memory:
 
     Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
     """
+    if config.mesh.parts_of_a_rank > 1:
+        raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
+    return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
+
+
+def _needed(config: RunConfig, part: int) -> Memory:
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     try:
-        with as_on_a_rank(config, model) as ledger:
-            units = units_of(config, model)
-            costs = costs_for(config, model, ledger) if config.offload.activations == "device" else Costs(())
+        with as_on_a_rank(config, model, part) as rank:
+            units = units_of(config, model, rank)
+            costs = costs_for(config, model, rank) if config.offload.activations == "device" else Costs(())
     except RunError:  # mesh.tp does not divide the model: no run would begin
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    return with_moments(memory_of(layout, units, costs, config.launch.device_type), config.optim.moments)
+    memory = memory_of(layout, units, costs, config.launch.device_type)
+    return flights_of(config, rank, layout).held(with_moments(memory, config.optim.moments), costs)
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

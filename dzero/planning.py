@@ -5,31 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
 
-from dzero.comm.ledger import Entry, Ledger, Traffic
+from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
-from dzero.data.corpus import vocab_size_of
-from dzero.errors import RunError, user_errors
-from dzero.hardware import dtype_of, format_bytes
+from dzero.errors import RunError
+from dzero.hardware import format_bytes
 from dzero.launch import launched
-from dzero.mesh import TENSOR, local_ranks, make_mesh
-from dzero.models.build import build, flops_per_token
+from dzero.mesh import local_ranks
+from dzero.models.build import flops_per_token
 from dzero.monitor.board import TensorBoardSink
-from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context import ContextParallel
-from dzero.parallel.tensor import parallelize
-from dzero.plan.costs import Costs, costs_of
+from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
 from dzero.plan.explain import actions, tables
-from dzero.plan.fake import fake_group
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
@@ -39,8 +30,6 @@ from dzero.recorder import context_traffic
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import UnitShape
-from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -56,53 +45,14 @@ def layout_of(config: RunConfig, device_type: str) -> Layout:
     return config.layout(ranks_of(config), device_type)
 
 
-def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
-    """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
-    if vocab_size is None and config.model.vocab_size is None:
-        vocab_size = vocab_size_of(config.data)
-    # Where a rank's tokens stand cannot be asked of fake ones; the configuration knows that sequences are short enough.
-    model = build(replace(config.model, max_tokens=None) if config.mesh.cp > 1 else config.model, vocab_size)
-    apply_blocks(model, config.block, "cpu")
-    return model
-
-
-def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
-    """Its units, the root last."""
-    return shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
-
-
-@contextmanager
-def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[Ledger]:
-    """Inside, `model` is what a rank of `mesh.tp` has of it, and attends as one of `mesh.cp` does; only shapes and
-    operators may be asked of it. Gives the ledger of what attention passes on.
-
-    Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
-    """
-    mesh, ledger = config.mesh, Ledger()
-    if mesh.tp * mesh.cp == 1:
-        yield ledger
-        return
-    with fake_group(mesh.tp * mesh.cp):
-        ranks = make_mesh("cpu", tp=mesh.tp)
-        cut_logits: AbstractContextManager[None] = nullcontext()
-        with user_errors():
-            if mesh.tp > 1:
-                cut_logits = parallelize(model, ranks[TENSOR]).loss()
-            if mesh.cp > 1:
-                group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
-                ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
-        with cut_logits:
-            yield ledger
-
-
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
     """What a run with these settings is and does; and its actions off the device, a line each."""
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
     model = model_of(config)
-    with as_on_a_rank(config, model):
-        units = units_of(config, model)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
     told = [sources(config, settings, conf), stands_for(config, layout)]
-    told += [*tables(layout, units), _passed_on(context_traffic(config, model, layout))]
+    told += [*tables(layout, units), _passed_on(context_traffic(config, model, layout, rank.parts))]
     return [table for table in told if table.rows], actions(layout, units)
 
 
@@ -122,33 +72,40 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     """
     check_foreseen(config)
     ranks, train = ranks_of(config), config.train
-    layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
-    flops = flops_per_token(model, train.sequence_tokens)
-    with as_on_a_rank(config, model) as ledger:
-        units, costs = units_of(config, model), costs_for(config, model, ledger)
-    step_tokens = train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens
-    return forecast(
-        layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
-    )
+    layout, found = layout_of(config, hardware.device_type), list[Forecast]()
+    for part in parts_of(config):
+        model = model_of(config, vocab_size)
+        flops = flops_per_token(model, train.sequence_tokens)
+        with as_on_a_rank(config, model, part) as rank:
+            units, costs = units_of(config, model, rank), costs_for(config, model, rank)
+        found.append(
+            forecast(
+                layout,
+                units,
+                costs,
+                hardware,
+                step_tokens=train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens,
+                model_flops=flops,
+                moments=config.optim.moments,
+                flights=flights_of(config, rank, layout),
+            )
+        )
+    slowest = max(found, key=lambda each: each.pace.step_s or 0.0)
+    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace)
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device."""
+    """Raises RunError for activations that leave the device, and several parts on a rank."""
+    if config.mesh.parts_of_a_rank > 1:
+        raise RunError(
+            f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "
+            "mesh.pp_schedule=1f1b it is, which needs less"
+        )
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
             "offload.activations=device it is, which needs more of the device and less of the host"
         )
-
-
-def costs_for(config: RunConfig, model: nn.Module | None = None, ledger: Ledger | None = None) -> Costs:
-    """Of one microbatch of the run. model, ledger: as on a rank; the model is used up."""
-    if model is None:
-        model = model_of(config)
-        with as_on_a_rank(config, model) as ledger:
-            return costs_for(config, model, ledger)
-    working, sharing = model.to(dtype_of(config.precision.param)), config.mesh.cp
-    return costs_of(working, _Loss(config), config.zero.units, ledger=ledger, sharing=sharing)
 
 
 def hardware_of(config: RunConfig) -> HardwareConfig:
@@ -203,18 +160,3 @@ def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str
         lacks = str(error)
     board.plan(step, plan_tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
     return lacks
-
-
-class _Loss:
-    """Mean cross-entropy of a rank's tokens of one microbatch, as the trainer takes it."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
-        self._tiled = config.block.loss_tiles > 1
-
-    def __call__(self, model: nn.Module) -> torch.Tensor:
-        tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
-        if self._tiled:
-            loss: torch.Tensor = model(tokens, targets)
-            return loss
-        return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())

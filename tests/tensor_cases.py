@@ -29,7 +29,7 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.tensor import TensorParallel, parallelize
 from dzero.zero.placed import local_of
 
-STEPS, LR, CLIP = 8, 3e-3, 0.5
+STEPS, LR, CLIP = 20, 3e-3, 0.5
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48)
 WIDE = LlamaShape(vocab_size=512, hidden_size=128, layers=3, heads=4, kv_heads=4, ffn_size=256)
 

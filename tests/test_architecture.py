@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 config command_line
-assembly recorder saves sources planning trainer choosing fitting verify
+assembly recorder saves sources on_a_rank planning trainer choosing fitting verify
 __main__
 """
 ORDER = LEVELS.split()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
@@ -41,8 +41,11 @@ class Places:
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
         self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
-        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **sharded.model_groups}
+        along_model = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
+        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **along_model}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
+        pipeline = sharded.parts
+        self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
         self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
         for whole, cut, parts in tiled(sharded.model):
             for index, part in enumerate(parts):
@@ -70,7 +73,9 @@ class Places:
             yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape))
 
     def _saves(self, shape: ParamShape) -> bool:
-        """Ranks that have the same take turns."""
+        """Ranks that have the same take turns; of a tied parameter, those of the first part."""
+        if shape.name in self._elsewhere:
+            return False
         copy, copies = 0, 1
         for axis, group in self._copies.items():
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:

@@ -177,6 +177,12 @@ class UnitGrads:
             grads = self.values()
             self.sums.update({name: sum_squares(self._chunk(name, grads[name])) for name in missing})
 
+    def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
+        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
+        grad = self.values()[name]
+        add(grad)
+        self.sums[name] = sum_squares(self._chunk(name, grad))
+
     def on_device(self) -> list[torch.Tensor]:
         """Gradients that do not live on the host."""
         return [grad for name, grad in self.views.items() if name not in self._hosted]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dzero.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
@@ -32,8 +32,10 @@ def link_of(layout: Layout, hardware: HardwareConfig, axis: str, sharing: int) -
     sharing: ranks to a sequence, which are neighbours of those that shard (or have copies).
     """
     inside = layout.model_ranks
-    axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, inside * layout.shard)}
-    ranks, stride = {**axes, CONTEXT: (sharing, inside)}[axis]
+    of_shards = inside * layout.shard
+    axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, of_shards)}
+    axes |= {CONTEXT: (sharing, inside), PIPELINE: (layout.pipeline_ranks, of_shards * layout.replicate)}
+    ranks, stride = axes[axis]
     within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
 
@@ -46,7 +48,7 @@ class Durations:
 
     def __init__(self, layout: Layout, hardware: HardwareConfig, sharing: int) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        axes = (TENSOR, CONTEXT, SHARD, REPLICATE)
+        axes = (TENSOR, CONTEXT, SHARD, REPLICATE, PIPELINE)
         self._links = {axis: link_of(layout, hardware, axis, sharing).rate for axis in axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]

@@ -15,21 +15,23 @@ backward gather of a leading unit whose input and parameters need no gradient.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dzero.comm.ledger import Entry, Traffic, dtype_key
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.zero.layout import Layout, Row
 from dzero.zero.shapes import UnitShape
 
 KINDS = ("param", "grad", "master", "moments")
 
 
-def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries (phases unshard and reduce)."""
+def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collection[str] = ()) -> dict[Entry, Traffic]:
+    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries (phases unshard and reduce).
+
+    shared: names of tied parameters that the other end of a pipeline has as well."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
     def add(kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int) -> None:
@@ -51,22 +53,28 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
         owned = -(-trained // copies)
         add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
+        for param in unit.params:
+            if param.name in shared and param.trainable:
+                add("exchange", PIPELINE, 2, param.shard_elems(n) * layout.grad.dtype.itemsize, layout.grad.dtype, 1)
     return dict(totals)
 
 
-def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
+def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
     """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
-    along the axis that cuts the chunks, the sums along those that cut the model, three for the loss along every one."""
+    along the axis that cuts the chunks, the sums along those that cut the model, those of all `names` of the model
+    along a pipeline, four for the loss along every one."""
     chunk_axis = SHARD if layout.shard > 1 else REPLICATE
     params = sum(p.trainable for unit in units for p in unit.params)
     splits = {param.split.axis: param.split.count for unit in units for param in unit.params if param.split is not None}
     sums = {chunk_axis: params + 1} | dict.fromkeys(splits, params)
+    if layout.pipeline_ranks > 1:
+        splits[PIPELINE], sums[PIPELINE] = layout.pipeline_ranks, names
     totals = {}
     for axis, ranks in {REPLICATE: layout.replicate, SHARD: layout.shard, **splits}.items():
         if ranks > 1:
             norms = Traffic(1, 8 * sums[axis] * (ranks - 1)) if axis in sums else Traffic()
             entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
-            totals[entry] = norms + Traffic(1, 8 * 3 * (ranks - 1))
+            totals[entry] = norms + Traffic(1, 8 * 4 * (ranks - 1))
     return totals
 
 

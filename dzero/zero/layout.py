@@ -135,7 +135,9 @@ class Layout:
     offload: OffloadConfig
     """How the rows' tiers are served (zero/tiers.py)."""
     model_ranks: int = 1
-    """Ranks that share the model of one data-parallel rank (tensor parallelism)."""
+    """Ranks that share every matrix of one data-parallel rank (tensor parallelism)."""
+    pipeline_ranks: int = 1
+    """Ranks that share its layers."""
 
     @classmethod
     def of(
@@ -149,6 +151,7 @@ class Layout:
         microbatches: int = 1,
         exact: bool = True,
         model_ranks: int = 1,
+        pipeline_ranks: int = 1,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
@@ -157,6 +160,7 @@ class Layout:
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
         _check_model_ranks(zero, offload, model_ranks)
+        _check_pipeline(offload, pipeline_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -188,6 +192,7 @@ class Layout:
             exact=exact,
             offload=offload,
             model_ranks=model_ranks,
+            pipeline_ranks=pipeline_ranks,
         )
 
     @property
@@ -198,7 +203,7 @@ class Layout:
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.ranks * self.model_ranks
+        return self.ranks * self.model_ranks * self.pipeline_ranks
 
     @property
     def hybrid(self) -> bool:
@@ -259,6 +264,22 @@ def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: in
         raise ValueError(
             f"zero.reshard_after_forward={zero.reshard_after_forward} with {what}: FSDP2 keeps no second copy of "
             "parameters that are cut along another axis; take true or false"
+        )
+
+
+def _check_pipeline(offload: OffloadConfig, pipeline_ranks: int) -> None:
+    if pipeline_ranks == 1:
+        return
+    if offload.activations != "device":
+        raise ValueError(
+            f"offload.activations={offload.activations} with mesh.pp={pipeline_ranks}: a pipeline runs the backward of "
+            "its oldest microbatch first, and activations come back in the order in which the newest went; take "
+            "offload.activations=device"
+        )
+    if offload.mode in ("backward", "delayed"):
+        raise ValueError(
+            f"offload.overlap={offload.overlap} with mesh.pp={pipeline_ranks}: tied parameters and norms need the "
+            "gradients of all parts; take offload.overlap=forward or step"
         )
 
 

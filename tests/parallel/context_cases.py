@@ -113,7 +113,7 @@ def plain_attention(call: Call) -> list[Tensor]:
     return [mixed.detach(), *(each.grad for each in given)]
 
 
-STEPS, LR, CLIP, TOKENS = 6, 3e-3, 0.5, 16
+STEPS, LR, CLIP, TOKENS = 20, 1e-3, 0.5, 16
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=8, kv_heads=4, ffn_size=48)
 SEQUENCES = 4
 """Of a microbatch."""

@@ -32,7 +32,7 @@ from dzero.parallel.tensor_plans import plan_for
 from dzero.plan.fake import fake_group
 
 FP32 = 1e-5
-"""Relative: of losses and norms of every step, and of the length of each parameter after 8. Sums are cut elsewhere."""
+"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
 
 RUNS = [
     *(Run(dp=2, tp=2, stage=stage) for stage in (0, 2, 3)),

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dzero.command_line import composed
+from dzero.on_a_rank import model_of, units_of
 from dzero.plan.explain import collectives, folded
-from dzero.planning import layout_of, model_of, units_of
+from dzero.planning import layout_of
 from dzero.sources import sources, stands_for
 from dzero.zero.account import expected_traffic
 
