@@ -7,9 +7,10 @@ model itself, within its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
@@ -40,8 +41,6 @@ class Places:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
-        self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
-        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **sharded.model_groups}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
         for whole, cut, parts in tiled(sharded.model):
@@ -53,9 +52,11 @@ class Places:
 
     def of(self, unit: Unit) -> Iterator[Place]:
         """A unit's, in its order."""
+        shards = unit.mesh.get_group(SHARD)
+        copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._sharded.model_groups}
         for shape in unit.shape.params:
-            rows = -(-shape.shape[0] // self._ranks)
-            first = min(self._rank * rows, shape.shape[0])
+            rows = -(-shape.shape[0] // shards.size())
+            first = min(shards.rank() * rows, shape.shape[0])
             offset = [first, *(0 for _ in shape.shape[1:])]
             size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
             whole, name = [*shape.whole], shape.name
@@ -67,12 +68,12 @@ class Places:
                     offset[dim] += start
                     whole[dim] = total
             box = Box(tuple(offset), tuple(size))
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape))
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape, copies))
 
-    def _saves(self, shape: ParamShape) -> bool:
-        """Ranks that have the same take turns."""
+    def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
+        """Ranks that have the same take turns. groups: of those that may."""
         copy, copies = 0, 1
-        for axis, group in self._copies.items():
+        for axis, group in groups.items():
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy

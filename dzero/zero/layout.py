@@ -13,13 +13,15 @@ collectives and the bytes below are all derived from it. Pure: no tensors, no co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.comm.collectives import is_exact
 from dzero.hardware import dtype_of
+from dzero.mesh import expert_degrees
+from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import KINDS, OffloadConfig
 
 FLOATS = ("fp32", "bf16", "fp16")
@@ -189,6 +191,14 @@ class Layout:
             offload=offload,
             model_ranks=model_ranks,
         )
+
+    def of_unit(self, unit: UnitShape) -> Layout:
+        """The table of one unit: what ranks share of experts is copied and cut over the other ranks only."""
+        if unit.shared_by == 1:
+            return self
+        replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by)
+        after_forward = self.reshard_after_forward if self.param.sharded else shard == 1
+        return replace(self, replicate=replicate, shard=shard, reshard_after_forward=after_forward)
 
     @property
     def ranks(self) -> int:
