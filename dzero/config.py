@@ -6,6 +6,7 @@ doors, no other file knows Hydra.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from dzero.data.corpus import DataConfig
 from dzero.data.files import find
 from dzero.errors import RunError
 from dzero.launch import LauncherConfig, launched
-from dzero.mesh import MeshConfig
+from dzero.mesh import MeshConfig, expert_degrees
 from dzero.models.config import ModelConfig
 from dzero.models.hf import check_folder
 from dzero.monitor.profile import ProfileConfig
@@ -166,13 +167,44 @@ class RunConfig:
                     f"block.{key}={getattr(self.block, key)} with mesh.tp={mesh.tp}: tiles are cut out of whole "
                     f"matrices; take block.{key}=1, since tensor parallelism makes operators smaller too"
                 )
-        if mesh.cp > 1 and model.kind != "llama":
+        if mesh.cp > 1 and model.kind == "hf":
             raise ValueError(
-                f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama attends over sequences that "
-                "are cut; take mesh.cp=1"
+                f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama and moe attend over sequences "
+                "that are cut; take mesh.cp=1"
             )
+        self._check_experts()
         if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
             check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
+
+    def _check_experts(self) -> None:
+        mesh, model, block = self.mesh, self.model, self.block
+        if model.kind == "moe":
+            refused = {"mesh.tp": mesh.tp, "block.tiles": block.tiles}
+            for key in (key for key, value in refused.items() if value > 1):
+                raise ValueError(f"{key}={refused[key]} with model.kind=moe: it cuts no experts; take {key}=1")
+            if self.optim.rule == "muon":
+                raise ValueError(
+                    "optim.rule=muon with model.kind=moe: experts' matrices are stacked in one, which would be "
+                    "orthogonalised as a whole; take optim.rule=adamw"
+                )
+        if mesh.ep == 1:
+            return
+        if model.kind != "moe" or model.experts is None:
+            raise ValueError(
+                f"mesh.ep={mesh.ep} with model.kind={model.kind}: only the experts of model.kind=moe (model=tiny_moe) "
+                "are shared; take mesh.ep=1"
+            )
+        if model.experts % mesh.ep:
+            allowed = [each for each in range(1, model.experts + 1) if model.experts % each == 0]
+            raise ValueError(f"mesh.ep={mesh.ep} does not divide model.experts={model.experts}; allowed: {allowed}")
+        if block.activation_checkpoint == "selective":
+            raise ValueError(
+                f"block.activation_checkpoint=selective with mesh.ep={mesh.ep}: it cannot compute again what gathers "
+                "experts inside a block; take activation_checkpoint=full or none"
+            )
+        for key, value in (("param", self.offload.param), ("activations", self.offload.activations)):
+            if value != "device":
+                raise ValueError(f"offload.{key}={value} with mesh.ep={mesh.ep}: take offload.{key}=device")
 
     @property
     def worker_count(self) -> int:
@@ -180,7 +212,8 @@ class RunConfig:
 
         Raises ValueError for more than there are GPUs.
         """
-        wanted, inner = self.launch.workers or self.mesh.ranks, self.mesh.cp * self.mesh.tp
+        wanted = self.launch.workers or self.mesh.ranks
+        inner = math.lcm(self.mesh.cp, self.mesh.ep) * self.mesh.tp
         if wanted is None and self.launch.device_type == "cpu" and inner > 1:
             wanted = inner
         return replace(self.launch, workers=wanted).worker_count
@@ -202,6 +235,7 @@ class RunConfig:
             exact=is_exact(self.zero.reduction, device_type),
             model_ranks=self.mesh.tp,
         )
+        expert_degrees(replicate, shard, self.mesh.ep)  # raises where ep divides neither
         self.optim.check(layout)
         return layout
 

@@ -85,9 +85,11 @@ def check_memory(config: RunConfig) -> None:
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors, and for sequences that are cut; it may train
-    all the same.
+    Raises UnforeseenError for a model that does not run on fake tensors, for sequences that are cut, and for experts;
+    it may train all the same.
     """
+    if config.model.kind == "moe":
+        raise UnforeseenError("what the experts of model.kind=moe need follows from the tokens")
     if (cp := config.mesh.cp) > 1:
         raise UnforeseenError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen")
     layout, model = layout_of(config, config.launch.device_type), model_of(config)

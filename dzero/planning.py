@@ -110,7 +110,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and for sequences that are cut."""
+    """Raises RunError for activations that leave the device, sequences that are cut, and experts."""
+    if config.model.kind == "moe":
+        raise RunError("what the experts of model.kind=moe need follows from the tokens, and is not foreseen")
     if (cp := config.mesh.cp) > 1:
         raise RunError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen; it is with mesh.cp=1")
     if config.offload.activations != "device":

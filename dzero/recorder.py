@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dzero.assembly import Assembled
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
@@ -39,21 +40,21 @@ class Shared:
 class Recorder:
     """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
-    flops_per_token: of forward and backward, None where unknown. done_steps: made before, by the run that this one goes
-    on from.
+    done_steps: made before, by the run that this one goes on from.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        sharded: Sharded,
+        assembled: Assembled,
         optim: MasterOptimizer,
         memory: MemoryMeter,
         device: torch.device,
-        flops_per_token: float | None,
         done_steps: int = 0,
     ) -> None:
-        self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
+        sharded, flops_per_token = assembled.sharded, assembled.flops_per_token
+        self._assembled, self._sharded, self._optim = assembled, sharded, optim
+        self._memory, self._device = memory, device
         self._scaled = config.precision.param == "fp16"
         readers = config.mesh.readers(sharded.layout.ranks)
         self._step_tokens = config.train.sequences(readers) * config.train.sequence_tokens
@@ -158,6 +159,7 @@ class Recorder:
             traffic=self._traffic,
             traffic_steps=self._meter.steps,
             theory=self._theory(),
+            routed=self._assembled.routed(self._meter.steps),
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,
@@ -167,7 +169,8 @@ class Recorder:
     def _theory(self) -> dict[Entry, Traffic]:
         """What a step moves, by formulas."""
         table = self._sharded.layout, self._sharded.shapes
-        return {**expected_traffic(*table), **expected_control(*table), **self._context, **self._optim.traffic}
+        by_table = {**expected_traffic(*table), **expected_control(*table)}
+        return {**by_table, **self._context, **self._assembled.balance.expected(), **self._optim.traffic}
 
     def _memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.

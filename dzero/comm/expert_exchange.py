@@ -50,7 +50,7 @@ class ExpertExchange:
     ) -> None:
         # What ranks give differs, but their trails must not: so one row is told, and no number of them.
         begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)
-        whole, parts = (each.view(len(each), -1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
+        whole, parts = (each.flatten(1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
         with record_function("all_to_all experts"), self._ledger.trail.within(begun, self._group):
             dist.all_to_all_single(whole, parts, take, give, group=self._group)
         self._ledger.record(PHASE, "all_to_all", self._axis, given.dtype, sent)

@@ -80,6 +80,8 @@ class MoEShape(LlamaShape):
 class MoE(Llama):
     """tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype."""
 
+    shape: MoEShape
+
     def __init__(self, shape: MoEShape) -> None:
         super().__init__(shape, lambda: Mixture(shape))
 

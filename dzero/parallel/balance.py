@@ -37,20 +37,17 @@ class Balance:
         ]
         self._total = Total(groups, ledger)
 
-    def step(self) -> None:
-        """After an optimizer step that was made, on all ranks."""
+    def step(self, *, made: bool = True) -> None:
+        """After every optimizer step, on all ranks. made: or it was skipped, and its loads do not count."""
         if not self._routers:
             return
         loads = [router.load for router in self._routers if router.load is not None]
         total = torch.cat(loads)
         self._total(total)
         for router, load in zip(self._routers, torch.split(total, [len(each) for each in loads]), strict=True):
-            router.rebalance(load)
-
-    def skip(self) -> None:
-        """After one that was not: its loads do not count."""
-        for router in self._routers:
-            if router.load is not None:
+            if made:
+                router.rebalance(load)
+            elif router.load is not None:
                 router.load.zero_()
 
     def expected(self) -> dict[Entry, Traffic]:

@@ -127,6 +127,8 @@ def _travelling(experts: ExpertParallel) -> Callable[[Forward], Forward]:
     def wrap(forward: Forward) -> Forward:
         def of_all(self: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
             """rows [n, ...] of this rank, counts [experts] of all of them -> [n, ...]."""
+            if counts.numel() % exchange.ranks:
+                raise ValueError(f"mesh.ep={exchange.ranks} does not divide the {counts.numel()} experts of a mixture")
             given = counts.view(exchange.ranks, -1)
             taken = exchange.counts(given)
             give, take = given.sum(1).tolist(), taken.sum(1).tolist()

@@ -106,7 +106,7 @@ def order_of(layout: Layout) -> Order:
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
-    for key, kind in (("tp", "tensor"), ("cp", "context")):
+    for key, kind in (("tp", "tensor"), ("cp", "context"), ("ep", "expert")):
         if (degree := getattr(run.mesh, key)) > 1:
             raise ValueError(f"mesh.{key}={degree}: verify compares runs without {kind} parallelism; take mesh.{key}=1")
     layout = layout_of(run, ranks)

@@ -1,4 +1,4 @@
-"""Expert-parallel runs for the pool's workers, and the same in the oracle, whose mixture is written out token by token."""
+"""Expert-parallel runs for the pool's workers, and the same in the oracle, whose mixture is written token by token."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import AXES, context_group, data_rank_of
 from dzero.models.materialise import Materialiser
-from dzero.models.moe import MoE, MoEShape, Mixture
+from dzero.models.moe import Mixture, MoE, MoEShape
 from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.zero.account import expected_control, expected_traffic
 
-STEPS, LR, CLIP, TOKENS = 20, 3e-3, 0.5, 12
+STEPS, LR, CLIP, TOKENS = 20, 1e-3, 0.5, 12
 SHAPE = MoEShape(
     vocab_size=64,
     hidden_size=32,
@@ -152,7 +152,7 @@ def one_step(run: Run, made: Made, microbatches: Sequence[Tensor]) -> float:
         with made.sharded.microbatch(is_last=index == run.microbatches - 1):
             loss = loss_of(made.sharded.model, tokens, targets) / run.microbatches
             loss.backward()  # type: ignore[no-untyped-call]
-        total += float(loss)
+        total += float(loss.detach())
         del loss
     made.optim.step()
     made.balance.step()
@@ -210,7 +210,8 @@ def loaded(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
 
 
 class TokenByToken(nn.Module):
-    """The mixture as its formulas say, one token and one expert after the other; it takes over a `Mixture`'s weights.
+    """The mixture as its formulas say, one token and one expert after the other, in fp64; it takes over a `Mixture`'s
+    weights.
 
     chosen: how often each expert was, since the bias last moved.
     """
@@ -225,17 +226,15 @@ class TokenByToken(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shape, outs, choices, all_scores = self.shape, [], torch.zeros(self.shape.experts), []
-        for token in x.flatten(0, -2).unbind():
-            logits = self.router.weight @ token
+        for token in x.double().flatten(0, -2).unbind():
+            logits = self.router.weight.double() @ token
             scores = logits.softmax(0) if shape.scores == "softmax" else 1 / (1 + (-logits).exp())
             best = sorted(range(shape.experts), key=lambda e: -float((scores + self.bias)[e].detach()))[: shape.top_k]
             total = sum(scores[e] for e in best) if shape.top_k > 1 else 1.0
             out = sum(scores[e] / total * self.expert(e, token) for e in best)
             if self.shared is not None:
-                shared = self.shared
-                out = out + shared.down.weight @ (
-                    F.silu(shared.gate.weight @ token) * (shared.up.weight @ token)
-                )
+                gate, up, down = (getattr(self.shared, each).weight.double() for each in ("gate", "up", "down"))
+                out = out + down @ (F.silu(gate @ token) * (up @ token))
             outs.append(out)
             choices[best] += 1
             all_scores.append(scores / scores.sum())
@@ -243,12 +242,12 @@ class TokenByToken(nn.Module):
         if shape.balance == "loss":
             mean = torch.stack(all_scores).mean(0)
             self.loss = shape.rate * shape.experts * (choices / choices.sum() * mean).sum()
-        return torch.stack(outs).view_as(x)  # type: ignore[arg-type]
+        return torch.stack(outs).view_as(x).to(x.dtype)  # type: ignore[arg-type]
 
     def expert(self, e: int, token: Tensor) -> Tensor:
         weights, ffn, hidden = self.experts, self.shape.ffn_size, self.shape.hidden_size
-        gate, up = (each[e * ffn : (e + 1) * ffn] @ token for each in (weights.gate, weights.up))
-        out: Tensor = weights.down[e * hidden : (e + 1) * hidden] @ (gate / (1 + (-gate).exp()) * up)
+        gate, up = (each[e * ffn : (e + 1) * ffn].double() @ token for each in (weights.gate, weights.up))
+        out: Tensor = weights.down[e * hidden : (e + 1) * hidden].double() @ (gate / (1 + (-gate).exp()) * up)
         return out
 
 
