@@ -22,7 +22,7 @@ from dzero.data.corpus import DataConfig
 from dzero.data.files import find
 from dzero.errors import RunError
 from dzero.launch import LauncherConfig, launched
-from dzero.mesh import MeshConfig, expert_degrees
+from dzero.mesh import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.models.hf import check_folder
 from dzero.monitor.profile import ProfileConfig
@@ -202,9 +202,11 @@ class RunConfig:
                 f"block.activation_checkpoint=selective with mesh.ep={mesh.ep}: it cannot compute again what gathers "
                 "experts inside a block; take activation_checkpoint=full or none"
             )
-        for key, value in (("param", self.offload.param), ("activations", self.offload.activations)):
-            if value != "device":
-                raise ValueError(f"offload.{key}={value} with mesh.ep={mesh.ep}: take offload.{key}=device")
+        if self.offload.activations != "device":
+            raise ValueError(
+                f"offload.activations={self.offload.activations} with mesh.ep={mesh.ep}: what blocks with experts keep "
+                "was never tried off the device; take offload.activations=device"
+            )
 
     @property
     def worker_count(self) -> int:
@@ -234,8 +236,8 @@ class RunConfig:
             microbatches=self.train.microbatches(self.mesh.readers(ranks)),
             exact=is_exact(self.zero.reduction, device_type),
             model_ranks=self.mesh.tp,
+            expert_ranks=self.mesh.ep,
         )
-        expert_degrees(replicate, shard, self.mesh.ep)  # raises where ep divides neither
         self.optim.check(layout)
         return layout
 

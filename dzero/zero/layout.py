@@ -151,14 +151,19 @@ class Layout:
         microbatches: int = 1,
         exact: bool = True,
         model_ranks: int = 1,
+        expert_ranks: int = 1,
     ) -> Layout:
-        """Fill the table. Raises ValueError for combinations that cannot take effect."""
+        """Fill the table. expert_ranks: data-parallel ones that share experts, of which `of_unit` makes a table.
+
+        Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
-        _check_model_ranks(zero, offload, model_ranks)
+        _check_cut(zero, offload, "a model that is", model_ranks, "tp")
+        _check_cut(zero, offload, "experts that are", expert_ranks, "ep")
+        expert_degrees(replicate, shard, expert_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -256,10 +261,10 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
         )
 
 
-def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: int) -> None:
-    if model_ranks == 1:
+def _check_cut(zero: ZeroConfig, offload: OffloadConfig, what: str, ranks: int, axis: str) -> None:
+    if ranks == 1:
         return
-    what = f"a model that is cut over {model_ranks} ranks (mesh.tp)"
+    what = f"{what} cut over {ranks} ranks (mesh.{axis})"
     if offload.param != "device":
         raise ValueError(
             f"offload.param={offload.param} with {what}: FSDP2 takes parameters that are cut along another axis from "

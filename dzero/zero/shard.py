@@ -154,6 +154,7 @@ def shard(
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
         model_ranks=mesh.size() // data.size(),
+        expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
     units = find_units(model, zero.units, is_unit)
     values_on = device or _current_device(mesh.device_type)
@@ -206,8 +207,8 @@ class _Sharder:
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         _check_experts([*self.shapes.values()], mesh, experts)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
-        slots = [slot for of_unit in self.slots.values() for slot in of_unit]
-        self.cold = ColdRoom.of(layout, slots, self.off_device, rank=mesh.get_local_rank(SHARD))
+        rank = mesh.get_local_rank(SHARD)
+        self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model, self.axes[1].groups)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import reference
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import AXES, context_group, data_rank_of
 from dzero.models.materialise import Materialiser
 from dzero.models.moe import Mixture, MoE, MoEShape
@@ -26,8 +26,9 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.zero.account import expected_control, expected_traffic
+from dzero.zero.placed import placed_like
 
-STEPS, LR, CLIP, TOKENS = 20, 1e-3, 0.5, 12
+STEPS, LR, CLIP, TOKENS = 20, 3e-3, 0.5, 12
 SHAPE = MoEShape(
     vocab_size=64,
     hidden_size=32,
@@ -41,6 +42,8 @@ SHAPE = MoEShape(
     scores="sigmoid",
     balance_rate=0.01,
 )
+EPS = 1e-6
+"""Of AdamW: what is smaller than that of a gradient is mostly rounding, and would else be blown up to a whole step."""
 FORCED = 3
 """Where all tokens go first, of runs that force it: to the last expert."""
 
@@ -119,7 +122,7 @@ def build(run: Run) -> Made:
             sharded.model, context_group(mesh, run.cp), sharded.ledger, attention="all_gather", exact=True
         )
     balance = Balance(sharded.model, {axis: mesh.get_group(axis) for axis in AXES}, sharded.ledger)
-    return Made(sharded, AdamW(sharded, lr=LR, max_norm=CLIP), balance, experts, context)
+    return Made(sharded, AdamW(sharded, lr=LR, eps=EPS, max_norm=CLIP), balance, experts, context)
 
 
 def force(model: nn.Module) -> None:
@@ -282,7 +285,7 @@ def oracle(run: Run) -> tuple[reference.History, dict[str, Tensor]]:
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         return loss + sum(each.loss for each in mixtures if each.loss is not None)
 
-    history = reference.train(fresh, steps, of_batch, lrs=[LR] * STEPS, clip=CLIP)
+    history = reference.train(fresh, steps, of_batch, lrs=[LR] * STEPS, adamw=reference.AdamW(eps=EPS), clip=CLIP)
     mixtures = [module for module in made[0].modules() if isinstance(module, TokenByToken)]
     rebalance(mixtures, run.shape)
     return history, {f"layers.{i}.ffn.router.bias": each.bias for i, each in enumerate(mixtures)}
@@ -295,5 +298,77 @@ def rebalance(mixtures: Sequence[TokenByToken], shape: MoEShape) -> None:
         each.chosen.zero_()
 
 
-def total(traffic: dict[Entry, Traffic], phase: str) -> Iterator[tuple[Entry, Traffic]]:
-    return ((entry, each) for entry, each in traffic.items() if entry.phase == phase)
+def afresh(rank: int, ranks: int, run: Run) -> dict[str, Tensor]:
+    """Whole parameters before the first step."""
+    return {name: whole(param).clone() for name, param in build(run).sharded.named_params().items()}
+
+
+class Experts(nn.Module):
+    """One's own, with weights and biases: rows [n, 8] -> the same."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, 8, 8))
+        self.bias = nn.Parameter(torch.randn(experts, 8))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        parts = rows.split(counts.tolist())
+        return torch.cat([part @ self.weight[e] + self.bias[e] for e, part in enumerate(parts)])
+
+
+class Hashed(nn.Module):
+    """A mixture of one's own, of which token t goes to expert t mod 4: x [tokens, 8] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.scale = Experts(4), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = (torch.arange(len(x)) % 4).argsort(stable=True)
+        counts = torch.bincount(torch.arange(len(x)) % 4, minlength=4)
+        out: Tensor = torch.empty_like(x).index_copy(0, order, self.experts(x[order], counts)) * self.scale
+        return out
+
+
+def by_own_module(rank: int, ranks: int) -> float:
+    """How far its gradients are from those of one process that has the first rank's values and all tokens."""
+    torch.manual_seed(0)
+    alone, tokens = Hashed(), torch.randn(ranks, 10, 8)
+    (sum(alone(each).square().mean() for each in tokens) / ranks).backward()  # type: ignore[union-attr]
+    torch.manual_seed(rank)  # other values on every rank
+    model, mesh = Hashed(), make_mesh("cpu")
+    experts = parallelize_experts(model, mesh, 2)
+    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), mesh=mesh, experts=experts)
+    optim = AdamW(sharded)
+    sharded.model(tokens[rank]).square().mean().backward()
+    params, found = sharded.named_params(), optim.gradients.named()
+    apart = []
+    for name, param in alone.named_parameters():
+        assert param.grad is not None
+        grad = whole(placed_like(found[name], params[name]))
+        apart.append(float((grad - param.grad).norm() / param.grad.norm()))
+    return max(apart)
+
+
+def biases_after_a_skip(rank: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first router's: afresh, after a step that was refused, after one that was made."""
+    run = Run(dp=ranks, ep=ranks, stage=2)
+    made = build(run)
+    seen = [next(iter(biases(made.sharded.model).values()))]
+    for of_step, is_made in zip(batches(run, 2), (False, True), strict=True):
+        loss_of(made.sharded.model, of_step[rank][0][:, :-1], of_step[rank][0][:, 1:]).backward()  # type: ignore[no-untyped-call]
+        if not is_made:
+            made.optim.refuse_step("the test")
+        made.optim.step()
+        assert made.optim.last_decision is not None
+        made.balance.step(made=made.optim.last_decision.finite)
+        seen.append(next(iter(biases(made.sharded.model).values())))
+    return seen[0], seen[1], seen[2]
+
+
+def without_their_handle(rank: int, ranks: int) -> str:
+    model, mesh = Hashed(), make_mesh("cpu")
+    parallelize_experts(model, mesh, ranks)
+    with pytest.raises(ValueError, match="experts") as told:
+        shard(model, ZeroConfig(), mesh=mesh)
+    return str(told.value)
