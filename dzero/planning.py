@@ -83,7 +83,12 @@ def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[None]:
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
-    """What a run with these settings is and does; and its actions off the device, a line each."""
+    """What a run with these settings is and does; and its actions off the device, a line each.
+
+    Raises RunError for experts that ranks share.
+    """
+    if (ep := config.mesh.ep) > 1:
+        raise RunError(f"what mesh.ep={ep} leaves of the experts on each rank is not explained; it is with mesh.ep=1")
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
     model = model_of(config)
     with as_on_a_rank(config, model):

@@ -130,9 +130,8 @@ def test_a_checkpoint_moves_between_meshes_exactly(pool: Pool, tmp_path: Path, s
 def test_every_rank_draws_the_values_of_one_process(pool: Pool) -> None:
     run = Run(dp=4, ep=2, stage=3)
     alone = pool.run(afresh, 1, Run(dp=1, ep=1, stage=0))[0]
-    assert all(
-        torch.equal(value, of_rank[name]) for of_rank in pool.run(afresh, 4, run) for name, value in alone.items()
-    )
+    for of_rank in pool.run(afresh, 4, run):
+        assert [name for name, value in alone.items() if not torch.equal(value, of_rank[name])] == []
 
 
 def test_a_module_of_ones_own_keeps_the_values_of_the_first_rank(pool: Pool) -> None:
@@ -154,10 +153,7 @@ def test_experts_need_their_handle(pool: Pool) -> None:
 
 def test_what_ep_does_not_divide_is_named() -> None:
     assert [expert_degrees(1, 8, 2), expert_degrees(8, 1, 4), expert_degrees(2, 4, 4)] == [(1, 4), (2, 1), (2, 1)]
-    told = (
-        "mesh.ep=4 does not divide the 2 data-parallel ranks of axis shard, of which experts are shared by neighbours; "
-    )
-    with pytest.raises(ValueError, match=re.escape(told + "allowed: [1, 2]")):
+    with pytest.raises(ValueError, match=r"mesh.ep=4 does not divide the 2 .* of axis shard, .* allowed: \[1, 2\]"):
         expert_degrees(2, 2, 4)
     with fake_group(2), torch.device("meta"):
         mesh = make_mesh("cpu")
