@@ -98,9 +98,11 @@ def test_the_balance_loss_is_that_of_the_last_forward(recompute: str) -> None:
     apply_blocks(model, BlockConfig(activation_checkpoint=recompute), "cpu")
     for _ in range(2):
         model.zero_grad()
-        model(torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(3))).sum().backward()
-        loss = model.balance_loss()
+        logits = model(torch.randint(64, (2, 9)))
+        losses, loss = [layer.ffn.loss for layer in model.layers], model.balance_loss()  # type: ignore[union-attr]
         assert loss is not None
+        (logits.sum() + loss).backward()
+        assert all(layer.ffn.loss is each for layer, each in zip(model.layers, losses, strict=True))  # type: ignore[union-attr]
         assert float(loss.detach()) == pytest.approx(0.5 * SHAPE.layers, rel=0.05)  # nearly alike, afresh
     with torch.no_grad():
         model(torch.randint(64, (2, 9)))

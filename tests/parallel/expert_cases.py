@@ -245,8 +245,9 @@ def rebalance(mixtures: Sequence[TokenByToken], shape: MoEShape) -> None:
 
 
 def afresh(rank: int, ranks: int, run: Run) -> dict[str, Tensor]:
-    """Whole parameters before the first step."""
-    return {name: whole(param).clone() for name, param in build(run).sharded.named_params().items()}
+    """Whole parameters and masters before the first step."""
+    made = build(run)
+    return states(made.sharded, made.optim)
 
 
 class Experts(nn.Module):
@@ -267,12 +268,14 @@ class Hashed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.scale = Experts(4), nn.Parameter(torch.ones(8))
+        self.experts = Experts(4)
+        self.before, self.after = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
         order = (torch.arange(len(x)) % 4).argsort(stable=True)
         counts = torch.bincount(torch.arange(len(x)) % 4, minlength=4)
-        out: Tensor = torch.empty_like(x).index_copy(0, order, self.experts(x[order], counts)) * self.scale
+        rows = self.experts((x * self.before)[order], counts)
+        out: Tensor = torch.empty_like(x).index_copy(0, order, rows) * self.after
         return out
 
 
