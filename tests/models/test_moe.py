@@ -15,6 +15,8 @@ from mixtures import SHAPE, TokenByToken
 from dzero.models.build import build, count, flops_per_token, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.moe import Mixture, MoE, MoEShape, Router, grouped_linear
+from dzero.models.published import describe
+from dzero.models.weights import local_weights
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -179,6 +181,12 @@ def test_sizes_that_make_no_sense_are_refused(settings: dict[str, Any], told: st
         ModelConfig(**{**SMALL, **settings})
 
 
+def test_a_mixture_is_not_published_as_a_llama(tmp_path: Path) -> None:
+    assert describe(MoE(SHAPE)) is None
+    with pytest.raises(TypeError, match="weights of MoE: only models that"):
+        local_weights(str(tmp_path), MoE(SHAPE))
+
+
 def test_a_mixture_learns_which_expert_a_token_needs() -> None:
     """Two kinds of tokens with opposite targets: a loss that one expert alone cannot reach."""
     torch.manual_seed(0)
@@ -187,7 +195,7 @@ def test_a_mixture_learns_which_expert_a_token_needs() -> None:
     x = torch.randn(1, 256, 8)
     target = torch.where(x[..., :1] > 0, x.flip(-1), -x)
     optim = torch.optim.Adam(mixture.parameters(), lr=0.02)
-    first = float(F.mse_loss(mixture(x), target))
+    first = float(F.mse_loss(mixture(x), target).detach())
     for _ in range(150):
         optim.zero_grad()
         loss = F.mse_loss(mixture(x), target)
