@@ -27,20 +27,27 @@ from torch.distributed.tensor import DTensor, Shard
 from dzero.comm.expert_exchange import PHASE, ExpertExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
 from dzero.mesh import EXPERT, expert_mesh
+from dzero.parallel.cut_params import CutParams, Places, own_of, part_of
 from dzero.parallel.methods import Forward, wrap_method
-from dzero.parallel.parts import Parts, Places, own_of, part_of
 
 
-class ExpertParallel(Parts):
+class ExpertParallel(CutParams):
     """What `parallelize_experts` did to a model; `shard` takes it.
 
     mesh: of all ranks, (replicate, shard, ep). ledger: counts what moves, and what `shard` makes to move as well.
-    rows_moved: of all forwards with gradients so far, rows that went to other ranks and came from them.
+    modules: those that hold experts, by their names. rows_moved: of all forwards with gradients so far, rows that went
+    to other ranks and came from them.
     """
 
-    def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        modules: dict[str, nn.Module],
+        made: dict[nn.Parameter, nn.Parameter],
+        places: Places,
+    ) -> None:
         super().__init__(mesh[EXPERT], made, places)
-        self.mesh, self.ledger, self.rows_moved = mesh, Ledger(), 0
+        self.mesh, self.modules, self.ledger, self.rows_moved = mesh, modules, Ledger(), 0
         self.exchange = ExpertExchange(mesh.get_group(EXPERT), EXPERT, self.ledger)
 
 
@@ -70,31 +77,19 @@ def parallelize_experts(
     for owner, attribute, param in own_of(model):
         places.setdefault(param, []).append((owner, attribute))
     names = {param: name for name, param in model.named_parameters()}
+    held = [whole for module in found.values() for _, _, whole in own_of(module)]
+    for whole in held:
+        _check(names[whole], whole, len(places[whole]), ep)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in found.values():
-        for _, attribute, whole in [*own_of(module)]:
-            _check(names[whole], whole, len(places[whole]), ep)
-            part = _part(whole, axis)
-            owner, attribute = places[whole][0]
-            setattr(owner, attribute, part)
-            if whole.is_meta:
-                made[whole] = part
-    experts = ExpertParallel(whole_mesh, made, {whole: places[whole] for whole in made})
+    for whole in held:
+        part = _part(whole, axis)
+        owner, attribute = places[whole][0]
+        setattr(owner, attribute, part)
+        if whole.is_meta:
+            made[whole] = part
+    experts = ExpertParallel(whole_mesh, found, made, {whole: places[whole] for whole in made})
     wrap_method([*found.values()], "forward", _travelling(experts))
     return experts
-
-
-def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module whose own parameters are parts of experts."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if any(_is_part(param) for param in module.parameters(recurse=False))
-    ]
-
-
-def _is_part(param: Tensor) -> bool:
-    return isinstance(param, DTensor) and EXPERT in (param.device_mesh.mesh_dim_names or ())
 
 
 def _check(name: str, param: nn.Parameter, uses: int, ep: int) -> None:
@@ -112,7 +107,7 @@ def _part(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's; with values, of those that the first rank of `mesh` has."""
     values = whole.detach()
     if not whole.is_meta:
-        values = values.contiguous()
+        values = values.to(mesh.device_type).contiguous()
         dist.broadcast(values, group=mesh.get_group(), group_src=0)
     shape = (whole.shape[0] // mesh.size(), *whole.shape[1:])
     local = torch.empty(shape, dtype=whole.dtype, device="meta")

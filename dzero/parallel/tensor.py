@@ -29,13 +29,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from dzero.parallel.parts import Parts, Places, own_of
+from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor_plans import plan_for
 
 Plan = Mapping[str, ParallelStyle]
 
 
-class TensorParallel(Parts):
+class TensorParallel(CutParams):
     """What `parallelize` did to a model."""
 
     def loss(self) -> AbstractContextManager[None]:

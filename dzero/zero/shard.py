@@ -156,7 +156,7 @@ def shard(
         model_ranks=mesh.size() // data.size(),
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
-    units = find_units(model, zero.units, is_unit)
+    units = find_units(model, zero.units, is_unit, None if experts is None else experts.modules)
     values_on = device or _current_device(mesh.device_type)
     return _Sharder(model, layout, data, model_groups(mesh), units, materialise, values_on, experts).run()
 
@@ -308,16 +308,12 @@ def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], 
 
 def _check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None) -> None:
     """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks."""
-    for unit in units:
-        if any(param.split is None or param.split.axis != EXPERT for param in unit.params) and unit.shared_by > 1:
-            raise ValueError(
-                f"unit {unit.name}: {unit.shared_by} ranks share its experts, but not its other parameters; give the "
-                "experts a module of their own"
-            )
-        if unit.shared_by > 1 and experts is None:
-            raise ValueError(
-                f"unit {unit.name}: {unit.shared_by} ranks share it; pass what parallelize_experts returned as experts="
-            )
+    shared = [unit for unit in units if unit.shared_by > 1]
+    if shared and experts is None:
+        raise ValueError(
+            f"{shared[0].shared_by} ranks share experts of unit {shared[0].name}: pass what parallelize_experts "
+            "returned as experts="
+        )
     if experts is not None and not torch.equal(experts.mesh.mesh.flatten(), mesh.mesh.flatten()):
         raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
 

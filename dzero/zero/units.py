@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
-from dzero.parallel.experts import find_experts
 from dzero.parallel.tiling import find_tiles
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, Split, UnitShape
@@ -27,9 +26,10 @@ def find_units(
     model: nn.Module,
     class_names: Sequence[str] | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of every unit but the root: all tiles and shared experts, then the others, in the order of the
-    model's modules.
+    """(name, modules) of every unit but the root: all tiles and `experts`, by name, that ranks share; then the others,
+    in the order of the model's modules.
 
     `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
     ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
@@ -42,7 +42,7 @@ def find_units(
         named = _by_class(model, class_names)
     else:
         named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
-    inner = [*find_tiles(model), *find_experts(model)]
+    inner = [*find_tiles(model), *(experts or {}).items()]
     held = {param for _, each in inner for param in each.parameters()}
     named = [(name, module) for name, module in named if {*module.parameters()} - held]
     return [(name, [each]) for name, each in inner] + _joined_by_tied_weights(model, named, held)

@@ -153,7 +153,7 @@ def test_a_skipped_step_moves_no_bias(pool: Pool) -> None:
 
 def test_experts_need_their_handle(pool: Pool) -> None:
     for told in pool.run(without_their_handle, 2):
-        assert "2 ranks share it; pass what parallelize_experts returned as experts=" in told
+        assert "2 ranks share experts of unit root: pass what parallelize_experts returned as experts=" in told
 
 
 def test_what_ep_does_not_divide_is_named() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
-class Parts:
+class CutParams:
     """Which parameter on meta every part was made from. places: where the model had, and has, each of those."""
 
     def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
@@ -48,9 +48,10 @@ def part_of(like: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> nn.Par
     placement, local = like.placements[0], whole
     if isinstance(placement, Shard):
         size = whole.shape[placement.dim] // mesh.size()
-        local = whole.narrow(placement.dim, mesh.get_local_rank() * size, size).clone()
-    part = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
-    return nn.Parameter(part, like.requires_grad)
+        part = whole.narrow(placement.dim, mesh.get_local_rank() * size, size)
+        local = part.clone(memory_format=torch.contiguous_format)
+    made = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return nn.Parameter(made, like.requires_grad)
 
 
 def own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
