@@ -10,6 +10,7 @@ cp               sequences, by each loss           after: it needs the ledger (p
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,8 @@ class Assembled:
         self.experts = parallelize_experts(model, self.mesh, mesh.ep) if mesh.ep > 1 else None
         if self.experts is not None:
             materialise = self.experts.filling(materialise)
-        apply_blocks(model, config.block, device.type)
+        block = config.block if mesh.ep == 1 else replace(config.block, compile=False)
+        apply_blocks(model, block, device.type)
         self.sharded = shard(
             model,
             config.zero,

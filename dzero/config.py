@@ -202,6 +202,11 @@ class RunConfig:
                 f"block.activation_checkpoint=selective with mesh.ep={mesh.ep}: it cannot compute again what gathers "
                 "experts inside a block; take activation_checkpoint=full or none"
             )
+        if block.compile:
+            raise ValueError(
+                f"block.compile=true with mesh.ep={mesh.ep}: tokens leave a block for other ranks, which ends compiled "
+                "code there; leave compile unset or take false"
+            )
         if self.offload.activations != "device":
             raise ValueError(
                 f"offload.activations={self.offload.activations} with mesh.ep={mesh.ep}: what blocks with experts keep "

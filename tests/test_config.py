@@ -66,6 +66,7 @@ MISTAKES = {
     "model=tiny_moe block.tiles=2": "block.tiles=2 with model.kind=moe: it cuts no experts; take block.tiles=1",
     "model=tiny_moe optim.rule=muon": "optim.rule=muon with model.kind=moe: experts' matrices are stacked",
     "model=tiny_moe mesh.ep=2 block.activation_checkpoint=selective": "with mesh.ep=2: it cannot compute again what",
+    "model=tiny_moe mesh.ep=2 block.compile=true": "block.compile=true with mesh.ep=2: tokens leave a block for other",
     "model=tiny_moe mesh.ep=2 zero.stage=3 offload=host_all": "offload.param=host with experts that are cut over 2",
     "model=tiny_moe mesh.ep=2 offload.activations=host block.activation_checkpoint=full": "take offload.activations=",
     "launch.workers=two": "launch.workers=two: must be a whole number or null",
