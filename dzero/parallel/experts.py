@@ -132,8 +132,10 @@ def _travelling(experts: ExpertParallel) -> Callable[[Forward], Forward]:
             came: Tensor = _Travel.apply(rows, exchange, give, take, float(exchange.ranks))  # type: ignore[no-untyped-call]
             own = torch.arange(taken.shape[1], device=rows.device).repeat(exchange.ranks)
             order = own.repeat_interleave(taken.flatten()).argsort(stable=True)
-            with _local_params(self):
+            with _local_params(self) as params:
                 out = forward(self, came[order], taken.sum(0))
+            if not sum(take):
+                out = _Used.apply(out, *params)  # type: ignore[no-untyped-call]
             back = torch.empty_like(out).index_copy(0, order, out)
             gone: Tensor = _Travel.apply(back, exchange, take, give, 1.0 / exchange.ranks)  # type: ignore[no-untyped-call]
             return gone
@@ -144,13 +146,14 @@ def _travelling(experts: ExpertParallel) -> Callable[[Forward], Forward]:
 
 
 @contextmanager
-def _local_params(module: nn.Module) -> Iterator[None]:
+def _local_params(module: nn.Module) -> Iterator[list[Tensor]]:
     """Inside, its parameters are what this rank has of them, plain tensors through which gradients flow back."""
     kept = [(owner, attribute, param) for owner, attribute, param in own_of(module) if isinstance(param, DTensor)]
+    params = [param.to_local() for _, _, param in kept]
     try:
-        for owner, attribute, param in kept:
-            owner._parameters[attribute] = param.to_local()  # type: ignore[assignment]
-        yield
+        for (owner, attribute, _), local in zip(kept, params, strict=True):
+            owner._parameters[attribute] = local  # type: ignore[assignment]
+        yield params
     finally:
         for owner, attribute, param in kept:
             owner._parameters[attribute] = param
@@ -170,6 +173,22 @@ class _Travel(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         exchange, give, take, scale = ctx.route
         return exchange.rows(grads[0], take, give).mul_(scale), None, None, None, None
+
+
+class _Used(torch.autograd.Function):
+    """`out` itself, as if it were made of `params` too: their gradients are then zeros where nothing else finds any.
+
+    For a module that does nothing without rows; a rank without gradients would leave out its reduction.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = params
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads[0], *(torch.zeros_like(param) for param in ctx.params)
 
 
 def expected_experts(

@@ -251,7 +251,7 @@ def afresh(rank: int, ranks: int, run: Run) -> dict[str, Tensor]:
 
 
 class Experts(nn.Module):
-    """One's own, with weights and biases: rows [n, 8] -> the same."""
+    """One's own, with weights and biases, which does nothing without rows: rows [n, 8] -> the same."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -259,33 +259,34 @@ class Experts(nn.Module):
         self.bias = nn.Parameter(torch.randn(experts, 8))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        parts = rows.split(counts.tolist())
-        return torch.cat([part @ self.weight[e] + self.bias[e] for e, part in enumerate(parts)])
+        parts = [(e, part) for e, part in enumerate(rows.split(counts.tolist())) if len(part)]
+        return torch.cat([part @ self.weight[e] + self.bias[e] for e, part in parts]) if parts else rows
 
 
 class Hashed(nn.Module):
-    """A mixture of one's own, of which token t goes to expert t mod 4: x [tokens, 8] -> the same."""
+    """A mixture of one's own, of which token t goes to expert t mod `used` of 4: x [tokens, 8] -> the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, used: int = 4) -> None:
         super().__init__()
+        self.used = used
         self.experts = Experts(4)
         self.before, self.after = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        order = (torch.arange(len(x)) % 4).argsort(stable=True)
-        counts = torch.bincount(torch.arange(len(x)) % 4, minlength=4)
+        chosen = torch.arange(len(x)) % self.used
+        order, counts = chosen.argsort(stable=True), torch.bincount(chosen, minlength=4)
         rows = self.experts((x * self.before)[order], counts)
         out: Tensor = torch.empty_like(x).index_copy(0, order, rows) * self.after
         return out
 
 
-def by_own_module(rank: int, ranks: int) -> float:
+def by_own_module(rank: int, ranks: int, used: int) -> float:
     """How far its gradients are from those of one process that has the first rank's values and all tokens."""
     torch.manual_seed(0)
-    alone, tokens = Hashed(), torch.randn(ranks, 10, 8)
+    alone, tokens = Hashed(used), torch.randn(ranks, 10, 8)
     (sum(alone(each).square().mean() for each in tokens) / ranks).backward()  # type: ignore[union-attr]
     torch.manual_seed(rank)  # other values on every rank
-    model, mesh = Hashed(), make_mesh("cpu")
+    model, mesh = Hashed(used), make_mesh("cpu")
     experts = parallelize_experts(model, mesh, 2)
     sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), mesh=mesh, experts=experts)
     optim = AdamW(sharded)

@@ -139,8 +139,12 @@ def test_every_rank_draws_the_values_of_one_process(pool: Pool) -> None:
         assert [name for name, value in alone.items() if not torch.equal(value, of_rank[name])] == []
 
 
-def test_a_module_of_ones_own_keeps_the_values_of_the_first_rank(pool: Pool) -> None:
-    for apart in pool.run(by_own_module, 4):
+@pytest.mark.parametrize("used", [4, 1])
+def test_a_module_of_ones_own_finds_the_gradients_of_one_process_with_the_first_ranks_values(
+    pool: Pool, used: int
+) -> None:
+    """With one expert in use, every other rank has none to do, and its module does nothing."""
+    for apart in pool.run(by_own_module, 4, used):
         assert apart < 1e-6
 
 
