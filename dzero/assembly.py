@@ -2,6 +2,7 @@
 
 axis             what is cut                       before or after shard()
 tp               matrices, logits                  before: FSDP2 cuts what is left (parallel/tensor.py)
+ep               experts                           before: they are units of their own (parallel/experts.py)
 pp               layers, the step's schedule       before: a rank has no others (parallel/parts.py, pipeline.py)
 replicate, shard states, by the table              zero/shard.py
 cp               sequences, by each loss           after: it needs the ledger (parallel/context.py)
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,17 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 from dzero.checkpoint.imports import blank, fill
+from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
-from dzero.mesh import PIPELINE, TENSOR, context_group, data_rank_of, make_mesh
+from dzero.mesh import AXES, PIPELINE, TENSOR, context_group, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
+from dzero.models.moe import MoE
+from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
+from dzero.parallel.experts import expected_experts, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Hidden, Pipeline
 from dzero.parallel.tensor import parallelize
@@ -36,13 +42,14 @@ from dzero.zero.values import Materialise
 
 class Assembled:
     """`sharded`: the model, or of a pipeline this rank's parts of it. flops_per_token: of forward and backward of the
-    whole, None where unknown.
+    whole, None where unknown. experts: what ranks share of a mixture, if they do. balance: of the experts that tokens
+    choose, after every step.
 
     reader, readers: which sequences this rank reads, of so many; ranks that share them are one reader.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, vocab_size: int) -> None:
-        mesh, self.device = config.mesh, device
+        mesh, self.device, self._config = config.mesh, device, config
         ranks = mesh.data_ranks(dist.get_world_size())
         self.readers = mesh.readers(ranks)
         self.microbatches = config.train.microbatches(self.readers)
@@ -62,8 +69,12 @@ class Assembled:
         self._tensor = parallelize(model, self.mesh[TENSOR]) if mesh.tp > 1 else None
         if self._tensor is not None:
             materialise = self._tensor.filling(materialise)
+        self.experts = parallelize_experts(model, self.mesh, mesh.ep) if mesh.ep > 1 else None
+        if self.experts is not None:
+            materialise = self.experts.filling(materialise)
         parts = self._cut_layers(config, model) if mesh.pp > 1 else None
-        apply_blocks(model, config.block, device.type)
+        block = config.block if mesh.ep == 1 else replace(config.block, compile=False)
+        apply_blocks(model, block, device.type)
         self.sharded = shard(
             model,
             config.zero,
@@ -73,7 +84,10 @@ class Assembled:
             microbatches=self.microbatches,
             materialise=materialise,
             parts=parts,
+            experts=self.experts,
         )
+        groups = {axis: self.sharded.mesh.get_group(axis) for axis in AXES}
+        self.balance = Balance(self.sharded.model, groups, self.sharded.ledger)
         if weights:
             fill(self.sharded, weights)
         self._context = self._cut_sequences(config) if mesh.cp > 1 else None
@@ -130,19 +144,38 @@ class Assembled:
             loss=lambda part, x, targets: _cross_entropy(run(part, x), targets),
         )
 
+    def routed(self, steps: int) -> dict[Entry, Traffic]:
+        """Calls and bytes that the run's `steps` should have sent from this rank to experts of others, by the ledger's
+        entries, given the rows that tokens made of it."""
+        model, config = self.sharded.model, self._config
+        if self.experts is None or not isinstance(model, MoE):
+            return {}
+        recomputed = config.block.activation_checkpoint != "none"
+        return expected_experts(
+            ranks=config.mesh.ep,
+            experts=model.shape.experts,
+            calls=steps * self.microbatches * model.shape.layers,
+            rows_moved=self.experts.rows_moved // (2 if recomputed else 1),
+            row_elems=model.shape.hidden_size,
+            dtype=self.sharded.layout.param.dtype,
+            recomputed=recomputed,
+        )
+
     def losses(self) -> AbstractContextManager[None]:
         """Around `loss` and its backward: logits may be cut along the vocabulary."""
         return nullcontext() if self._tensor is None else self._tensor.loss()
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where
-        sequences are cut, of this rank's part."""
+        sequences are cut, of this rank's part. With gradients also what a model adds to it to balance its experts."""
         tokens, targets = self._mine(tokens), self._mine(targets)
         with record_function("forward"):
             if self._tiled:
                 loss: Tensor = self.sharded.model(tokens, targets)
-                return loss
-            return _cross_entropy(self.sharded.model(tokens), targets)
+            else:
+                loss = _cross_entropy(self.sharded.model(tokens), targets)
+            added = self.sharded.model.balance_loss() if isinstance(self.sharded.model, MoE) else None
+            return loss if added is None else loss + added
 
     def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As `loss`, without backward; 0 where another rank of the pipeline has it."""

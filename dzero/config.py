@@ -6,6 +6,7 @@ doors, no other file knows Hydra.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -167,10 +168,10 @@ class RunConfig:
                     f"block.{key}={getattr(self.block, key)} with mesh.tp={mesh.tp}: tiles are cut out of whole "
                     f"matrices; take block.{key}=1, since tensor parallelism makes operators smaller too"
                 )
-        if mesh.cp > 1 and model.kind != "llama":
+        if mesh.cp > 1 and model.kind == "hf":
             raise ValueError(
-                f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama attends over sequences that "
-                "are cut; take mesh.cp=1"
+                f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama and moe attend over sequences "
+                "that are cut; take mesh.cp=1"
             )
         for key in ("tiles", "loss_tiles") if mesh.pp > 1 else ():
             if getattr(self.block, key) > 1:
@@ -178,13 +179,56 @@ class RunConfig:
                     f"block.{key}={getattr(self.block, key)} with mesh.pp={mesh.pp}: tiles and parts are not cut out "
                     f"of one model yet; take block.{key}=1"
                 )
-        if mesh.pp > 1 and mesh.tp > 1 and model.kind != "llama":
+        if mesh.pp > 1 and mesh.tp > 1 and model.kind == "hf":
             raise ValueError(
                 f"mesh.pp={mesh.pp} x mesh.tp={mesh.tp} with model.kind={model.kind}: transformers counts positions by "
                 "what comes into a part, which is cut; take mesh.pp=1, mesh.tp=1, or model.kind=llama"
             )
+        if mesh.pp > 1 and model.kind == "moe":
+            raise ValueError(
+                f"mesh.pp={mesh.pp} with model.kind=moe: a pipeline does not carry the balance of experts; take "
+                "mesh.pp=1, or model.kind=llama"
+            )
+        self._check_experts()
         if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
             check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
+
+    def _check_experts(self) -> None:
+        mesh, model, block = self.mesh, self.model, self.block
+        if model.kind == "moe":
+            refused = {"mesh.tp": mesh.tp, "block.tiles": block.tiles}
+            for key in (key for key, value in refused.items() if value > 1):
+                raise ValueError(f"{key}={refused[key]} with model.kind=moe: it cuts no experts; take {key}=1")
+            if self.optim.rule == "muon":
+                raise ValueError(
+                    "optim.rule=muon with model.kind=moe: experts' matrices are stacked in one, which would be "
+                    "orthogonalised as a whole; take optim.rule=adamw"
+                )
+        if mesh.ep == 1:
+            return
+        if model.kind != "moe" or model.experts is None:
+            raise ValueError(
+                f"mesh.ep={mesh.ep} with model.kind={model.kind}: only the experts of model.kind=moe (model=tiny_moe) "
+                "are shared; take mesh.ep=1"
+            )
+        if model.experts % mesh.ep:
+            allowed = [each for each in range(1, model.experts + 1) if model.experts % each == 0]
+            raise ValueError(f"mesh.ep={mesh.ep} does not divide model.experts={model.experts}; allowed: {allowed}")
+        if block.activation_checkpoint == "selective":
+            raise ValueError(
+                f"block.activation_checkpoint=selective with mesh.ep={mesh.ep}: it cannot compute again what gathers "
+                "experts inside a block; take activation_checkpoint=full or none"
+            )
+        if block.compile:
+            raise ValueError(
+                f"block.compile=true with mesh.ep={mesh.ep}: tokens leave a block for other ranks, which ends compiled "
+                "code there; leave compile unset or take false"
+            )
+        if self.offload.activations != "device":
+            raise ValueError(
+                f"offload.activations={self.offload.activations} with mesh.ep={mesh.ep}: what blocks with experts keep "
+                "was never tried off the device; take offload.activations=device"
+            )
 
     @property
     def worker_count(self) -> int:
@@ -192,7 +236,8 @@ class RunConfig:
 
         Raises ValueError for more than there are GPUs.
         """
-        wanted, inner = self.launch.workers or self.mesh.ranks, self.mesh.inner
+        wanted = self.launch.workers or self.mesh.ranks
+        inner = math.lcm(self.mesh.cp, self.mesh.ep) * self.mesh.tp * self.mesh.pp
         if wanted is None and self.launch.device_type == "cpu" and inner > 1:
             wanted = inner
         return replace(self.launch, workers=wanted).worker_count
@@ -214,6 +259,7 @@ class RunConfig:
             exact=is_exact(self.zero.reduction, device_type),
             model_ranks=self.mesh.tp,
             pipeline_ranks=self.mesh.pp,
+            expert_ranks=self.mesh.ep,
         )
         if self.mesh.pp > 1:
             check_microbatches(self.mesh.pp_schedule, layout.microbatches, self.mesh.pp)

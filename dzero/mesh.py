@@ -12,6 +12,11 @@ placement in the table (`zero/layout.py`) is a pair over them. Ranks of the othe
 cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
 part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
 
+Nor is ep an axis of that mesh: ep data-parallel neighbours share the experts of a mixture, each has 1/ep of them whole,
+and states of experts are placed over the other data-parallel ranks, by a mesh of their own (`expert_mesh`):
+
+    replicate x shard x ep    where shard = shard of all / ep, or at stage 0 replicate = replicate of all / ep
+
 Neighbouring ranks lie on the last axis, and groups of them on the one before it: (pp, replicate, shard, tp). With tp,
 or shard x tp, the ranks of a node, the heaviest traffic stays inside it; the lightest, of pp, goes farthest.
 """
@@ -32,7 +37,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.meeting import meet
 
-REPLICATE, SHARD, TENSOR, CONTEXT, PIPELINE = "replicate", "shard", "tp", "cp", "pp"
+REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
 """Of the data-parallel ranks."""
 CP_ATTENTIONS = ("all_gather", "ulysses")
@@ -48,8 +53,9 @@ class MeshConfig:
     the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
     them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
     how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
-    sequence parallelism). `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model;
-    `pp_schedule`: in which order they run them (parallel/pipeline.py).
+    sequence parallelism). `ep`: data-parallel ranks, of the dp x cp, that share the experts (expert parallelism).
+    `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model; `pp_schedule`: in
+    which order they run them (parallel/pipeline.py).
     """
 
     dp: int | None = None
@@ -57,15 +63,20 @@ class MeshConfig:
     cp: int = 1
     cp_attention: str = "all_gather"
     tp: int = 1
+    ep: int = 1
     pp: int = 1
     pp_schedule: str = "1f1b"
     pp_parts: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("dp", "replicate", "cp", "tp", "pp", "pp_parts"):
+        for key in ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
+        if self.ep > 1 and self.tp > 1:
+            raise ValueError(
+                f"mesh.ep={self.ep} with mesh.tp={self.tp}: matrices of experts are not cut; take mesh.tp=1"
+            )
         if self.cp_attention not in CP_ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
         if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
@@ -187,9 +198,13 @@ def make_mesh(
         every = _factorings(world, len(degrees))
         allowed = [each for each in every if all(each[number] == size for number, size in fixed.items())] or every
         raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
-    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    return _limited(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
+
+
+def _limited(mesh: DeviceMesh) -> DeviceMesh:
+    """torch gives the groups that it makes 10 or 30 minutes: now all have what the default group has."""
     if dist.get_backend() != "fake":
-        for axis in degrees:  # torch gives the groups that it makes 10 or 30 minutes, whatever the default group has
+        for axis in mesh.mesh_dim_names or ():
             _set_pg_timeout(timeout_of_ranks(), mesh.get_group(axis))
     return mesh
 
@@ -223,6 +238,32 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]
     return group
+
+
+def expert_degrees(replicate: int, shard: int, ep: int) -> tuple[int, int]:
+    """(replicate, shard) of what `ep` neighbours share. Raises ValueError where they are not within one of the axes."""
+    if shard % ep == 0:
+        return replicate, shard // ep
+    if shard == 1 and replicate % ep == 0:
+        return replicate // ep, 1
+    axis, ranks = (REPLICATE, replicate) if shard == 1 else (SHARD, shard)
+    allowed = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    raise ValueError(
+        f"mesh.ep={ep} does not divide the {ranks} data-parallel ranks of axis {axis}, of which experts are shared by "
+        f"neighbours; allowed: {allowed}"
+    )
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """All ranks of `mesh` as (replicate, shard, ep): those of ep are neighbours, which share the experts. All call.
+
+    Raises ValueError where ep does not divide, and for a mesh with other axes than the data-parallel ones.
+    """
+    if mesh.mesh_dim_names != AXES:
+        raise ValueError(f"ep={ep} on a mesh of axes {mesh.mesh_dim_names}: experts are shared on one of {AXES} alone")
+    replicate, shard = expert_degrees(mesh.size(0), mesh.size(1), ep)
+    ranks = mesh.mesh.reshape(replicate, shard, ep)
+    return _limited(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*AXES, EXPERT)))
 
 
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

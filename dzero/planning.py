@@ -46,7 +46,12 @@ def layout_of(config: RunConfig, device_type: str) -> Layout:
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
-    """What a run with these settings is and does; and its actions off the device, a line each."""
+    """What a run with these settings is and does; and its actions off the device, a line each.
+
+    Raises RunError for experts that ranks share.
+    """
+    if (ep := config.mesh.ep) > 1:
+        raise RunError(f"what mesh.ep={ep} leaves of the experts on each rank is not explained; it is with mesh.ep=1")
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
@@ -95,7 +100,9 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and several parts on a rank."""
+    """Raises RunError for activations that leave the device, experts, and several parts on a rank."""
+    if config.model.kind == "moe":
+        raise RunError("what the experts of model.kind=moe need follows from the tokens, and is not foreseen")
     if config.mesh.parts_of_a_rank > 1:
         raise RunError(
             f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dzero.assembly import Assembled
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
@@ -43,22 +44,21 @@ class Shared:
 class Recorder:
     """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
-    flops_per_token: of forward and backward, None where unknown. done_steps: made before, by the run that this one goes
-    on from. hidden: what travels between the parts of a pipeline.
+    done_steps: made before, by the run that this one goes on from.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        sharded: Sharded,
+        assembled: Assembled,
         optim: MasterOptimizer,
         memory: MemoryMeter,
         device: torch.device,
-        flops_per_token: float | None,
         done_steps: int = 0,
-        hidden: Hidden | None = None,
     ) -> None:
-        self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
+        sharded, flops_per_token = assembled.sharded, assembled.flops_per_token
+        self._assembled, self._sharded, self._optim = assembled, sharded, optim
+        self._memory, self._device = memory, device
         self._scaled = config.precision.param == "fp16"
         readers = config.mesh.readers(sharded.layout.ranks)
         self._step_tokens = config.train.sequences(readers) * config.train.sequence_tokens
@@ -76,7 +76,7 @@ class Recorder:
         self._has_loss = sharded.parts is None or sharded.parts.has_last
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._context = context_traffic(config, sharded.model, sharded.layout, sharded.parts)
-        self._pipeline = _pipeline_traffic(sharded, hidden)
+        self._pipeline = _pipeline_traffic(sharded, assembled.hidden)
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -169,6 +169,7 @@ class Recorder:
             traffic=self._traffic,
             traffic_steps=self._meter.steps,
             theory=self._theory(),
+            routed=self._assembled.routed(self._meter.steps),
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,
@@ -178,10 +179,10 @@ class Recorder:
     def _theory(self) -> dict[Entry, Traffic]:
         """What a step moves, by formulas."""
         table = self._sharded.layout, self._sharded.shapes
-        parts = self._sharded.parts
+        parts, balance = self._sharded.parts, self._assembled.balance.expected()
         moved = expected_traffic(*table, parts.shared if parts else ())
         control = expected_control(*table, len(self._sharded.names))
-        return {**moved, **control, **self._context, **self._pipeline, **self._optim.traffic}
+        return {**moved, **control, **self._context, **self._pipeline, **balance, **self._optim.traffic}
 
     def _memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.

@@ -82,16 +82,7 @@ class Trainer:
             raise TrainingStopped(
                 f"nothing is left to train: {self.done_steps} steps were made, train.steps={config.train.steps}"
             )
-        self.recorder = Recorder(
-            config,
-            self.sharded,
-            self.optim,
-            memory,
-            device,
-            assembled.flops_per_token,
-            self.done_steps,
-            assembled.hidden,
-        )
+        self.recorder = Recorder(config, assembled, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
@@ -137,7 +128,7 @@ class Trainer:
             self._check_loss(step, shared)
         self.optim.step()
         self.schedule.step()
-        self._check_skips(step, monitor)
+        self._after_update(step, monitor)
         monitor.step(self.recorder.end_step(step, shared.loss))
         if step == self.done_steps + 1:
             self._plan(step, monitor)  # not before it: a restart waits for its first step
@@ -177,9 +168,10 @@ class Trainer:
         monitor.note(step, f"{name}: stopped after step {step}, which is saved; resume=auto goes on from here")
         sys.exit(EXIT_SAVED)
 
-    def _check_skips(self, step: int, monitor: Monitor) -> None:
+    def _after_update(self, step: int, monitor: Monitor) -> None:
         decision = self.optim.last_decision
         assert decision is not None
+        self.assembled.balance.step(made=decision.finite)
         if decision.finite:
             return
         where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
@@ -224,6 +216,7 @@ class Trainer:
         axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
         axes += f" x {mesh.pp} pp, {mesh.pp_schedule}" if mesh.pp > 1 else ""
         axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
+        axes += f", {mesh.ep} to the experts" if mesh.ep > 1 else ""
         here = " of the first rank" if mesh.pp > 1 else ""
         return (
             f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "

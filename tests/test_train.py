@@ -81,6 +81,7 @@ def test_every_stage_repeats_the_same_losses_to_the_bit(pool: Pool, text: Path, 
         "zero.stage=2 precision.moments=bf16 zero.reduction=native data.held_out=0",
         "zero.stage=3 zero.reshard_after_forward=false train.accumulate=2 precision.grad=fp32",
         "zero.stage=3 model.tied=false block.tiles=3 block.loss_tiles=4 block.activation_checkpoint=full",
+        "model=tiny_moe mesh.ep=2 zero.stage=2 precision=fp16 train.accumulate=2 launch.check_collectives=true",
     ],
 )
 def test_settings_train_together(pool: Pool, text: Path, tmp_path: Path, line: str) -> None:

@@ -51,5 +51,6 @@ def train(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:
     trainer = Trainer(run, folder, torch.device("cpu"))
     summary = trainer.run()
     theory = {entry: (t.calls * summary.steps, t.sent_bytes * summary.steps) for entry, t in summary.theory.items()}
+    theory |= {entry: (t.calls, t.sent_bytes) for entry, t in summary.routed.items()}
     moved = {entry: (t.calls, t.sent_bytes) for entry, t in summary.traffic.items()}
     return Told(trainer.recorder.losses, summary.held_out_loss, summary.skipped_steps, moved == theory)

@@ -7,13 +7,14 @@ model itself, within its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
-from dzero.mesh import PIPELINE, REPLICATE, SHARD
+from dzero.mesh import REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
 from dzero.zero.shapes import ParamShape
 from dzero.zero.shard import Sharded
@@ -40,9 +41,6 @@ class Places:
 
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = sharded
-        self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
-        along_model = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
-        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **along_model}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         pipeline = sharded.parts
         self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
@@ -56,9 +54,11 @@ class Places:
 
     def of(self, unit: Unit) -> Iterator[Place]:
         """A unit's, in its order."""
+        shards = unit.mesh.get_group(SHARD)
+        copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._sharded.model_groups}
         for shape in unit.shape.params:
-            rows = -(-shape.shape[0] // self._ranks)
-            first = min(self._rank * rows, shape.shape[0])
+            rows = -(-shape.shape[0] // shards.size())
+            first = min(shards.rank() * rows, shape.shape[0])
             offset = [first, *(0 for _ in shape.shape[1:])]
             size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
             whole, name = [*shape.whole], shape.name
@@ -70,14 +70,15 @@ class Places:
                     offset[dim] += start
                     whole[dim] = total
             box = Box(tuple(offset), tuple(size))
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape))
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape, copies))
 
-    def _saves(self, shape: ParamShape) -> bool:
-        """Ranks that have the same take turns; of a tied parameter, those of the first part."""
+    def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
+        """Ranks that have the same take turns; of a tied parameter, those of the first part. groups: of those that
+        may."""
         if shape.name in self._elsewhere:
             return False
         copy, copies = 0, 1
-        for axis, group in self._copies.items():
+        for axis, group in groups.items():
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy

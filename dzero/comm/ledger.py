@@ -23,7 +23,7 @@ from dzero.comm.trail import Trail
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, context, update, control), `kind` of collective, mesh `axis`, `dtype` on the wire."""
+    """`phase` (unshard, reduce, context, experts, update, control), `kind` of collective, mesh `axis`, `dtype` sent."""
 
     phase: str
     kind: str

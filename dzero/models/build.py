@@ -12,6 +12,7 @@ from dzero.models.config import ModelConfig
 from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
+from dzero.models.moe import MoE, MoEShape
 from dzero.models.stored import StoredTensor
 from dzero.models.weights import local_weights
 
@@ -25,7 +26,8 @@ def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
         assert config.name_or_path is not None
         return build_hf(config.name_or_path, vocab_size)
     with torch.device("meta"):
-        return Llama(config.shape(vocab_size))
+        shape = config.shape(vocab_size)
+        return MoE(shape) if isinstance(shape, MoEShape) else Llama(shape)
 
 
 def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> Materialiser:
@@ -53,17 +55,23 @@ def flops_per_token(model: nn.Module, sequence_tokens: int) -> float | None:
         6 * matmul_elems + 12 * attention_width * sequence_tokens
 
     matmul_elems: elements of the parameters with ≥ 2 dims, tables that are only looked up (nn.Embedding) excepted; a
-    tied head counts. Each costs 2 in forward and 4 in backward.
+    tied head counts. Each costs 2 in forward and 4 in backward. Of experts the part that a token uses: a module's
+    `active_share`.
     attention_width: heads * head_dim over all layers. Queries · keys and weights · values cost
     4 * attention_width * sequence_tokens in forward, twice that in backward.
 
     This is the convention of PaLM (appendix B): all sequence_tokens² pairs count although the causal mask needs half of
-    them, and recomputation does not count. Every expert of a mixture counts as active. None, so that MFU is unknown,
+    them, and recomputation does not count. Experts of transformers all count as active. None, so that MFU is unknown,
     for a model that tells no attention_width.
     """
     attention_width = getattr(model, "attention_width", None)
     if attention_width is None:
         return None
-    multiplied = {p for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    matmul_elems = sum(param.numel() for param in multiplied if param.ndim >= 2)
+    multiplied = {
+        param: float(getattr(module, "active_share", 1.0))
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for param in module.parameters(recurse=False)
+    }
+    matmul_elems = sum(share * param.numel() for param, share in multiplied.items() if param.ndim >= 2)
     return 6.0 * matmul_elems + 12.0 * int(attention_width) * sequence_tokens

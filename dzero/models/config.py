@@ -2,6 +2,7 @@
 
     kind   built by                                             settings
     llama  `llama.Llama`, plain torch                           sizes; hidden_size, layers, heads, ffn_size are required
+    moe    `moe.MoE`, the same with experts                     and those of experts; experts and top_k are required
     hf     any causal LM of transformers (extra `hf`), offline  name_or_path
 
 and `weights`. A setting of the other kind would have no effect, so it is an error.
@@ -12,15 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from dzero.models.llama import LlamaShape
+from dzero.models.moe import MoEShape
 
-SIZES = {field.name for field in fields(LlamaShape)}
-SETTINGS = {"llama": SIZES | {"weights"}, "hf": {"name_or_path", "weights"}}
-REQUIRED = {"llama": ("hidden_size", "layers", "heads", "ffn_size"), "hf": ("name_or_path",)}
+SHAPES: dict[str, type[LlamaShape]] = {"llama": LlamaShape, "moe": MoEShape}
+SIZES = {kind: {field.name for field in fields(shape)} for kind, shape in SHAPES.items()}
+SETTINGS = {"llama": SIZES["llama"] | {"weights"}, "moe": SIZES["moe"], "hf": {"name_or_path", "weights"}}
+DENSE = ("hidden_size", "layers", "heads", "ffn_size")
+REQUIRED = {"llama": DENSE, "moe": (*DENSE, "experts", "top_k"), "hf": ("name_or_path",)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's kind and sizes; unset llama sizes take the defaults of `LlamaShape`.
+    """The model's kind and sizes; unset ones take the defaults of `LlamaShape` and `MoEShape`, which say what they are.
 
     `vocab_size` (unset: the data's), `kv_heads` (unset: heads). `name_or_path`: a local folder with config.json, or a
     model type such as `gpt2` in its default sizes. `weights`: a folder in whose safetensors files training
@@ -38,6 +42,12 @@ class ModelConfig:
     rope_theta: float | None = None
     norm_eps: float | None = None
     tied: bool | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    shared_experts: int | None = None
+    scores: str | None = None
+    balance: str | None = None
+    balance_rate: float | None = None
     name_or_path: str | None = None
     weights: bool | str = False
 
@@ -55,7 +65,7 @@ class ModelConfig:
         for key in REQUIRED[self.kind]:
             if getattr(self, key) is None:
                 raise ValueError(f"model.{key} is unset: model.kind={self.kind} needs {[*REQUIRED[self.kind]]}; set it")
-        if self.kind == "llama":
+        if self.kind in SHAPES:
             self.shape(vocab_size=1)
             if self.weights is True:
                 raise ValueError(
@@ -68,11 +78,11 @@ class ModelConfig:
         return self.weights if isinstance(self.weights, str) else self.name_or_path if self.weights else None
 
     def shape(self, vocab_size: int | None) -> LlamaShape:
-        """Sizes of a llama whose data has `vocab_size` ids. Raises ValueError when the model knows fewer, or none."""
-        assert self.kind == "llama"
+        """Sizes of a decoder of ours whose data has `vocab_size` ids. Raises ValueError when the model knows fewer, or
+        none."""
         vocab_size = check_vocabulary(self.vocab_size, vocab_size)
-        given = {key: value for key in SIZES if (value := getattr(self, key)) is not None}
-        return LlamaShape(**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
+        given = {key: value for key in SIZES[self.kind] if (value := getattr(self, key)) is not None}
+        return SHAPES[self.kind](**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
 
 
 def check_vocabulary(model: int | None, data: int | None) -> int:

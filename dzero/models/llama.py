@@ -14,6 +14,7 @@ on meta. Dim i of a head turns together with dim i + head_dim / 2, as in the pub
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -74,13 +75,16 @@ def _divisors(number: int) -> list[int]:
 
 
 class Llama(nn.Module):
-    """tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype."""
+    """tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype.
 
-    def __init__(self, shape: LlamaShape) -> None:
+    ffn: makes the feed-forward part of each block; None for a SwiGLU.
+    """
+
+    def __init__(self, shape: LlamaShape, ffn: Callable[[], nn.Module] | None = None) -> None:
         super().__init__()
         self.shape = shape
         self.embedding = Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Block(shape, SwiGLU(shape) if ffn is None else ffn()) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.head = Linear(shape.hidden_size, shape.vocab_size)
         if shape.tied:
@@ -119,14 +123,17 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    """x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> the same shape and dtype as x."""
+    """x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> the same shape and dtype as x.
 
-    def __init__(self, shape: LlamaShape) -> None:
+    ffn: the feed-forward part, x -> the same shape.
+    """
+
+    def __init__(self, shape: LlamaShape, ffn: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.attention = Attention(shape)
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.ffn = SwiGLU(shape)
+        self.ffn = ffn
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Attention, then the feed-forward part, each normalised before and added to its input."""
@@ -145,7 +152,7 @@ class Attention(nn.Module):
         self.query = Linear(shape.hidden_size, shape.heads * shape.head_dim)
         self.key = Linear(shape.hidden_size, shape.kv_heads * shape.head_dim)
         self.value = Linear(shape.hidden_size, shape.kv_heads * shape.head_dim)
-        self.out = Linear(shape.heads * shape.head_dim, shape.hidden_size, deviation=_residual_deviation(shape))
+        self.out = Linear(shape.heads * shape.head_dim, shape.hidden_size, deviation=residual_deviation(shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Each position sees itself and those before it; queries and keys are rotated, values are not."""
@@ -166,13 +173,14 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); x [batch, time, hidden] -> the same."""
+    """down(silu(gate(x)) * up(x)); x [..., hidden] -> the same; `width` features between them, or ffn_size."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, width: int | None = None) -> None:
         super().__init__()
-        self.gate = Linear(shape.hidden_size, shape.ffn_size)
-        self.up = Linear(shape.hidden_size, shape.ffn_size)
-        self.down = Linear(shape.ffn_size, shape.hidden_size, deviation=_residual_deviation(shape))
+        width = width or shape.ffn_size
+        self.gate = Linear(shape.hidden_size, width)
+        self.up = Linear(shape.hidden_size, width)
+        self.down = Linear(width, shape.hidden_size, deviation=residual_deviation(shape))
 
     def forward(self, x: Tensor) -> Tensor:
         """Each position by itself."""
@@ -213,5 +221,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
-def _residual_deviation(shape: LlamaShape) -> float:
+def residual_deviation(shape: LlamaShape) -> float:
+    """Of weights that write into the residual stream."""
     return DEVIATION / math.sqrt(2 * shape.layers)

@@ -16,6 +16,7 @@ from torch import nn
 
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama, LlamaShape
+from dzero.models.moe import MoE
 
 OUTER = {"embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head"}
 INNER = {
@@ -41,6 +42,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 
     model: as built or sharded. None for one that Hugging Face has no layout for.
     """
+    if isinstance(model, MoE):
+        return None
     if isinstance(model, Llama):
         return {"kind": "llama", "config": json.dumps(llama_config(model.shape))}
     if isinstance(model, HFDecoder):

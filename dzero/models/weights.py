@@ -11,6 +11,7 @@ from torch import nn
 
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama, LlamaShape
+from dzero.models.moe import MoE
 from dzero.models.published import llama_config, published_name
 from dzero.models.stored import StoredTensor, stored_tensors
 
@@ -107,7 +108,7 @@ def _kind(model: nn.Module) -> tuple[str, str]:
     """The model's kind, and the prefix that a published model without head leaves out."""
     if isinstance(model, HFDecoder):
         return "hf", f"{model.model.base_model_prefix}."
-    if isinstance(model, Llama):
+    if isinstance(model, Llama) and not isinstance(model, MoE):
         return "llama", "model."
     raise TypeError(f"weights of {type(model).__name__}: only models that build() made read them")
 

@@ -43,8 +43,9 @@ class RunSummary:
     `first_loss`, `loss`: train loss of the first and the last step, nats. `seconds`: of all steps. `counted_steps`:
     those in `speed`, which is the meter's overall reading. `peak_flops`: FLOP/s of one device, None where unknown.
     `peak_bytes`: peak memory by kind, one mapping per rank, in rank order. `traffic`: calls and bytes sent by this
-    rank in `traffic_steps` steps; `theory`: the same for one step, by formula. `lanes`: the offload's lanes in all
-    steps; `host_bytes`: of this rank's arena. `step_flops`: of the model on this rank in a step, None where unknown.
+    rank in `traffic_steps` steps; `theory`: the same for one step, by formula; `routed`: for all of them, of what
+    depends on the experts that tokens chose. `lanes`: the offload's lanes in all steps; `host_bytes`: of this rank's
+    arena. `step_flops`: of the model on this rank in a step, None where unknown.
     `planned_bytes`: this rank's peak as the plan says, the process aside; None without a plan, and on a CPU, whose
     measured peak has libraries and the allocator's rest in it.
     """
@@ -63,6 +64,7 @@ class RunSummary:
     traffic: Mapping[Entry, Traffic]
     traffic_steps: int
     theory: Mapping[Entry, Traffic]
+    routed: Mapping[Entry, Traffic] = field(default_factory=dict)
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     host_bytes: int = 0
     step_flops: float | None = None

@@ -90,10 +90,12 @@ def traffic_table(summary: RunSummary) -> Table:
     """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`."""
     steps = max(1, summary.traffic_steps)
     rows = []
-    for entry in sorted(summary.traffic.keys() | summary.theory.keys()):
-        sent, due = summary.traffic.get(entry, Traffic()), summary.theory.get(entry, Traffic())
-        equal = (sent.calls, sent.sent_bytes) == (due.calls * steps, due.sent_bytes * steps)
-        due_calls, due_bytes, mark = str(due.calls), format_bytes(due.sent_bytes), OK if equal else DIFFERS
+    every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.theory.items()}
+    theory = {**every_step, **summary.routed}
+    for entry in sorted(summary.traffic.keys() | theory.keys()):
+        sent, due = summary.traffic.get(entry, Traffic()), theory.get(entry, Traffic())
+        mark = OK if sent == due else DIFFERS
+        due_calls, due_bytes = f"{due.calls / steps:.5g}", format_bytes(due.sent_bytes / steps)
         where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
         calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)
         rows.append((*where, calls, due_calls, sent_bytes, due_bytes, mark))

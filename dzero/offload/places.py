@@ -77,8 +77,9 @@ class Places:
         self._pieces: dict[tuple[str, str], str] = {}
         self._makes_param: dict[str, str] = {}
         for index, unit in enumerate(units):
+            shard = layout.of_unit(unit).shard
             for param in unit.params:
-                self._place(unit.name, index, param)
+                self._place(unit.name, index, param, shard)
         self.early = self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
@@ -185,8 +186,8 @@ class Places:
                     self._used[unit.name, f"undo {unit.name}"] = on_host
         return frozenset(early)
 
-    def _place(self, unit: str, index: int, param: ParamShape) -> None:
-        name, elems, own_slot = param.name, param.shard_elems(self.layout.shard), self._slot
+    def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
+        name, elems, own_slot = param.name, param.shard_elems(shard), self._slot
         param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
         if not param.trainable:
             if self.on_disk("param", name):

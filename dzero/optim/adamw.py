@@ -73,7 +73,7 @@ class AdamW(MasterOptimizer):
         initial: list[tuple[Stored, Initial]] = []
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or self.offload.places.on_disk("master", name):
-                stored = Stored.create(shapes[name], param, self._sharded.layout, homes, self._moments_of(param))
+                stored = Stored.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
                 initial.append((stored, stored.initial(unit.take_origin(name))))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors

@@ -24,6 +24,7 @@ from dzero.offload.attach import Offload
 from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import Named, UnitGrads
 from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
 
 ALIKE = 1e-2
 """Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
@@ -51,9 +52,7 @@ class Gradients:
         self._group, self._trail = group, sharded.ledger.trail
         self._gather = GatherScalars(group, axis, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
-        # Stage 0 holds whole gradients, of which this rank sums its own chunk; else the shard is the chunk.
-        cut = (group.rank(), group.size()) if layout.shard == 1 else (0, 1)
-        self._units = [UnitGrads(unit, sharded, cut, offload) for unit in sharded.units]
+        self._units = [UnitGrads(unit, sharded, _cut_of(unit, axis), offload) for unit in sharded.units]
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
@@ -147,6 +146,15 @@ class Gradients:
         for unit in self._units:
             unit.clear()
         self._trail.end_step()
+
+
+def _cut_of(unit: Unit, axis: str) -> tuple[int, int]:
+    """(index, chunks) of what this rank sums of a unit's gradients, so that ranks of `axis` together sum each once.
+
+    Stage 0 holds whole gradients, of which it sums its own chunk; else the shard is the chunk.
+    """
+    copies = unit.mesh.get_group(REPLICATE)
+    return (copies.rank(), copies.size()) if axis == REPLICATE else (0, 1)
 
 
 def _culprits(sums: torch.Tensor, names: Sequence[str], who: str) -> dict[str, None]:

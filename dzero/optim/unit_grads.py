@@ -82,7 +82,7 @@ class UnitGrads:
         """Cut `name`'s slice out of the incoming buffer; with the last slice the buffer is used up."""
         param.grad = None
         self._pieces[name] = self._incoming[self._offset : self._offset + local_of(param).numel()]
-        self._offset += self._shapes[name].shard_elems(self._sharded.layout.shard)
+        self._offset += self._shapes[name].shard_elems(self._unit.layout.shard)
         if self._offset == self._incoming.numel():
             buffer, pieces = self._incoming, self._pieces
             self._incoming, self._pieces = torch.empty(0), {}

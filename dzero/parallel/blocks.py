@@ -40,7 +40,8 @@ KEPT = [
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA, untiled).
+    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA, untiled,
+    without mesh.ep).
 
     `tiles`: of each block's MLPs, gathered and freed one after the other (tiling.py). `loss_tiles`: of the logits and
     their loss (tiled_loss.py). Both 1: as they are.

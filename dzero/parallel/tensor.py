@@ -19,68 +19,28 @@ those that see everything are listed in `alike`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor_plans import plan_for
 
 Plan = Mapping[str, ParallelStyle]
 
 
-class TensorParallel:
-    """What `parallelize` did to a model: which parameter on meta every cut one was made from."""
-
-    def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
-        self._mesh, self._made, self._places = mesh, made, places
-
-    def filling(self, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        """The same for modules that are cut: whole parameters are filled, then this rank keeps its part.
-
-        materialise: made from the model as it was, on meta. Nothing of the values is kept here.
-        """
-
-        @torch.no_grad()
-        def fill(module: nn.Module) -> None:
-            inside = {param for _, _, param in _own_of(module)}
-            cut = {whole: part for whole, part in self._made.items() if part in inside}
-            for whole in cut:
-                self._put(whole, whole)
-            materialise(module)
-            for whole, part in cut.items():
-                owner, attribute = self._places[whole][0]
-                self._put(whole, self._part(part, getattr(owner, attribute)))
-
-        return fill
+class TensorParallel(CutParams):
+    """What `parallelize` did to a model."""
 
     def loss(self) -> AbstractContextManager[None]:
         """Inside, torch's cross_entropy takes logits that are cut along the vocabulary; also around its backward."""
         return loss_parallel()
-
-    def _put(self, whole: nn.Parameter, param: nn.Parameter) -> None:
-        for owner, attribute in self._places[whole]:
-            setattr(owner, attribute, param)
-
-    def _part(self, like: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
-        assert isinstance(like, DTensor)
-        placement, local = like.placements[0], whole
-        if isinstance(placement, Shard):
-            size = whole.shape[placement.dim] // self._mesh.size()
-            local = whole.narrow(placement.dim, self._mesh.get_local_rank() * size, size).clone()
-        part = DTensor.from_local(
-            local, self._mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        return nn.Parameter(part, like.requires_grad)
-
-
-Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 def parallelize(
@@ -97,7 +57,7 @@ def parallelize(
     if plan is None:
         plan = plan_for(model, mesh.size(), axis)
     places: Places = {}
-    for owner, attribute, param in _own_of(model):
+    for owner, attribute, param in own_of(model):
         places.setdefault(param, []).append((owner, attribute))
     names = {param: name for name, param in model.named_parameters()}
     parallelize_module(model, mesh, dict(plan))
@@ -134,10 +94,3 @@ def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> Non
                 f"{axis}={cut[0].device_mesh.size()} does not divide dim {dim} of parameter {name}, which is {size}; "
                 f"allowed: {[each for each in range(1, size + 1) if size % each == 0]}"
             )
-
-
-def _own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place of a parameter."""
-    for owner in module.modules():
-        for attribute, param in owner.named_parameters(recurse=False, remove_duplicate=False):
-            yield owner, attribute, param

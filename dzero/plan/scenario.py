@@ -49,6 +49,8 @@ class Scenario:
         for key in ("ranks", "sequences", "tokens", "accumulate"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be a whole number ≥ 1")
+        if self.model.kind == "moe":
+            raise ValueError("model.kind=moe: what its experts get follows from the tokens, and is not simulated")
         if self.offload.activations != "device":
             raise ValueError(
                 f"offload.activations={self.offload.activations}: what waits off the device between forward and "

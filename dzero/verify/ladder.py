@@ -116,8 +116,9 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
             f"mesh.tp={run.mesh.tp}: verify compares rows of parameters, and tensor parallelism cuts columns too; "
             "take mesh.tp=1"
         )
-    if run.mesh.pp > 1:
-        raise ValueError(f"mesh.pp={run.mesh.pp}: verify compares whole models on every rank; take mesh.pp=1")
+    for key in ("pp", "ep"):
+        if (degree := getattr(run.mesh, key)) > 1:
+            raise ValueError(f"mesh.{key}={degree}: verify compares whole models on every rank; take mesh.{key}=1")
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = run.launch.device_type

@@ -39,10 +39,11 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
             phase = "unshard" if kind == "all_gather" else "reduce"
             totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * (ranks - 1) * owned_bytes)
 
-    n, copies, microbatches = layout.shard, layout.replicate, layout.microbatches
-    dtype, wire, hop = layout.param.dtype, layout.wire, layout.replicate_wire
-    back = layout.grad.dtype if layout.exact else hop
+    microbatches, dtype, wire = layout.microbatches, layout.param.dtype, layout.wire
     for unit in units:
+        own = layout.of_unit(unit)
+        n, copies, hop = own.shard, own.replicate, own.replicate_wire
+        back = layout.grad.dtype if layout.exact else hop
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
         add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers)
@@ -65,7 +66,8 @@ def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0)
     along a pipeline, four for the loss along every one."""
     chunk_axis = SHARD if layout.shard > 1 else REPLICATE
     params = sum(p.trainable for unit in units for p in unit.params)
-    splits = {param.split.axis: param.split.count for unit in units for param in unit.params if param.split is not None}
+    cut = (param.split for unit in units if unit.shared_by == 1 for param in unit.params)
+    splits = {split.axis: split.count for split in cut if split is not None}
     sums = {chunk_axis: params + 1} | dict.fromkeys(splits, params)
     if layout.pipeline_ranks > 1:
         splits[PIPELINE], sums[PIPELINE] = layout.pipeline_ranks, names
@@ -98,9 +100,9 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
 
     8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
     """
-    n = layout.shard
-    trained = [p.shard_elems(n) for unit in units for p in unit.params if p.trainable]
-    stored = sum(unit.shard_elems(n) for unit in units)
+    shards = [(unit, layout.of_unit(unit).shard) for unit in units]
+    trained = [p.shard_elems(n) for unit, n in shards for p in unit.params if p.trainable]
+    stored = sum(unit.shard_elems(n) for unit, n in shards)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
     blocks = sum(max(1, -(-elems // 256)) for elems in trained)
@@ -118,10 +120,12 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     Stages 1-2 hold the unsharded copy beside FSDP2's shards until then; gradients that wait for the last microbatch
     are whole. This is DESIGN's second column: 2Ψ + 16Ψ/N at stage 2 with bf16 and fp32 masters.
     """
-    rest, n = resting_bytes(layout, units), layout.shard
-    whole = 0 if layout.param.sharded or n == 1 else sum(unit.shard_elems(n) for unit in units) * n
-    waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
-    trained = sum(unit.shard_elems(n, trainable_only=True) for unit in units) * (n if waits else 1)
+    rest, whole, trained = resting_bytes(layout, units), 0, 0
+    for unit in units:
+        n = layout.of_unit(unit).shard
+        whole += 0 if layout.param.sharded or n == 1 else unit.shard_elems(n) * n
+        waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
+        trained += unit.shard_elems(n, trainable_only=True) * (n if waits else 1)
     return StateBytes(
         param=rest.param + whole * layout.param.dtype.itemsize,
         grad=trained * layout.grad.dtype.itemsize,

@@ -19,7 +19,8 @@ import xxhash
 from dzero.hardware import format_bytes
 from dzero.scratch import DiskError, open_path, telling
 from dzero.zero.layout import Layout
-from dzero.zero.units import Slot, shape_of
+from dzero.zero.shapes import UnitShape
+from dzero.zero.units import Slot
 
 
 class ColdRoom:
@@ -38,9 +39,15 @@ class ColdRoom:
 
     @classmethod
     def of(
-        cls, layout: Layout, slots: Sequence[Slot], off_device: Mapping[str, frozenset[str]], *, rank: int
+        cls,
+        layout: Layout,
+        slots: Mapping[str, Sequence[Slot]],
+        shapes: Mapping[str, UnitShape],
+        off_device: Mapping[str, frozenset[str]],
+        *,
+        rank: int,
     ) -> ColdRoom | None:
-        """For what of `slots` lives on disk; None where nothing does. Every rank looks at all paths first."""
+        """For what of units' `slots` lives on disk; None where nothing does. Every rank looks at all paths first."""
         paths = layout.offload.disk.paths
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
         for path in paths if on_disk or layout.offload.activations == "disk" else ():
@@ -48,8 +55,8 @@ class ColdRoom:
         if not on_disk & {"param", "master"}:
             return None
         needed, working = 0, layout.param.dtype
-        for slot in slots:
-            elems = shape_of(slot).shard_elems(layout.shard)
+        for unit, slot, param in ((u, *each) for u in slots for each in zip(slots[u], shapes[u].params, strict=True)):
+            elems = param.shard_elems(layout.of_unit(shapes[unit]).shard)
             if "param" in on_disk and slot.name in off_device["param"]:
                 needed += elems * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:

@@ -13,13 +13,15 @@ collectives and the bytes below are all derived from it. Pure: no tensors, no co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.comm.collectives import is_exact
 from dzero.hardware import dtype_of
+from dzero.mesh import expert_degrees
+from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import KINDS, OffloadConfig
 
 FLOATS = ("fp32", "bf16", "fp16")
@@ -152,15 +154,20 @@ class Layout:
         exact: bool = True,
         model_ranks: int = 1,
         pipeline_ranks: int = 1,
+        expert_ranks: int = 1,
     ) -> Layout:
-        """Fill the table. Raises ValueError for combinations that cannot take effect."""
+        """Fill the table. expert_ranks: data-parallel ones that share experts, of which `of_unit` makes a table.
+
+        Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
-        _check_model_ranks(zero, offload, model_ranks)
+        _check_cut(zero, offload, "a model that is", model_ranks, "tp")
+        _check_cut(zero, offload, "experts that are", expert_ranks, "ep")
         _check_pipeline(offload, pipeline_ranks)
+        expert_degrees(replicate, shard, expert_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -194,6 +201,14 @@ class Layout:
             model_ranks=model_ranks,
             pipeline_ranks=pipeline_ranks,
         )
+
+    def of_unit(self, unit: UnitShape) -> Layout:
+        """The table of one unit: what ranks share of experts is copied and cut over the other ranks only."""
+        if unit.shared_by == 1:
+            return self
+        replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by)
+        after_forward = self.reshard_after_forward if self.param.sharded else shard == 1
+        return replace(self, replicate=replicate, shard=shard, reshard_after_forward=after_forward)
 
     @property
     def ranks(self) -> int:
@@ -251,10 +266,10 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
         )
 
 
-def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: int) -> None:
-    if model_ranks == 1:
+def _check_cut(zero: ZeroConfig, offload: OffloadConfig, what: str, ranks: int, axis: str) -> None:
+    if ranks == 1:
         return
-    what = f"a model that is cut over {model_ranks} ranks (mesh.tp)"
+    what = f"{what} cut over {ranks} ranks (mesh.{axis})"
     if offload.param != "device":
         raise ValueError(
             f"offload.param={offload.param} with {what}: FSDP2 takes parameters that are cut along another axis from "

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dzero.mesh import EXPERT
+
 
 @dataclass(frozen=True)
 class Split:
@@ -51,6 +53,11 @@ class UnitShape:
 
     name: str
     params: tuple[ParamShape, ...]
+
+    @property
+    def shared_by(self) -> int:
+        """Data-parallel ranks of which each has a part of the unit, being one of experts; else 1."""
+        return max((p.split.count for p in self.params if p.split is not None and p.split.axis == EXPERT), default=1)
 
     def shard_elems(self, ranks: int, *, trainable_only: bool = False) -> int:
         """Elements of one rank's padded shards."""

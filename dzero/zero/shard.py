@@ -15,8 +15,9 @@ and FSDP2's ordinary `.grad` is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.parallel.experts import ExpertParallel
 from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
@@ -99,6 +101,9 @@ class Sharded:
         self.is_last = is_last
         root.set_requires_gradient_sync(cadence.reduce)
         root.set_reshard_after_backward(cadence.reshard)
+        for unit in self.units:
+            if unit.layout is not self.layout:
+                unit.modules[0].set_reshard_after_backward(unit.layout.cadence(is_last).reshard, recurse=False)
 
     def train(self, mode: bool = True) -> None:
         """As `nn.Module.train`, of the model and its parts."""
@@ -133,6 +138,7 @@ def shard(
     is_unit: Callable[[nn.Module], bool] | None = None,
     device: torch.device | None = None,
     parts: Parts | None = None,
+    experts: ExpertParallel | None = None,
 ) -> Sharded:
     """Cut `model` in place over the data-parallel `mesh`, unit by unit.
 
@@ -146,6 +152,7 @@ def shard(
     device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
         `sharded.model.to_empty` gives them that.
     parts: what `cut_parts` returned for this model and the axis pp of the mesh.
+    experts: what `parallelize_experts` made of the model, over the same mesh.
 
     Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
     """
@@ -171,10 +178,11 @@ def shard(
         exact=is_exact(zero.reduction, mesh.device_type),
         model_ranks=mesh.size() // (data.size() * pipeline_ranks),
         pipeline_ranks=pipeline_ranks,
+        expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
-    units = _units(model, parts, zero.units, is_unit)
+    units = _units(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
     values_on = device or _current_device(mesh.device_type)
-    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts).run()
+    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts).run()
 
 
 Units = list[tuple[str, list[nn.Module]]]
@@ -189,14 +197,33 @@ def _units(
     parts: Parts | None,
     class_names: Sequence[str] | None,
     is_unit: Callable[[nn.Module], bool] | None,
+    experts: Mapping[str, nn.Module] | None,
 ) -> Units:
     """Of every root its units, and itself the last of them."""
     roots = _roots(model, parts)
     units: Units = []
     for number, root in enumerate(roots):
         name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"
-        units += [*find_units(root, class_names, is_unit), (name, [root])]
+        units += [*find_units(root, class_names, is_unit, experts), (name, [root])]
     return units
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The data-parallel axes (replicate, shard) of a unit, and how data moves along each."""
+
+    mesh: DeviceMesh
+    groups: dict[str, dist.ProcessGroup]
+    exchanges: dict[str, Exchange]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, layout: Layout) -> Axes:
+        """Of a mesh with these two alone."""
+        groups = {axis: mesh.get_group(axis) for axis in AXES}
+        exchanges: dict[str, Exchange] = {
+            axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
+        }
+        return cls(mesh, groups, exchanges)
 
 
 class _Sharder:
@@ -212,43 +239,45 @@ class _Sharder:
         materialise: Materialise | None,
         device: torch.device,
         parts: Parts | None,
+        experts: ExpertParallel | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
         self.parts, self.roots = parts, _roots(model, parts)
-        self.ledger = Ledger()
-        groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
-        self.rank = groups[SHARD].rank()
+        self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
+        self.axes = {1: Axes.of(mesh, layout)}  # by how many ranks share a unit
+        if experts is not None:
+            self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
         ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
-        self.values = Values(layout, device, list(groups.values()), materialise, ends)
-        self.exchanges: dict[str, Exchange] = {
-            axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
-        }
+        self.values = Values(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
+        _check_experts([*self.shapes.values()], mesh, experts)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
-        slots = [slot for of_unit in self.slots.values() for slot in of_unit]
-        self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
+        rank = mesh.get_local_rank(SHARD)
+        self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
     def run(self) -> Sharded:
-        self.values.equalise_buffers(self.model)
+        self.values.equalise_buffers(self.model, self.axes[1].groups)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
         return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
-        self.values.fill(modules, slots)
-        rounded = self.values.round(modules, slots, self.rank)
+        shape = self.shapes[name]
+        layout, axes = self.layout.of_unit(shape), self.axes[shape.shared_by]
+        self.values.fill(modules, slots, axes.groups)
+        rounded = self.values.round(modules, slots, axes.groups[SHARD])
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = any(modules[0] is root for root in self.roots)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=self.mesh[SHARD],
-            reshard_after_forward=self.layout.reshard_after_forward,
+            mesh=axes.mesh[SHARD],
+            reshard_after_forward=layout.reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=self.layout.param.dtype,
                 reduce_dtype=self.layout.grad.dtype,
@@ -257,20 +286,22 @@ class _Sharder:
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
         )
         unit = Unit(
-            shape=self.shapes[name],
+            shape=shape,
+            layout=layout,
+            mesh=axes.mesh,
             modules=[_as_fsdp(m) for m in modules],
             params={slot.name: slot.param for slot in slots},
-            average=self._average_copies(name),
+            average=self._average_copies(name, layout, axes),
             origin=origin,
         )
-        self._switch(unit)
+        self._switch(unit, axes)
         if self.layout.param.tier == "disk":
             for each, memory in unit.hosted.items():
                 memory.home = self._on_disk(each, memory.flat)
         if "disk" in (self.layout.param.tier, self.layout.master.tier):
             give_back_freed_memory()
         if unit.hosted:
-            hook_state_dicts(unit, self.mesh)
+            hook_state_dicts(unit, unit.mesh)
         return unit
 
     def _where_master_lives(self, name: str, origin: torch.Tensor) -> Home:
@@ -283,17 +314,16 @@ class _Sharder:
         assert self.cold is not None
         return self.cold.keep(name, tensor)
 
-    def _average_copies(self, name: str) -> AverageCopies | None:
-        if self.layout.replicate == 1:
+    def _average_copies(self, name: str, layout: Layout, axes: Axes) -> AverageCopies | None:
+        if layout.replicate == 1:
             return None
-        exchange, wire = self.exchanges[REPLICATE], self.layout.replicate_wire
-        return AverageCopies(name, exchange, REPLICATE, wire, self.ledger)
+        return AverageCopies(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
 
-    def _switch(self, unit: Unit) -> None:
-        module, name, exchange = unit.modules[0], unit.shape.name, self.exchanges[SHARD]
+    def _switch(self, unit: Unit, axes: Axes) -> None:
+        module, name, exchange = unit.modules[0], unit.shape.name, axes.exchanges[SHARD]
         if unit.params:
             module.set_all_reduce_hook(unit.deliver)
-        if self.layout.shard > 1:
+        if unit.layout.shard > 1:
             # FSDP2's abstract classes for these two are private; only their methods count.
             gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.arrive)
             reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger)
@@ -309,7 +339,8 @@ class _Sharder:
 
 def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
     """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
-    split = next((param for unit in units for param in unit.params if param.split is not None), None)
+    dense = (unit for unit in units if unit.shared_by == 1)
+    split = next((param for unit in dense for param in unit.params if param.split is not None), None)
     if split is None or split.split is None:
         return
     axis = split.split.axis
@@ -323,6 +354,18 @@ def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], 
             f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
             f"the axis {axis} makes operators smaller too"
         )
+
+
+def _check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None) -> None:
+    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks."""
+    shared = [unit for unit in units if unit.shared_by > 1]
+    if shared and experts is None:
+        raise ValueError(
+            f"{shared[0].shared_by} ranks share experts of unit {shared[0].name}: pass what parallelize_experts "
+            "returned as experts="
+        )
+    if experts is not None and not torch.equal(experts.mesh.mesh.flatten(), mesh.mesh.flatten()):
+        raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

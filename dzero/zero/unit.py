@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
+from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
 Consumer = Callable[[torch.Tensor], None]
@@ -23,6 +25,7 @@ Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 class Unit:
     """Modules that are gathered and reduced together, and where their reduced gradients go.
 
+    `layout`, `mesh`: the table and the data-parallel axes of this unit; experts that ranks share have their own.
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
     is held weakly: the gradients belong to the optimizer. `pending`: waits for the update that is on its way to the
@@ -31,6 +34,8 @@ class Unit:
     """
 
     shape: UnitShape
+    layout: Layout
+    mesh: DeviceMesh
     modules: list[FSDPModule]
     params: dict[str, nn.Parameter]
     average: AverageCopies | None

@@ -2,7 +2,8 @@
 
 A *unit* is a list of modules that share one collective: a transformer block by default, several blocks where they share
 weights. What no unit holds (embedding, final norm, head) belongs to the last unit, the root. Tiles (parallel/tiling.py)
-are units inside units: gathered for their own forward and backward alone, and listed before the unit around them.
+and experts that ranks share (parallel/experts.py) are units inside units: gathered for their own forward and backward
+alone, and listed before the unit around them.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ def find_units(
     model: nn.Module,
     class_names: Sequence[str] | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of every unit but the root: all tiles, then the others, in the order of the model's modules.
+    """(name, modules) of every unit but the root: all tiles and `experts`, by name, that ranks share; then the others,
+    in the order of the model's modules.
 
     `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
     ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
@@ -39,10 +42,10 @@ def find_units(
         named = _by_class(model, class_names)
     else:
         named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
-    tiles = find_tiles(model)
-    tiled = {param for _, each in tiles for param in each.parameters()}
-    named = [(name, module) for name, module in named if {*module.parameters()} - tiled]
-    return [(name, [each]) for name, each in tiles] + _joined_by_tied_weights(model, named, tiled)
+    inner = [*find_tiles(model), *(experts or {}).items()]
+    held = {param for _, each in inner for param in each.parameters()}
+    named = [(name, module) for name, module in named if {*module.parameters()} - held]
+    return [(name, [each]) for name, each in inner] + _joined_by_tied_weights(model, named, held)
 
 
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -67,14 +70,14 @@ def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tu
 
 
 def _joined_by_tied_weights(
-    model: nn.Module, named: list[tuple[str, nn.Module]], tiled: set[nn.Parameter]
+    model: nn.Module, named: list[tuple[str, nn.Module]], inner: set[nn.Parameter]
 ) -> list[tuple[str, list[nn.Module]]]:
     inside = {p for _, module in named for p in module.parameters()}
     owned = {m for _, module in named for m in module.modules()}
     outside = {p for m in model.modules() if m not in owned for p in m.parameters(recurse=False)}
     units: list[tuple[str, list[nn.Module], set[nn.Parameter]]] = []
     for name, module in named:
-        params = set(module.parameters()) - tiled
+        params = set(module.parameters()) - inner
         if params & outside & inside:
             outside |= params
             continue

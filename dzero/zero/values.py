@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,34 +15,33 @@ from dzero.zero.units import Slot, swap
 from dzero.zero.working import to_working
 
 Materialise = Callable[[nn.Module], None]
+Groups = Mapping[str, dist.ProcessGroup]
 
 
 class Values:
-    """Gives a unit its values; on meta none. `groups`: those of the axes over which they must agree. ends: the group of
-    a pipeline, and the names of parameters that its first rank and its last have both."""
+    """Gives a unit its values; on meta none. `groups`, here: those of the axes over which they must agree. ends: the
+    group of a pipeline, and the names of parameters that its first rank and its last have both."""
 
     def __init__(
         self,
         layout: Layout,
         device: torch.device,
-        groups: list[dist.ProcessGroup],
         materialise: Materialise | None,
         ends: tuple[dist.ProcessGroup, Collection[str]] | None = None,
     ) -> None:
-        self._layout, self._device, self._groups, self._materialise = layout, device, groups, materialise
-        self._ends = ends
+        self._layout, self._device, self._materialise, self._ends = layout, device, materialise, ends
         self._blank = device.type == "meta"
 
-    def equalise_buffers(self, model: nn.Module) -> None:
+    def equalise_buffers(self, model: nn.Module, groups: Groups) -> None:
         """Rank 0's buffers for all, unless they are drawn; as bytes, since not every backend moves every dtype."""
         if self._materialise is not None:
             return
         for buffer in model.buffers():
             if not buffer.is_meta and buffer.numel():
                 buffer.data = buffer.data.to(self._device).contiguous()
-                self._broadcast(buffer.data.view(-1).view(torch.uint8))
+                _broadcast(buffer.data.view(-1).view(torch.uint8), groups)
 
-    def fill(self, modules: list[nn.Module], slots: list[Slot]) -> None:
+    def fill(self, modules: list[nn.Module], slots: list[Slot], groups: Groups) -> None:
         """Parameters drawn by `materialise`, or rank 0's. Raises ValueError for one that stays on meta."""
         for module in modules:
             if self._materialise is not None:
@@ -54,17 +53,15 @@ class Values:
             if not isinstance(param, DTensor):
                 param.data = param.data.to(self._device).contiguous()
             if self._materialise is None and not self._blank:
-                self._broadcast(local_of(param))
+                _broadcast(local_of(param), groups)
                 if self._ends is not None and slot.name in self._ends[1]:
                     _broadcast_to_last(local_of(param), self._ends[0])
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        for group in self._groups:
-            dist.broadcast(tensor, group=group, group_src=0)
-
     @torch.no_grad()
-    def round(self, modules: list[nn.Module], slots: list[Slot], rank: int) -> dict[str, torch.Tensor]:
-        """Round parameters to the working dtype; the fp32 rows that are `rank`'s shards of those that lost anything."""
+    def round(self, modules: list[nn.Module], slots: list[Slot], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+        """Round parameters to the working dtype; of those that lost anything the fp32 rows that are this rank's shards
+        in `group`."""
+        rank = group.rank()
         rows: dict[str, torch.Tensor] = {}
         placed: dict[nn.Parameter, nn.Parameter] = {}
         working = self._layout.param.dtype
@@ -79,10 +76,15 @@ class Values:
             else:
                 param.data = rounded
             if param.requires_grad:
-                count = -(-unsharded.shape[0] // self._layout.shard)
+                count = -(-unsharded.shape[0] // group.size())
                 rows[slot.name] = unsharded[rank * count : (rank + 1) * count].clone()
         swap(modules, placed)
         return rows
+
+
+def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
+    for group in groups.values():
+        dist.broadcast(tensor, group=group, group_src=0)
 
 
 def _broadcast_to_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

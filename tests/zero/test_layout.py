@@ -11,8 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dzero import PrecisionConfig, ZeroConfig
 from dzero.mesh import MeshConfig
+from dzero.zero.account import expected_traffic, resting_bytes
 from dzero.zero.layout import Cadence, Layout
-from dzero.zero.shapes import ParamShape
+from dzero.zero.shapes import ParamShape, Split, UnitShape
 
 
 def layout(stage: int = 2, *, replicate: int = 1, shard: int = 4, microbatches: int = 1, **precision: str) -> Layout:
@@ -110,3 +111,38 @@ def test_mesh_degrees_multiply_to_the_ranks() -> None:
     assert MeshConfig().degrees(8, stage=3) == (1, 8)
     assert MeshConfig(replicate=2).degrees(8, stage=1) == (2, 4)
     assert MeshConfig().degrees(8, stage=0) == (8, 1)
+
+
+EXPERTS = UnitShape("experts", (ParamShape("experts.up", (6, 5), True, Split("ep", 0, 1, 4)),))
+"""What one of four ranks has of 24 rows."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "degrees", "own", "kept"),
+    [(0, (8, 1), (2, 1), False), (1, (1, 8), (1, 2), True), (3, (2, 8), (2, 2), False), (2, (1, 4), (1, 1), False)],
+)
+def test_experts_that_ranks_share_have_a_table_of_their_own(
+    stage: int, degrees: tuple[int, int], own: tuple[int, int], kept: bool
+) -> None:
+    replicate, shard = degrees
+    zero, precision = ZeroConfig(stage=stage), PrecisionConfig()
+    table = Layout.of(zero, precision, replicate=replicate, shard=shard, expert_ranks=4)
+    of_unit = table.of_unit(EXPERTS)
+    assert (of_unit.replicate, of_unit.shard) == own
+    assert of_unit.reshard_after_forward is not kept  # one rank keeps no second copy
+    assert (of_unit.param, of_unit.grad, of_unit.master) == (table.param, table.grad, table.master)
+    assert table.of_unit(UnitShape("dense", (ParamShape("up", (6, 5), True),))) is table
+    rows = -(-6 // own[1])
+    assert resting_bytes(table, [EXPERTS]).total == rows * 5 * 14
+    sent = {entry.kind: each.sent_bytes for entry, each in expected_traffic(table, [EXPERTS]).items()}
+    assert sent.get("reduce_scatter", 0) == (own[1] - 1) * rows * 5 * 2
+    assert sent.get("all_gather", 0) == (own[1] - 1) * rows * 5 * 2 * (2 if stage == 3 else 1)
+    assert ("all_reduce" in sent) == (own[0] > 1)
+
+
+def test_what_cuts_experts_is_refused_where_it_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"mesh.ep=3 does not divide the 8 data-parallel ranks of axis shard"):
+        Layout.of(ZeroConfig(), PrecisionConfig(), replicate=1, shard=8, expert_ranks=3)
+    nearby = ZeroConfig(stage=3, reshard_after_forward=2)
+    with pytest.raises(ValueError, match=r"reshard_after_forward=2 with experts that are cut over 4 ranks"):
+        Layout.of(nearby, PrecisionConfig(), replicate=1, shard=8, expert_ranks=4)

@@ -1,0 +1,83 @@
+"""What moves where ranks share experts: inside forward and backward, counted under the phase `experts`.
+
+    call      a rank gives              and gets                        sends                            in the ledger
+    counts    [ranks, n] int64          [ranks, n], row r from rank r   8 n (ranks - 1)                  all_to_all
+    rows      give[r] rows for rank r   take[r] rows from rank r        those for the others             all_to_all
+    total     whole numbers [n]         their sum over all ranks        out and back, 8 n / ranks each   all_reduce
+
+Rows come in the order of the ranks, and of each rank in its own. Every call returns when its result may be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
+from dzero.comm.trail import Collective
+
+PHASE = "experts"
+
+
+class ExpertExchange:
+    """One axis, whose ranks share experts."""
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
+        self.ranks, self.rank = group.size(), group.rank()
+        self._group, self._axis, self._ledger = group, axis, ledger
+
+    def counts(self, given: Tensor) -> Tensor:
+        """given [ranks, n], row r for rank r -> [ranks, n], row r from rank r."""
+        given = given.contiguous()
+        taken = torch.empty_like(given)
+        self._move(taken, given, None, None, (self.ranks - 1) * given[0].nbytes)
+        return taken
+
+    def rows(self, given: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
+        """given [sum(give), ...], as many rows for each rank -> [sum(take), ...], as many from each. Both may be 0."""
+        given = given.contiguous()
+        taken = given.new_empty(sum(take), *given.shape[1:])
+        away = sum(give) - give[self.rank]
+        self._move(taken, given, take, give, away * given.shape[1:].numel() * given.element_size())
+        return taken
+
+    def _move(
+        self, taken: Tensor, given: Tensor, take: Sequence[int] | None, give: Sequence[int] | None, sent: int
+    ) -> None:
+        # What ranks give differs, but their trails must not: so one row is told, and no number of them.
+        begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)
+        whole, parts = (each.flatten(1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
+        with record_function("all_to_all experts"), self._ledger.trail.within(begun, self._group):
+            dist.all_to_all_single(whole, parts, take, give, group=self._group)
+        self._ledger.record(PHASE, "all_to_all", self._axis, given.dtype, sent)
+
+
+class Total:
+    """Sums whole numbers over all ranks of some axes: exactly, so that all have the same."""
+
+    def __init__(self, groups: dict[str, dist.ProcessGroup], ledger: Ledger) -> None:
+        self._groups = {axis: group for axis, group in groups.items() if group.size() > 1}
+        self._ledger = ledger
+
+    def __call__(self, numbers: Tensor) -> None:
+        """int64 [n], in place."""
+        for axis, group in self._groups.items():
+            begun = Collective("all_reduce", "loads", axis, numbers.numel(), numbers.dtype)
+            with self._ledger.trail.within(begun, group):
+                dist.all_reduce(numbers, group=group)
+            self._ledger.record(PHASE, "all_reduce", axis, numbers.dtype, self._sent_bytes(numbers.numel(), group))
+
+    def expected(self, numbers: int) -> dict[Entry, Traffic]:
+        """Calls and bytes sent per rank of one call, by the ledger's entries."""
+        return {
+            Entry(PHASE, "all_reduce", axis, dtype_key(torch.int64)): Traffic(1, self._sent_bytes(numbers, group))
+            for axis, group in self._groups.items()
+        }
+
+    @staticmethod
+    def _sent_bytes(numbers: int, group: dist.ProcessGroup) -> int:
+        return (group.size() - 1) * -(-numbers // group.size()) * 2 * torch.int64.itemsize
