@@ -40,7 +40,7 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
         for place in places.of(unit):
             values = weights[place.name].read(place.box.offset, place.box.size).float()
             if (origin := unit.origin.get(place.own_name)) is not None:
-                origin.put(values)
+                origin.put(values if unit.parts is None else values[unit.parts.rows(place.own_name)])
             local_of(place.param).copy_(to_working(values, place.param.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Which part of which tensor of a checkpoint a rank's shard is.
+"""Which part of which tensor of a checkpoint a rank's shard is, or its part of a shard's states (zero/parts.py).
 
 A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
 rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile; where an axis cuts the
@@ -7,7 +7,7 @@ model itself, within its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from dzero.checkpoint.boxes import Box
 from dzero.mesh import REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
-from dzero.zero.shapes import ParamShape
+from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -36,11 +36,15 @@ class Place:
 
 
 class Places:
-    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own."""
+    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own.
 
-    def __init__(self, sharded: Sharded) -> None:
-        self._sharded = sharded
-        self._rank, self._ranks = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
+    stateful: names of those that have states, and so may be cut over copies.
+    """
+
+    def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
+        self._shard = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
+        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.parts
+        self._parted = frozenset(stateful if sharded.layout.parts > 1 else ())
         self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **sharded.model_groups}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
@@ -54,10 +58,10 @@ class Places:
     def of(self, unit: Unit) -> Iterator[Place]:
         """A unit's, in its order."""
         for shape in unit.shape.params:
-            rows = -(-shape.shape[0] // self._ranks)
-            first = min(self._rank * rows, shape.shape[0])
+            cuts = (self._shard, self._part) if shape.name in self._parted else (self._shard,)
+            first, rows = rows_of(shape.shape[0], *cuts)
             offset = [first, *(0 for _ in shape.shape[1:])]
-            size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
+            size = [rows, *shape.shape[1:]]
             whole, name = [*shape.whole], shape.name
             if shape.split is not None and shape.split.dim is not None:
                 offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
@@ -73,6 +77,8 @@ class Places:
         """Ranks that have the same take turns."""
         copy, copies = 0, 1
         for axis, group in self._copies.items():
+            if axis == REPLICATE and shape.name in self._parted:
+                continue
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy

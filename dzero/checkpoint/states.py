@@ -39,9 +39,9 @@ class States:
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
         self._sharded, self._optim = sharded, optim
-        self._places = Places(sharded)
-        self._delayed = sharded.layout.offload.mode == "delayed"
         self._owned = frozenset(optim.scalars()["states"])
+        self._places = Places(sharded, self._owned)
+        self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, Part]:
         """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`."""

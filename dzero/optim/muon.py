@@ -225,6 +225,11 @@ def _trained(sharded: Sharded) -> list[nn.Parameter]:
 
 def check_muon(layout: Layout) -> None:
     """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
+    if layout.parts > 1:
+        raise ValueError(
+            "zero.states_over=all: Muon's matrices are put together from shards, not from parts of them; take "
+            "zero.states_over=shard, or optim.rule=adamw"
+        )
     for kind in KINDS:
         if (tier := layout.tiers[kind][0]) != "device":
             raise ValueError(

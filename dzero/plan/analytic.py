@@ -123,7 +123,7 @@ class _Device:
         mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
         self._rest = {
             "param": self._shards([p for p in every if p.name not in away["param"]]) * param.itemsize,
-            "master": self._shards(mastered) * master.itemsize,
+            "master": self._shards(mastered, layout.parts) * master.itemsize,
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
         self._away = {
@@ -134,7 +134,8 @@ class _Device:
         self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
         at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate, self._stay = (
-            {unit.name: self._reduced(unit, off) for unit in units} for off in (at_once, away["grad"] | away["master"])
+            {unit.name: self._reduced(unit, off, parts) for unit in units}
+            for off, parts in ((at_once, 1), (away["grad"] | away["master"], layout.parts))
         )
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
@@ -207,10 +208,10 @@ class _Device:
             return self._whole(unit, trainable_only=True)
         return self._accumulate[unit]
 
-    def _reduced(self, unit: UnitShape, away: Collection[str]) -> int:
+    def _reduced(self, unit: UnitShape, away: Collection[str], parts: int) -> int:
         """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
         stays = any(param.trainable and param.name not in away for param in unit.params)
-        return unit.shard_elems(self._ranks, trainable_only=True) if stays else 0
+        return unit.shard_elems(self._ranks, parts, trainable_only=True) if stays else 0
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
         return self._wholes[unit, trainable_only]
@@ -218,8 +219,9 @@ class _Device:
     def _gathered_elems(self, unit: UnitShape, trainable_only: bool) -> int:
         return unit.shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
 
-    def _shards(self, params: Sequence[ParamShape]) -> int:
-        return sum(param.shard_elems(self._ranks) for param in params)
+    def _shards(self, params: Sequence[ParamShape], parts: int = 1) -> int:
+        return sum(param.shard_elems(self._ranks, parts) for param in params)
 
     def _moment_bytes(self, param: ParamShape) -> int:
-        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, param.shard_elems(self._ranks)))
+        elems = param.shard_elems(self._ranks, self._layout.parts)
+        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, elems))

@@ -72,13 +72,14 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     found = {}
     for unit in units:
         shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
+        parts = {param.name: param.shard_elems(layout.shard, layout.parts) for param in unit.params}
         copies = [each for each in unit.params if each.trainable and each.split is not None and each.split.dim is None]
         trained = {param.name for param in unit.params if param.trainable}
 
-        def elems(names: Iterable[str], shards: dict[str, int] = shards) -> int:
-            return sum(shards.get(name, 0) for name in names)
+        def elems(names: Iterable[str], parts: dict[str, int] = parts) -> int:
+            return sum(parts.get(name, 0) for name in names)
 
-        param, grad = elems(away["param"]) * working, elems(away["grad"]) * gradient
+        param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
         found[unit.name] = Moves(
             param=param,
             disk_param=param if on_disk["param"] else 0,

@@ -8,6 +8,8 @@ With M microbatches, n ranks on the shard axis, r on the replicate axis, for eve
     2       1                             M                1 if r > 1
     3       2 M (M if kept after forward) M                1 if r > 1
 
+With `zero.states_over=all` the all_reduce over r is a reduce_scatter and, of updated parameters, an all_gather.
+
 Bytes follow `comm/ledger.py`. The counts hold for units all of whose parameters are trained; FSDP2 skips the
 backward gather of a leading unit whose input and parameters need no gradient.
 """
@@ -29,12 +31,13 @@ KINDS = ("param", "grad", "master", "moments")
 
 
 def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries (phases unshard and reduce)."""
+    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries: unshard, reduce, update."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
-    def add(kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int) -> None:
+    def add(
+        kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int, phase: str = "reduce"
+    ) -> None:
         if ranks > 1 and owned_bytes and calls:
-            phase = "unshard" if kind == "all_gather" else "reduce"
             totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * (ranks - 1) * owned_bytes)
 
     n, copies, microbatches = layout.shard, layout.replicate, layout.microbatches
@@ -43,12 +46,17 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
     for unit in units:
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
-        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers)
+        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers, "unshard")
         if layout.param.sharded and layout.reshard_after_forward is not False:
             inner = n if layout.reshard_after_forward is True else int(layout.reshard_after_forward)
-            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches)
+            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
+        if layout.parts > 1:
+            part = unit.shard_elems(n, copies, trainable_only=True)
+            add("reduce_scatter", REPLICATE, copies, part * hop.itemsize, hop, 1)
+            add("all_gather", REPLICATE, copies, part * dtype.itemsize, dtype, 1, "update")
+            continue
         owned = -(-trained // copies)
         add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
     return dict(totals)
@@ -56,11 +64,11 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
     """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
-    along the axis that cuts the chunks, the sums along those that cut the model, three for the loss along every one."""
-    chunk_axis = SHARD if layout.shard > 1 else REPLICATE
+    over the copies, those of all copies along the shard axis, the sums along axes that cut the model, three for the
+    loss along every one."""
     params = sum(p.trainable for unit in units for p in unit.params)
     splits = {param.split.axis: param.split.count for unit in units for param in unit.params if param.split is not None}
-    sums = {chunk_axis: params + 1} | dict.fromkeys(splits, params)
+    sums = {REPLICATE: params + 1, SHARD: layout.replicate * (params + 1)} | dict.fromkeys(splits, params)
     totals = {}
     for axis, ranks in {REPLICATE: layout.replicate, SHARD: layout.shard, **splits}.items():
         if ranks > 1:
@@ -91,7 +99,7 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
     """
     n = layout.shard
-    trained = [p.shard_elems(n) for unit in units for p in unit.params if p.trainable]
+    trained = [p.shard_elems(n, layout.parts) for unit in units for p in unit.params if p.trainable]
     stored = sum(unit.shard_elems(n) for unit in units)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
@@ -113,7 +121,8 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     rest, n = resting_bytes(layout, units), layout.shard
     whole = 0 if layout.param.sharded or n == 1 else sum(unit.shard_elems(n) for unit in units) * n
     waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
-    trained = sum(unit.shard_elems(n, trainable_only=True) for unit in units) * (n if waits else 1)
+    parts = 1 if waits else layout.parts
+    trained = sum(unit.shard_elems(n, parts, trainable_only=True) for unit in units) * (n if waits else 1)
     return StateBytes(
         param=rest.param + whole * layout.param.dtype.itemsize,
         grad=trained * layout.grad.dtype.itemsize,

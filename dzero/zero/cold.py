@@ -49,11 +49,11 @@ class ColdRoom:
             return None
         needed, working = 0, layout.param.dtype
         for slot in slots:
-            elems = shape_of(slot).shard_elems(layout.shard)
+            shape = shape_of(slot)
             if "param" in on_disk and slot.name in off_device["param"]:
-                needed += elems * working.itemsize
+                needed += shape.shard_elems(layout.shard) * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
-                needed += elems * torch.float32.itemsize
+                needed += shape.shard_elems(layout.shard, layout.parts) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)
 
     def keep(self, name: str, tensor: torch.Tensor) -> Cold:

@@ -40,9 +40,16 @@ class ParamShape:
         dim, count = (None, 1) if self.split is None else (self.split.dim, self.split.count)
         return tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
 
-    def shard_elems(self, ranks: int) -> int:
-        """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to."""
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+    @property
+    def row_elems(self) -> int:
+        """Elements of one index of dim 0."""
+        return math.prod(self.shape[1:])
+
+    def shard_elems(self, ranks: int, parts: int = 1) -> int:
+        """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to; or of the largest of
+        so many `parts` of it."""
+        rows = -(-self.shape[0] // ranks)
+        return -(-rows // parts) * self.row_elems
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,16 @@ class UnitShape:
     name: str
     params: tuple[ParamShape, ...]
 
-    def shard_elems(self, ranks: int, *, trainable_only: bool = False) -> int:
-        """Elements of one rank's padded shards."""
-        return sum(p.shard_elems(ranks) for p in self.params if p.trainable or not trainable_only)
+    def shard_elems(self, ranks: int, parts: int = 1, *, trainable_only: bool = False) -> int:
+        """Elements of one rank's padded shards, or of its parts of them."""
+        return sum(p.shard_elems(ranks, parts) for p in self.params if p.trainable or not trainable_only)
+
+
+def rows_of(rows: int, *cuts: tuple[int, int]) -> tuple[int, int]:
+    """(first, count) of what rank r of n has by `Shard(0)`, for each (r, n) in turn of what the one before left."""
+    first = 0
+    for rank, ranks in cuts:
+        most = -(-rows // ranks)
+        start = min(rank * most, rows)
+        first, rows = first + start, min(most, rows - start)
+    return first, rows

@@ -35,6 +35,7 @@ from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.parts import Parts
 from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
@@ -170,6 +171,7 @@ class _Sharder:
         self.ledger = Ledger()
         groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
         self.rank = groups[SHARD].rank()
+        self.copy = groups[REPLICATE].rank()
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
         self.values = Values(layout, device, list(groups.values()), materialise)
@@ -181,6 +183,11 @@ class _Sharder:
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
+        if layout.parts > 1 and find_tiles(model):
+            raise ValueError(
+                "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
+                "block.loss_tiles=1, or zero.states_over=shard"
+            )
         slots = [slot for of_unit in self.slots.values() for slot in of_unit]
         self.cold = ColdRoom.of(layout, slots, self.off_device, rank=self.rank)
 
@@ -192,7 +199,7 @@ class _Sharder:
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         self.values.fill(modules, slots)
-        rounded = self.values.round(modules, slots, self.rank)
+        rounded = self.values.round(modules, slots, self._cuts)
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = modules[0] is self.model
@@ -213,6 +220,7 @@ class _Sharder:
             params={slot.name: slot.param for slot in slots},
             average=self._average_copies(name),
             origin=origin,
+            parts=self._parts(self.shapes[name]),
         )
         self._switch(unit)
         if self.layout.param.tier == "disk":
@@ -239,6 +247,16 @@ class _Sharder:
             return None
         exchange, wire = self.exchanges[REPLICATE], self.layout.replicate_wire
         return AverageCopies(name, exchange, REPLICATE, wire, self.ledger)
+
+    @property
+    def _cuts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of masters and moments, one after the other: over the shard axis, and over the copies."""
+        return (self.rank, self.layout.shard), (self.copy if self.layout.parts > 1 else 0, self.layout.parts)
+
+    def _parts(self, unit: UnitShape) -> Parts | None:
+        if self.layout.parts == 1:
+            return None
+        return Parts(unit, self.layout, *self._cuts, self.exchanges[REPLICATE], self.ledger)
 
     def _switch(self, unit: Unit) -> None:
         module, name, exchange = unit.modules[0], unit.shape.name, self.exchanges[SHARD]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
+from dzero.zero.parts import Parts
 from dzero.zero.shapes import UnitShape
 
 Consumer = Callable[[torch.Tensor], None]
@@ -24,10 +25,11 @@ class Unit:
     """Modules that are gathered and reduced together, and where their reduced gradients go.
 
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
-    is held weakly: the gradients belong to the optimizer. `pending`: waits for the update that is on its way to the
-    shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`: parameters that live in host
-    memory; `fetch` brings all of them to the device, ahead of use where it can, and `forget` drops what it brought.
+    [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer to
+    take as masters. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for the update
+    that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`:
+    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
+    `forget` drops what it brought. `parts`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -41,6 +43,7 @@ class Unit:
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
+    parts: Parts | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of, placed_like
+from dzero.zero.shapes import rows_of
 from dzero.zero.units import Slot, swap
 from dzero.zero.working import to_working
 
@@ -54,8 +55,13 @@ class Values:
             dist.broadcast(tensor, group=group, group_src=0)
 
     @torch.no_grad()
-    def round(self, modules: list[nn.Module], slots: list[Slot], rank: int) -> dict[str, torch.Tensor]:
-        """Round parameters to the working dtype; the fp32 rows that are `rank`'s shards of those that lost anything."""
+    def round(
+        self, modules: list[nn.Module], slots: list[Slot], cuts: Sequence[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Round parameters to the working dtype; of those that lost anything the fp32 rows of this rank's masters.
+
+        cuts: which those are (shapes.rows_of).
+        """
         rows: dict[str, torch.Tensor] = {}
         placed: dict[nn.Parameter, nn.Parameter] = {}
         working = self._layout.param.dtype
@@ -70,7 +76,7 @@ class Values:
             else:
                 param.data = rounded
             if param.requires_grad:
-                count = -(-unsharded.shape[0] // self._layout.shard)
-                rows[slot.name] = unsharded[rank * count : (rank + 1) * count].clone()
+                first, count = rows_of(unsharded.shape[0], *cuts)
+                rows[slot.name] = unsharded[first : first + count].clone()
         swap(modules, placed)
         return rows
