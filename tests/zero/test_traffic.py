@@ -129,7 +129,6 @@ def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, stage: int) 
 def test_a_hybrid_step_of_64_ranks_moves_what_the_table_says() -> None:
     with fake_group(9, 64):
         check("even", stage=3, microbatches=2, replicate=8)
-        check("even", stage=3, microbatches=2, replicate=8, states_over="all")
 
 
 def traffic_by_hand(rank: int, ranks: int) -> list[list[tuple[str, int, int]]]:
