@@ -7,9 +7,11 @@ model itself, within its part.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
@@ -24,15 +26,37 @@ from dzero.zero.unit import Unit
 class Place:
     """A parameter of the sharded model, and this rank's box of the tensor `name` of `shape`.
 
-    `saves`: whether this rank saves it, and no copy of it elsewhere.
+    `boxes`: that one, or of a fused parameter one for each of its results that this rank has something of. `held`: the
+    shape of what it has. `saves`: whether this rank saves it, and no copy of it elsewhere.
     """
 
     param: nn.Parameter
     own_name: str
     name: str
     shape: tuple[int, ...]
-    box: Box
+    boxes: tuple[Box, ...]
+    held: tuple[int, ...]
     saves: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its boxes lie beside each other along the dim before the last."""
+        return len(self.held) > len(self.shape)
+
+    @property
+    def elems(self) -> int:
+        """Of what this rank has."""
+        return math.prod(self.held)
+
+    def apart(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank has, box by box, each flat."""
+        return [each.reshape(-1) for each in flat.view(self.held).unbind(-2)] if self.is_fused else [flat]
+
+    def together(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[held] from the values of its boxes."""
+        if not self.is_fused:
+            return values[0]
+        return torch.stack([*values], -2) if values else torch.empty(self.held)
 
 
 class Places:
@@ -70,8 +94,8 @@ class Places:
                 if dim is not None:
                     offset[dim] += start
                     whole[dim] = total
-            box = Box(tuple(offset), tuple(size))
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape))
+            boxes = _boxes_of_results(shape, offset, size) if shape.fused else (Box(tuple(offset), tuple(size)),)
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), boxes, tuple(size), self._saves(shape))
 
     def _saves(self, shape: ParamShape) -> bool:
         """Ranks that have the same take turns."""
@@ -82,3 +106,12 @@ class Places:
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy
+
+
+def _boxes_of_results(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
+    """The box at `offset` of `size` in [..., results, columns], as boxes of [..., results * columns]."""
+    columns = shape.whole[-1] // shape.shape[-2]
+    return tuple(
+        Box((*offset[:-2], result * columns + offset[-1]), (*size[:-2], size[-1]))
+        for result in range(offset[-2], offset[-2] + size[-2])
+    )

@@ -70,14 +70,15 @@ class TensorParallel:
 
     def _part(self, like: nn.Parameter, whole: torch.Tensor) -> nn.Parameter:
         assert isinstance(like, DTensor)
-        placement, local = like.placements[0], whole
+        placement, local = like.placements[0], whole.view(like.shape)
         if isinstance(placement, Shard):
-            size = whole.shape[placement.dim] // self._mesh.size()
-            local = whole.narrow(placement.dim, self._mesh.get_local_rank() * size, size).clone()
-        part = DTensor.from_local(
+            size = local.shape[placement.dim] // self._mesh.size()
+            part = local.narrow(placement.dim, self._mesh.get_local_rank() * size, size)
+            local = part.clone(memory_format=torch.contiguous_format)
+        made = DTensor.from_local(
             local, self._mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        return nn.Parameter(part, like.requires_grad)
+        return nn.Parameter(made, like.requires_grad)
 
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
@@ -95,7 +96,8 @@ def parallelize(
     """
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     if plan is None:
-        plan = plan_for(model, mesh.size(), axis)
+        plan, of_kind = plan_for(model, mesh.size(), axis)
+        alike = [*alike, *of_kind]
     places: Places = {}
     for owner, attribute, param in _own_of(model):
         places.setdefault(param, []).append((owner, attribute))

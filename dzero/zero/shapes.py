@@ -22,12 +22,16 @@ class Split:
 
 @dataclass(frozen=True)
 class ParamShape:
-    """An unsharded parameter: its name in the model, shape, and whether it is trained. split: None for all of it."""
+    """An unsharded parameter: its name in the model, shape, and whether it is trained. split: None for all of it.
+
+    fused: its last two dims are one of the model as it was built, several results side by side (parallel/conv1d.py).
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
     split: Split | None = None
+    fused: bool = False
 
     @property
     def elems(self) -> int:
@@ -38,7 +42,8 @@ class ParamShape:
     def whole(self) -> tuple[int, ...]:
         """Its shape in the model as it was built."""
         dim, count = (None, 1) if self.split is None else (self.split.dim, self.split.count)
-        return tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
+        sizes = tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
+        return (*sizes[:-2], sizes[-2] * sizes[-1]) if self.fused else sizes
 
     @property
     def row_elems(self) -> int:

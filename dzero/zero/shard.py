@@ -182,6 +182,7 @@ class _Sharder:
         self.slots = slots_by_unit(model, self.units)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
+        _check_fused(layout, [*self.shapes.values()])
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         if layout.parts > 1 and find_tiles(model):
             raise ValueError(
@@ -291,6 +292,16 @@ def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], 
         raise ValueError(
             f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
             f"the axis {axis} makes operators smaller too"
+        )
+
+
+def _check_fused(layout: Layout, units: list[UnitShape]) -> None:
+    """Raises ValueError for 8-bit moments of parameters whose parts are of several tensors, as blocks would be."""
+    fused = [param.name for unit in units for param in unit.params if param.fused]
+    if fused and layout.moments.dtype == torch.uint8:
+        raise ValueError(
+            f"precision.moments=int8: parameter {fused[0]} is cut in several places, which its blocks would mix; take "
+            "precision.moments=bf16"
         )
 
 

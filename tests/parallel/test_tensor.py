@@ -13,6 +13,7 @@ from tensor_cases import (
     SHAPE,
     Mlp,
     Run,
+    gpt2,
     hf_oracle,
     hf_trained,
     kept_whole,
@@ -42,13 +43,16 @@ RUNS = [
     Run(dp=1, tp=2, stage=0, offload="host"),
     Run(dp=2, tp=2, stage=3, recompute="full", tied=True),
     Run(dp=2, tp=2, stage=1, recompute="selective"),
+    Run(dp=2, tp=2, stage=3, microbatches=2, offload="host", gpt2=True),
+    Run(dp=1, tp=4, stage=1, gpt2=True),
+    Run(dp=1, tp=2, stage=0, recompute="full", gpt2=True),
 ]
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
-    want = oracle(run.dp, run.microbatches, run.tied)
+    want = oracle(run.dp, run.microbatches, run.tied, run.gpt2)
     for step, expected in enumerate(want.losses):
         losses = [of_rank["losses"][step] for of_rank in told]
         assert losses == [loss for loss in losses[:: run.tp] for _ in range(run.tp)], "ranks of tp see the same"
@@ -58,7 +62,10 @@ def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     params = told[0]["params"]
     assert params.keys() == want.params.keys()
     for name, value in want.params.items():
-        apart = (params[name] - value).norm() / value.norm()
+        got = params[name].view_as(value)
+        if name.endswith("c_attn.bias"):  # that of keys moves no softmax: its gradient is what rounding leaves
+            got, value = (each.view(3, -1)[::2] for each in (got, value))
+        apart = (got - value).norm() / value.norm()
         assert apart < FP32, f"{name}: {apart:.1e}"
 
 
@@ -88,6 +95,30 @@ MESHES = [
 ]
 
 
+GPT2 = [
+    Run(dp=2, tp=2, stage=3, precision=BF16, gpt2=True),
+    Run(dp=4, tp=1, stage=2, precision={"param": "bf16", "master": "remainder", "moments": "bf16"}, gpt2=True),
+    Run(dp=1, tp=4, stage=1, precision={"param": "fp32"}, gpt2=True),
+    Run(dp=1, tp=1, stage=0, precision=BF16, gpt2=True),
+]
+
+
+@pytest.mark.parametrize(("source", "targets"), [(0, (1, 2, 3)), (1, (0,)), (2, (0, 3)), (3, (0, 2))])
+def test_fused_projections_are_whole_in_a_checkpoint(
+    pool: Pool, tmp_path: Path, source: int, targets: tuple[int, ...]
+) -> None:
+    """Query, key and value of GPT-2 are the columns of one matrix, of which a rank of tp has some of each."""
+    held = pool.run(saved, GPT2[source].ranks, GPT2[source], tmp_path, timeout_s=300)[0]
+    for target in targets:
+        got = pool.run(loaded, GPT2[target].ranks, GPT2[target], tmp_path, timeout_s=300)[0]
+        assert got.keys() == held.keys()
+        masters = [key for key in held if key.startswith(("master", "step"))]
+        assert [key for key in masters if not torch.equal(held[key], got[key])] == [], GPT2[target]
+        moments = [key for key in held if key.startswith("exp_avg")]
+        apart = [key for key in moments if not torch.equal(held[key].to(got[key].dtype).float(), got[key].float())]
+        assert apart == [], GPT2[target]
+
+
 @pytest.mark.parametrize("source", MESHES[:4], ids=str)
 def test_a_checkpoint_moves_between_meshes_exactly(pool: Pool, tmp_path: Path, source: Run) -> None:
     held = pool.run(saved, source.ranks, source, tmp_path, timeout_s=300)[0]
@@ -103,6 +134,11 @@ def test_sizes_that_do_not_divide_are_named() -> None:
     told = "tp=3 does not divide the model's heads=4, kv_heads=4, vocab_size=64; allowed: [1, 2, 4]"
     with pytest.raises(ValueError, match=re.escape(told)):
         plan_for(model, 3, "tp")
+
+
+def test_heads_of_gpt2_that_do_not_divide_are_named() -> None:
+    with pytest.raises(ValueError, match=re.escape("tp=8 does not divide the model's heads=4, kv_heads=4; allowed:")):
+        plan_for(gpt2(), 8, "tp")
 
 
 def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
@@ -126,5 +162,5 @@ def test_the_whole_mesh_is_needed(pool: Pool) -> None:
 
 
 def test_a_model_of_another_kind_needs_a_plan() -> None:
-    with pytest.raises(ValueError, match=r"tp=2: no plan is known for Linear, only for \['Llama', "):
+    with pytest.raises(ValueError, match=r"tp=2: no plan is known for Linear, only for \['GPT2LMHeadModel', 'Llama', "):
         plan_for(nn.Linear(4, 4), 2, "tp")
