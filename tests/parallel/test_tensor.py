@@ -49,7 +49,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
     want = oracle(run.dp, run.microbatches, run.tied, run.gpt2)
