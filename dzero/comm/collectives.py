@@ -142,7 +142,10 @@ class AverageCopies:
 
 
 class GatherUpdated:
-    """Gathers the updated parts [n] of one unit's shard from its copies into all of it [ranks * n]."""
+    """Gathers the updated parts [n] of one unit's shard from its copies into all of it [ranks * n].
+
+    Counted by `book`, in the step that makes it due: it may be issued where the next one's forward needs it.
+    """
 
     def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger) -> None:
         self._span, self._unit, self._exchange, self._axis = f"all_gather updated {unit}", unit, exchange, axis
@@ -153,9 +156,12 @@ class GatherUpdated:
         begun = Collective("all_gather", self._unit, self._axis, part.numel(), part.dtype)
         with record_function(self._span), self._ledger.trail.within(begun, self._exchange.group):
             works = self._exchange.all_gather(output, part)
-            sent = (self._exchange.ranks - 1) * part.nbytes
-            self._ledger.record("update", "all_gather", self._axis, part.dtype, sent)
         return _Works(f"wait {self._span}", works, self._ledger.trail)
+
+    def book(self, part_elems: int, dtype: torch.dtype) -> None:
+        """One more of parts of so many elements."""
+        sent = (self._exchange.ranks - 1) * part_elems * dtype.itemsize
+        self._ledger.record("update", "all_gather", self._axis, dtype, sent)
 
 
 class GatherScalars:

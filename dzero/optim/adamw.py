@@ -104,6 +104,8 @@ class AdamW(MasterOptimizer):
         names, coming = {stored.name for stored in updated}, []
         for unit in self._sharded.units:
             bring = self._bringing(unit, names)
+            if bring is not None and unit.parts is not None:
+                unit.parts.book(names.intersection(unit.params))
             if bring is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
                 unit.pending = partial(_in_turn, unit.pending, bring)
             elif bring is not None:

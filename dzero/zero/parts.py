@@ -17,7 +17,7 @@ Both move a unit in one collective, with each parameter's part padded to the lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import torch
@@ -60,6 +60,7 @@ class Parts:
         self._shapes = {param.name: param for param in unit.params}
         self._shard, self._copy, self._exchange = shard, copy, exchange
         self._reduce = ReduceGrads(unit.name, exchange, REPLICATE, layout.replicate_wire, ledger)
+        self._working = layout.param.dtype
         self._gather = GatherUpdated(unit.name, exchange, REPLICATE, ledger)
 
     def span(self, name: str) -> slice:
@@ -85,6 +86,10 @@ class Parts:
         slots = dict(zip(sizes, torch.split(reduced, [*sizes.values()]), strict=True))
         return reduced, {name: slot[: lengths[name]] for name, slot in slots.items()}
 
+    def book(self, names: Collection[str]) -> None:
+        """Count one `gather` of them."""
+        self._gather.book(sum(self._sizes(names).values()), self._working)
+
     def gather(self, shards: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Start bringing every copy's part of `shards` [shard, flat, working dtype] into all of them; call what is
         returned before they are read."""
@@ -101,7 +106,7 @@ class Parts:
             for there, here in self._pieces(name, column, shards[name]):
                 here.copy_(there)
 
-    def _sizes(self, names: Mapping[str, object]) -> dict[str, int]:
+    def _sizes(self, names: Collection[str]) -> dict[str, int]:
         """Elements of the largest part that any rank has of each parameter."""
         shards, copies = self._shard[1], self._copy[1]
         return {name: self._shapes[name].shard_elems(shards, copies) for name in names}

@@ -15,7 +15,7 @@ from loops import backward, sharded_net
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dzero import AdamW, Sharded
+from dzero import AdamW, OffloadConfig, Sharded
 from dzero.comm.ledger import Entry, Traffic
 from dzero.zero.account import expected_traffic
 
@@ -98,6 +98,8 @@ def check_four_ranks(rank: int, ranks: int) -> None:
     for stage, microbatches in ((1, 4), (2, 1), (3, 4)):
         check("uneven", stage=stage, microbatches=microbatches, replicate=2, states_over="all")
     check("even", stage=3, replicate=2, states_over="all", reduction="native")
+    late = OffloadConfig(grad="host", master="host", moments="host")  # new values travel in the next step's forward
+    check("even", stage=2, replicate=2, states_over="all", offload=late)
     check("even", stage=2, replicate=2, reduction="native")
     check("even", stage=3, microbatches=4, reshard=2)
 
