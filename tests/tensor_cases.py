@@ -61,7 +61,7 @@ class Run:
 
 def model_of(run: Run) -> nn.Module:
     if run.gpt2:
-        return gpt2()
+        return gpt2(wide=run.wide)
     with torch.device("meta"):
         return Llama(replace(WIDE if run.wide else SHAPE, tied=run.tied))
 
@@ -176,12 +176,13 @@ def states(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
     }
 
 
-def gpt2() -> HFDecoder:
+def gpt2(*, wide: bool = False) -> HFDecoder:
     """A small one of transformers, on meta."""
     import transformers
 
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    sizes |= {"vocab_size": 512, "n_embd": 128, "n_layer": 3} if wide else {}
     config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     with torch.device("meta"):
         return HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))

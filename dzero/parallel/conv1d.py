@@ -42,6 +42,7 @@ class Rows(ParallelStyle):
             lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, (Shard(-1),), run_check=False),)
         )
         module.register_forward_hook(lambda _, inputs, output: output.redistribute(placements=(Shard(1),)).to_local())
+        _become(module, RowsProjection)
         return module
 
 
@@ -58,10 +59,12 @@ class Fused(ParallelStyle):
             viewed = param.detach().view(*param.shape[:-1], self.n, -1)
             setattr(module, name, nn.Parameter(viewed, param.requires_grad))
         _cut(module, device_mesh, {"weight": Shard(2), "bias": Shard(1)}, self.src_data_rank)
-        cls = type(module)
-        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        module.__class__ = type(cls.__name__, (FusedProjection, cls), named)
+        _become(module, FusedProjection)
         return module
+
+
+class RowsProjection(nn.Module):
+    """What such a module is then: every rank finds all of its bias' gradient."""
 
 
 class FusedProjection(nn.Module):
@@ -93,6 +96,13 @@ def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement
         param = module.get_parameter(name)
         cut = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=source)
         setattr(module, name, nn.Parameter(cut, param.requires_grad))
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make it a `kind` besides what it is, with the same name."""
+    cls = type(module)
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    module.__class__ = type(cls.__name__, (kind, cls), named)
 
 
 def _local(param: Tensor) -> Tensor:

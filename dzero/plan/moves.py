@@ -73,7 +73,8 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     for unit in units:
         shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
         parts = {param.name: param.shard_elems(layout.shard, layout.parts) for param in unit.params}
-        copies = [each for each in unit.params if each.trainable and each.split is not None and each.split.dim is None]
+        splits = [(each, each.split) for each in unit.params if each.trainable and each.split is not None]
+        copies = [each for each, split in splits if split.dim is None and split.summed]
         trained = {param.name for param in unit.params if param.trainable}
 
         def elems(names: Iterable[str], parts: dict[str, int] = parts) -> int:

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Split:
-    """Part `index` of `count` equal ones of a parameter along `dim`, by an axis of the mesh; dim None: a copy of it."""
+    """Part `index` of `count` equal ones of a parameter along `dim`, by an axis of the mesh; dim None: a copy of it.
+
+    summed: of copies, whether each rank finds a part of the gradient, and the axis sums them.
+    """
 
     axis: str
     dim: int | None
     index: int
     count: int
+    summed: bool = True
 
 
 @dataclass(frozen=True)

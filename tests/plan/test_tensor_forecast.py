@@ -34,6 +34,7 @@ RUNS = [
     Run(dp=2, tp=2, stage=2, recompute="full", precision={"param": "bf16"}, wide=True),
     Run(dp=2, tp=2, stage=3, microbatches=2, wide=True),
     Run(dp=1, tp=4, stage=3, tied=True, wide=True),
+    Run(dp=2, tp=2, stage=2, precision={"param": "bf16"}, wide=True, gpt2=True),
 ]
 
 
@@ -61,7 +62,7 @@ def costs(run: Run) -> Costs:
         return costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_the_peak_and_what_is_sent_along_tp_are_predicted(pool: Pool, run: Run) -> None:
     told = pool.run(measured, run.ranks, run, timeout_s=300)
     layout: Layout = told[0]["layout"]
