@@ -25,6 +25,7 @@ from dzero.mesh import data_rank_of
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
+from dzero.models.published import describe
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.tensor import TensorParallel, parallelize
 from dzero.zero.placed import local_of
@@ -151,7 +152,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
     steps_of(run, made, 2)
     with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
-        checkpoints.save(2, {})
+        checkpoints.save(2, {"model": describe(model_of(run))})
         checkpoints.finish()
     return states(*made[:2])
 

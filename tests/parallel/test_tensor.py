@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
+from safetensors.torch import load_file
 from tensor_cases import (
     PLAN,
     SHAPE,
@@ -26,6 +27,10 @@ from tensor_cases import (
 )
 from torch import nn
 
+from dzero import PrecisionConfig, ZeroConfig, shard
+from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.export import export, plan
+from dzero.checkpoint.folder import checkpoint_at
 from dzero.mesh import make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.tensor import parallelize
@@ -103,7 +108,15 @@ GPT2 = [
 ]
 
 
-@pytest.mark.parametrize(("source", "targets"), [(0, (1, 2, 3)), (1, (0,)), (2, (0, 3)), (3, (0, 2))])
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        (0, (1, 2, 3)),
+        (3, (0, 2)),
+        pytest.param(1, (0,), marks=pytest.mark.slow),
+        pytest.param(2, (0, 3), marks=pytest.mark.slow),
+    ],
+)
 def test_fused_projections_are_whole_in_a_checkpoint(
     pool: Pool, tmp_path: Path, source: int, targets: tuple[int, ...]
 ) -> None:
@@ -117,6 +130,12 @@ def test_fused_projections_are_whole_in_a_checkpoint(
         moments = [key for key in held if key.startswith("exp_avg")]
         apart = [key for key in moments if not torch.equal(held[key].to(got[key].dtype).float(), got[key].float())]
         assert apart == [], GPT2[target]
+    with Checkpoint(checkpoint_at(tmp_path)) as checkpoint:
+        export(checkpoint, tmp_path / "out", plan(checkpoint, "fp32"))
+    published = load_file(tmp_path / "out" / "model.safetensors")
+    masters = {key.removeprefix("master model."): held[key] for key in held if key.startswith("master")}
+    assert masters.keys() <= published.keys()
+    assert [name for name in masters if not torch.equal(masters[name], published[name])] == []
 
 
 @pytest.mark.parametrize("source", MESHES[:4], ids=str)
@@ -139,6 +158,15 @@ def test_sizes_that_do_not_divide_are_named() -> None:
 def test_heads_of_gpt2_that_do_not_divide_are_named() -> None:
     with pytest.raises(ValueError, match=re.escape("tp=8 does not divide the model's heads=4, kv_heads=4; allowed:")):
         plan_for(gpt2(), 8, "tp")
+
+
+def test_8_bit_moments_of_fused_projections_are_refused() -> None:
+    model, precision = gpt2(), PrecisionConfig(moments="int8")
+    with fake_group(2):
+        mesh = make_mesh("cpu", tp=2)
+        parallelize(model, mesh["tp"])
+        with pytest.raises(ValueError, match=r"moments=int8: parameter .*c_attn.weight is cut in several places"):
+            shard(model, ZeroConfig(), precision=precision, mesh=mesh, device=torch.device("meta"))
 
 
 def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
