@@ -48,6 +48,7 @@ class Run:
     stage: int
     microbatches: int = 1
     replicate: int = 1
+    states_over: str = "shard"
     offload: str = "device"
     recompute: str = "none"
     tied: bool = False
@@ -75,7 +76,7 @@ def build(run: Run) -> Made:
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
         model,
-        ZeroConfig(stage=run.stage),
+        ZeroConfig(stage=run.stage, states_over=run.states_over),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
         mesh=mesh,

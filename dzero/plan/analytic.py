@@ -193,8 +193,11 @@ class _Device:
         return self._whole(self._order[at - 1]) * itemsize if 0 < at < len(self._order) - 1 else 0
 
     def _reducing(self, unit: str) -> int:
-        """The buffer that was reduced last."""
-        return self._whole(unit, trainable_only=True) * self._layout.grad.dtype.itemsize
+        """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside
+        what came of a microbatch and is added to others."""
+        elems = self._whole(unit, trainable_only=True)
+        shards = 0 if self._layout.parts == 1 else 1 if self._layout.microbatches == 1 else 2
+        return (elems + shards * elems // self._ranks) * self._layout.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
         """Of units that are reduced for good what stays on the device, and of others what waits for that."""
