@@ -2,33 +2,41 @@
 
 axis             what is cut                       before or after shard()
 tp               matrices, logits                  before: FSDP2 cuts what is left (parallel/tensor.py)
+pp               layers, the step's schedule       before: a rank has no others (parallel/parts.py, pipeline.py)
 replicate, shard states, by the table              zero/shard.py
 cp               sequences, by each loss           after: it needs the ledger (parallel/context.py)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.profiler import record_function
 
 from dzero.checkpoint.imports import blank, fill
 from dzero.config import RunConfig
-from dzero.mesh import TENSOR, context_group, data_rank_of, make_mesh
+from dzero.mesh import PIPELINE, TENSOR, context_group, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
+from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
+from dzero.parallel.parts import Parts, cut_parts
+from dzero.parallel.pipeline import Hidden, Pipeline
 from dzero.parallel.tensor import parallelize
-from dzero.zero.shard import shard
+from dzero.zero.shard import Sharded, shard
 from dzero.zero.values import Materialise
 
 
 class Assembled:
-    """`sharded`: the model. flops_per_token: of forward and backward, None where unknown.
+    """`sharded`: the model, or of a pipeline this rank's parts of it. flops_per_token: of forward and backward of the
+    whole, None where unknown.
 
     reader, readers: which sequences this rank reads, of so many; ranks that share them are one reader.
     """
@@ -39,7 +47,7 @@ class Assembled:
         self.readers = mesh.readers(ranks)
         self.microbatches = config.train.microbatches(self.readers)
         replicate, degree = mesh.degrees(ranks, stage=config.zero.stage)
-        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=mesh.tp)
+        self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=mesh.tp, pp=mesh.pp)
         data_rank = data_rank_of(self.mesh)
         self.reader = data_rank // mesh.cp
         torch.manual_seed(config.train.seed + data_rank)  # dropout; weights and data have seeds of their own
@@ -54,6 +62,7 @@ class Assembled:
         self._tensor = parallelize(model, self.mesh[TENSOR]) if mesh.tp > 1 else None
         if self._tensor is not None:
             materialise = self._tensor.filling(materialise)
+        parts = self._cut_layers(config, model) if mesh.pp > 1 else None
         apply_blocks(model, config.block, device.type)
         self.sharded = shard(
             model,
@@ -63,11 +72,24 @@ class Assembled:
             mesh=self.mesh,
             microbatches=self.microbatches,
             materialise=materialise,
+            parts=parts,
         )
         if weights:
             fill(self.sharded, weights)
         self._context = self._cut_sequences(config) if mesh.cp > 1 else None
         self._tiled = config.block.loss_tiles > 1
+        self.hidden = None if parts is None else self._hidden(config, parts)
+        self.pipeline = None if self.hidden is None else self._pipeline(config, self.sharded, self.hidden)
+
+    def _cut_layers(self, config: RunConfig, model: nn.Module) -> Parts:
+        axis = self.mesh[PIPELINE]
+        return cut_parts(
+            model,
+            axis.get_local_rank(),
+            axis.size(),
+            parts_of_a_rank=config.mesh.parts_of_a_rank,
+            tokens=config.train.sequence_tokens,
+        )
 
     def _cut_sequences(self, config: RunConfig) -> ContextParallel:
         return ContextParallel(
@@ -78,19 +100,78 @@ class Assembled:
             exact=self.sharded.layout.exact,
         )
 
+    def _hidden(self, config: RunConfig, parts: Parts) -> Hidden:
+        train, mesh = config.train, config.mesh
+        tokens = train.sequence_tokens // (mesh.cp * mesh.tp)
+        return Hidden((train.microbatch_sequences, tokens, parts.width), self.sharded.layout.param.dtype)
+
+    def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: Hidden) -> Pipeline:
+        assert sharded.parts is not None
+        sharded.parts.forget()
+        tokens = hidden.shape[1] * config.mesh.tp
+        positions = torch.arange(tokens) if self._context is None else self._context.positions(tokens)
+        counts = isinstance(sharded.model, Llama)  # others count what comes in
+
+        def run(part: nn.Module, x: Tensor) -> Tensor:
+            with record_function("forward"):
+                out: Tensor = part(x, positions) if counts else part(x)
+                return out
+
+        return Pipeline(
+            sharded.parts,
+            self.mesh.get_group(PIPELINE),
+            sharded.ledger,
+            schedule=config.mesh.pp_schedule,
+            microbatches=self.microbatches,
+            hidden=hidden,
+            device=self.device,
+            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            run=run,
+            loss=lambda part, x, targets: _cross_entropy(run(part, x), targets),
+        )
+
     def losses(self) -> AbstractContextManager[None]:
         """Around `loss` and its backward: logits may be cut along the vocabulary."""
         return nullcontext() if self._tensor is None else self._tensor.loss()
 
-    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where
         sequences are cut, of this rank's part."""
-        if self._context is not None:
-            tokens, targets = self._context.part(tokens), self._context.part(targets)
-        tokens, targets = tokens.to(self.device), targets.to(self.device)
+        tokens, targets = self._mine(tokens), self._mine(targets)
         with record_function("forward"):
             if self._tiled:
-                loss: torch.Tensor = self.sharded.model(tokens, targets)
+                loss: Tensor = self.sharded.model(tokens, targets)
                 return loss
-            logits = self.sharded.model(tokens)
-            return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return _cross_entropy(self.sharded.model(tokens), targets)
+
+    def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """As `loss`, without backward; 0 where another rank of the pipeline has it."""
+        if self.pipeline is None:
+            return self.loss(tokens, targets)
+        loss = self.pipeline.evaluate(self._mine(tokens), self._mine(targets))
+        return torch.zeros((), device=self.device) if loss is None else loss
+
+    def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward of a step's microbatches, of tokens and targets each; the mean of their losses, fp32
+        scalar, 0 where another rank of the pipeline has them. scale: of each, before its backward."""
+        assert self.pipeline is not None
+        total = torch.zeros((), device=self.device)
+        scale(total)  # gradients come scaled, also where no loss is
+
+        def take(loss: Tensor) -> Tensor:
+            mean = (loss.to_local() if isinstance(loss, DTensor) else loss) / len(batches)
+            total.add_(mean.detach())
+            return scale(mean)
+
+        with self.losses():
+            tokens, targets = ([self._mine(batch[which]) for batch in batches] for which in (0, 1))
+            self.pipeline.step(tokens, targets, take)
+        return total
+
+    def _mine(self, tokens: Tensor) -> Tensor:
+        """What this rank sees of sequences, on its device."""
+        return (tokens if self._context is None else self._context.part(tokens)).to(self.device)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

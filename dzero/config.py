@@ -31,6 +31,7 @@ from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
 from dzero.parallel.attention import check_heads
 from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.pipeline import check_microbatches
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig
@@ -177,6 +178,17 @@ class RunConfig:
                 f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama attends over sequences that "
                 "are cut; take mesh.cp=1"
             )
+        for key in ("tiles", "loss_tiles") if mesh.pp > 1 else ():
+            if getattr(self.block, key) > 1:
+                raise ValueError(
+                    f"block.{key}={getattr(self.block, key)} with mesh.pp={mesh.pp}: tiles and parts are not cut out "
+                    f"of one model yet; take block.{key}=1"
+                )
+        if mesh.pp > 1 and mesh.tp > 1 and model.kind != "llama":
+            raise ValueError(
+                f"mesh.pp={mesh.pp} x mesh.tp={mesh.tp} with model.kind={model.kind}: transformers counts positions by "
+                "what comes into a part, which is cut; take mesh.pp=1, mesh.tp=1, or model.kind=llama"
+            )
         if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
             check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
 
@@ -186,7 +198,7 @@ class RunConfig:
 
         Raises ValueError for more than there are GPUs.
         """
-        wanted, inner = self.launch.workers or self.mesh.ranks, self.mesh.cp * self.mesh.tp
+        wanted, inner = self.launch.workers or self.mesh.ranks, self.mesh.inner
         if wanted is None and self.launch.device_type == "cpu" and inner > 1:
             wanted = inner
         return replace(self.launch, workers=wanted).worker_count
@@ -207,7 +219,10 @@ class RunConfig:
             microbatches=self.train.microbatches(self.mesh.readers(ranks)),
             exact=is_exact(self.zero.reduction, device_type),
             model_ranks=self.mesh.tp,
+            pipeline_ranks=self.mesh.pp,
         )
+        if self.mesh.pp > 1:
+            check_microbatches(self.mesh.pp_schedule, layout.microbatches, self.mesh.pp)
         self.optim.check(layout)
         return layout
 

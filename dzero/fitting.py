@@ -34,7 +34,7 @@ from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
-from dzero.planning import as_on_a_rank, costs_for, layout_of, model_of, ranks_of, units_of
+from dzero.planning import as_on_a_rank, costs_for, flights_of, layout_of, model_of, parts_of, ranks_of, units_of
 
 SUGGESTED = LARGEST = 3
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
@@ -90,16 +90,23 @@ def needed(config: RunConfig) -> Memory:
     """
     if (cp := config.mesh.cp) > 1:
         raise UnforeseenError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen")
+    if config.mesh.parts_of_a_rank > 1:
+        raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
+    return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
+
+
+def _needed(config: RunConfig, part: int) -> Memory:
     layout, model = layout_of(config, config.launch.device_type), model_of(config)
     try:
-        with as_on_a_rank(config, model):
-            units = units_of(config, model)
-            costs = costs_for(config, model) if config.offload.activations == "device" else Costs(())
+        with as_on_a_rank(config, model, part) as parts:
+            units = units_of(config, model, parts)
+            costs = costs_for(config, model, parts) if config.offload.activations == "device" else Costs(())
     except RunError:  # mesh.tp does not divide the model: no run would begin
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    return with_moments(memory_of(layout, units, costs, config.launch.device_type), config.optim.moments)
+    memory = memory_of(layout, units, costs, config.launch.device_type)
+    return flights_of(config, parts, layout).held(with_moments(memory, config.optim.moments), costs)
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

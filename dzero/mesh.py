@@ -4,15 +4,16 @@
     replicate  hold copies of the same shards                      N          1          outside
     shard      hold 1/shard of every sharded state                 1          N          inside
     tp         hold 1/tp of every matrix, and of every sequence between blocks
+    pp         hold some of the layers
 
 The first two are the data-parallel ranks, N = replicate x shard = dp x cp: each sees tokens of its own, and every
-placement in the table (`zero/layout.py`) is a pair over them. Ranks of the third see the same tokens.
+placement in the table (`zero/layout.py`) is a pair over them. Ranks of the others see the same tokens.
 
 cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
 part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
 
-Neighbouring ranks lie on the last axis, and groups of them on the one before it: with tp, or shard x tp, the ranks of a
-node, the heaviest traffic stays inside it.
+Neighbouring ranks lie on the last axis, and groups of them on the one before it: (pp, replicate, shard, tp). With tp,
+or shard x tp, the ranks of a node, the heaviest traffic stays inside it; the lightest, of pp, goes farthest.
 """
 
 from __future__ import annotations
@@ -31,21 +32,24 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.meeting import meet
 
-REPLICATE, SHARD, TENSOR, CONTEXT = "replicate", "shard", "tp", "cp"
+REPLICATE, SHARD, TENSOR, CONTEXT, PIPELINE = "replicate", "shard", "tp", "cp", "pp"
 AXES = (REPLICATE, SHARD)
 """Of the data-parallel ranks."""
 CP_ATTENTIONS = ("all_gather", "ulysses")
+PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+"""By default, of every schedule of a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of the axes; dp x cp x tp is the number of ranks.
+    """Degrees of the axes; dp x cp x tp x pp is the number of ranks.
 
     `dp`: ranks, or groups of them, that read sequences of their own; None for all that are left. `replicate`: copies of
     the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
     them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
     how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
-    sequence parallelism).
+    sequence parallelism). `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model;
+    `pp_schedule`: in which order they run them (parallel/pipeline.py).
     """
 
     dp: int | None = None
@@ -53,9 +57,12 @@ class MeshConfig:
     cp: int = 1
     cp_attention: str = "all_gather"
     tp: int = 1
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+    pp_parts: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("dp", "replicate", "cp", "tp"):
+        for key in ("dp", "replicate", "cp", "tp", "pp", "pp_parts"):
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
@@ -63,23 +70,46 @@ class MeshConfig:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
         if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
             raise ValueError(f"mesh.cp_attention={self.cp_attention} has no effect with mesh.cp=1; remove it")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        schedule, parts = self.pp_schedule, self.pp_parts
+        if schedule not in PARTS_OF_A_RANK:
+            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*PARTS_OF_A_RANK]}")
+        for key, value, default in (("pp_schedule", schedule, "1f1b"), ("pp_parts", parts, None)):
+            if self.pp == 1 and value != default:
+                raise ValueError(f"mesh.{key}={value} has no effect with mesh.pp=1; remove it")
+        if parts is not None and (parts == 1) != (PARTS_OF_A_RANK[schedule] == 1):
+            many = [each for each in PARTS_OF_A_RANK if (PARTS_OF_A_RANK[each] == 1) == (parts == 1)]
+            raise ValueError(
+                f"mesh.pp_parts={parts} with mesh.pp_schedule={schedule}: so many parts on a rank are for {many}"
+            )
+
+    @property
+    def parts_of_a_rank(self) -> int:
+        """Of the model, where it is cut between its layers."""
+        return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
+
+    @property
+    def inner(self) -> int:
+        """Ranks that one sequence needs."""
+        return self.cp * self.tp * self.pp
 
     @property
     def ranks(self) -> int | None:
         """How many the degrees make; None where dp is what is left."""
-        return None if self.dp is None else self.dp * self.cp * self.tp
+        return None if self.dp is None else self.dp * self.inner
 
     def data_ranks(self, world: int) -> int:
         """Of `world` ranks. Raises ValueError where the degrees do not make them."""
-        inner = self.cp * self.tp
-        if world % inner == 0 and self.dp in (None, world // inner):
-            return world // self.tp
-        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        if world % self.inner == 0 and self.dp in (None, world // self.inner):
+            return world // (self.tp * self.pp)
+        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
         given = " x ".join(f"mesh.{key}={value}" for key, value in degrees.items() if value not in (None, 1))
         start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
         raise ValueError(
-            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp) that make as many: "
-            f"{_factorings(world, 3)}{start}"
+            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many: "
+            f"{_factorings(world, 4)}{start}"
         )
 
     def readers(self, data_ranks: int) -> int:
@@ -139,18 +169,23 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
         dist.destroy_process_group()
 
 
-def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None, tp: int = 1) -> DeviceMesh:
-    """The (replicate, shard) mesh over all ranks of the default group, or with tp > 1 the (replicate, shard, tp) one;
+def make_mesh(
+    device_type: str, *, replicate: int = 1, shard: int | None = None, tp: int = 1, pp: int = 1
+) -> DeviceMesh:
+    """The (pp, replicate, shard, tp) mesh over all ranks of the default group, without pp or tp where they are 1;
     `shard=None` takes the remaining ranks.
 
     Raises ValueError when the degrees do not multiply to the world size.
     """
     world = dist.get_world_size()
-    degree = world // (replicate * tp) if shard is None else shard
-    degrees = {REPLICATE: replicate, SHARD: degree} | ({TENSOR: tp} if tp > 1 else {})
+    degree = world // (replicate * tp * pp) if shard is None else shard
+    inner, outer = ({TENSOR: tp} if tp > 1 else {}), ({PIPELINE: pp} if pp > 1 else {})
+    degrees = {**outer, REPLICATE: replicate, SHARD: degree, **inner}
     if math.prod(degrees.values()) != world:
         given = " * ".join(f"{axis}={each}" for axis, each in degrees.items())
-        allowed = [each for each in _factorings(world, len(degrees)) if tp in (1, each[-1])] or _factorings(world, 3)
+        fixed = {number: size for number, (axis, size) in enumerate(degrees.items()) if axis not in AXES}
+        every = _factorings(world, len(degrees))
+        allowed = [each for each in every if all(each[number] == size for number, size in fixed.items())] or every
         raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
     mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     if dist.get_backend() != "fake":
@@ -162,7 +197,7 @@ def make_mesh(device_type: str, *, replicate: int = 1, shard: int | None = None,
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The (replicate, shard) part of `mesh` that this rank is in. Raises ValueError where it has no such axes."""
     names = mesh.mesh_dim_names or ()
-    if names[: len(AXES)] != AXES:
+    if tuple(each for each in names if each in AXES) != AXES:
         raise ValueError(f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them")
     return mesh if names == AXES else mesh[AXES]
 
@@ -182,7 +217,8 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
     if data % cp:
         allowed = [each for each in range(1, data + 1) if data % each == 0]
         raise ValueError(f"cp={cp} does not divide the {data} data-parallel ranks; allowed: {allowed}")
-    ranks = mesh.mesh.reshape(data // cp, cp, -1).transpose(1, 2).reshape(-1, cp)  # what is last: ranks of other axes
+    parts = mesh[PIPELINE].size() if PIPELINE in (mesh.mesh_dim_names or ()) else 1
+    ranks = mesh.mesh.reshape(parts, data // cp, cp, -1).transpose(2, 3).reshape(-1, cp)
     timeout = timeout_of_ranks()
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)  # type: ignore[no-untyped-call]

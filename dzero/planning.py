@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from dzero.comm.ledger import Traffic
 from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import RunError, user_errors
@@ -21,12 +22,16 @@ from dzero.hardware import dtype_of
 from dzero.launch import launched
 from dzero.mesh import TENSOR, local_ranks, make_mesh
 from dzero.models.build import build, flops_per_token
+from dzero.models.llama import Llama
 from dzero.monitor.board import TensorBoardSink
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.parts import Parts, cut_parts
+from dzero.parallel.pipeline import Hidden, expected_pipeline, order_of
 from dzero.parallel.tensor import parallelize
 from dzero.plan.costs import Costs, costs_of
 from dzero.plan.explain import actions, tables
 from dzero.plan.fake import fake_group
+from dzero.plan.flights import Flights
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
@@ -61,33 +66,47 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     return model
 
 
-def units_of(config: RunConfig, model: nn.Module) -> list[UnitShape]:
-    """Its units, the root last."""
-    return shapes_of(slots_by_unit(model, [*find_units(model, config.zero.units), (ROOT, [model])]))
+def units_of(config: RunConfig, model: nn.Module, parts: Parts | None = None) -> list[UnitShape]:
+    """Its units, the root last. parts: what was cut between its layers."""
+    units = [*find_units(model, config.zero.units), (ROOT, [model])]
+    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None))
 
 
 @contextmanager
-def as_on_a_rank(config: RunConfig, model: nn.Module) -> Iterator[None]:
-    """Inside, `model` is what a rank of `mesh.tp` has of it, and only shapes and operators may be asked of it.
+def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[Parts | None]:
+    """Inside, `model` is what a rank of `mesh.tp` has of it, with that part of `mesh.pp`, and only shapes and operators
+    may be asked of it.
 
     Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
     """
-    if config.mesh.tp == 1:
-        yield
-        return
-    with fake_group(config.mesh.tp):
+    mesh = config.mesh
+    with ExitStack() as inside:
+        tensor = None
+        if mesh.tp > 1:
+            inside.enter_context(fake_group(mesh.tp))
+            with user_errors():
+                tensor = parallelize(model, make_mesh("cpu", tp=mesh.tp)[TENSOR])
         with user_errors():
-            tensor = parallelize(model, make_mesh("cpu", tp=config.mesh.tp)[TENSOR])
-        with tensor.loss():
-            yield
+            parts = cut_parts(model, part, mesh.pp, tokens=config.train.sequence_tokens) if mesh.pp > 1 else None
+        if isinstance(model, Llama):
+            model.shape = replace(model.shape, max_tokens=None)  # to be held against positions, which have no values
+        if tensor is not None:
+            inside.enter_context(tensor.loss())
+        yield parts
+
+
+def parts_of(config: RunConfig) -> Sequence[int]:
+    """Of a pipeline those that may need most: with the embedding and the most microbatches, with blocks alone, and with
+    the loss."""
+    return sorted({0, min(1, config.mesh.pp - 1), config.mesh.pp - 1})
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
     """What a run with these settings is and does; and its actions off the device, a line each."""
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
     model = model_of(config)
-    with as_on_a_rank(config, model):
-        units = units_of(config, model)
+    with as_on_a_rank(config, model) as parts:
+        units = units_of(config, model, parts)
     told = [sources(config, settings, conf), stands_for(config, layout)]
     return [table for table in [*told, *tables(layout, units)] if table.rows], actions(layout, units)
 
@@ -99,20 +118,60 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     """
     check_foreseen(config)
     ranks, train = ranks_of(config), config.train
-    layout, model = layout_of(config, hardware.device_type), model_of(config, vocab_size)
-    flops = flops_per_token(model, train.sequence_tokens)
-    with as_on_a_rank(config, model):
-        units, costs = units_of(config, model), costs_for(config, model)
-    step_tokens = train.sequences(ranks) * train.sequence_tokens
-    return forecast(
-        layout, units, costs, hardware, step_tokens=step_tokens, model_flops=flops, moments=config.optim.moments
+    layout, found = layout_of(config, hardware.device_type), list[Forecast]()
+    for part in parts_of(config):
+        model = model_of(config, vocab_size)
+        flops = flops_per_token(model, train.sequence_tokens)
+        with as_on_a_rank(config, model, part) as parts:
+            units, costs = units_of(config, model, parts), costs_for(config, model, parts)
+        found.append(
+            forecast(
+                layout,
+                units,
+                costs,
+                hardware,
+                step_tokens=train.sequences(ranks) * train.sequence_tokens,
+                model_flops=flops,
+                moments=config.optim.moments,
+                flights=flights_of(config, parts, layout),
+            )
+        )
+    slowest = max(found, key=lambda each: each.pace.step_s or 0.0)
+    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace)
+
+
+def flights_of(config: RunConfig, parts: Parts | None, layout: Layout) -> Flights:
+    """What a rank of a pipeline has of several microbatches at once."""
+    if parts is None:
+        return Flights()
+    hidden, count = hidden_of(config, parts, layout.param.dtype), layout.microbatches
+    order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
+    neighbours = 2 - parts.has_first - parts.has_last
+    moved = expected_pipeline(parts, hidden, microbatches=count)
+    return Flights(
+        ahead=next((index for index, (what, _) in enumerate(order) if what == "backward"), 1),
+        room_bytes=neighbours * count * hidden.bytes,
+        names=len(parts.names),
+        shared=parts.shared,
+        sent=sum((each for each in moved.values()), Traffic()),
     )
+
+
+def hidden_of(config: RunConfig, parts: Parts, dtype: torch.dtype) -> Hidden:
+    """What travels between parts."""
+    tokens = config.train.sequence_tokens // (config.mesh.cp * config.mesh.tp)
+    return Hidden((config.train.microbatch_sequences, tokens, parts.width), dtype)
 
 
 def check_foreseen(config: RunConfig) -> None:
     """Raises RunError for activations that leave the device, and for sequences that are cut."""
     if (cp := config.mesh.cp) > 1:
         raise RunError(f"what mesh.cp={cp} leaves of a sequence on each rank is not foreseen; it is with mesh.cp=1")
+    if config.mesh.parts_of_a_rank > 1:
+        raise RunError(
+            f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "
+            "mesh.pp_schedule=1f1b it is, which needs less"
+        )
     if config.offload.activations != "device":
         raise RunError(
             f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
@@ -120,13 +179,13 @@ def check_foreseen(config: RunConfig) -> None:
         )
 
 
-def costs_for(config: RunConfig, model: nn.Module | None = None) -> Costs:
-    """Of one microbatch of the run. model: as `model_of` makes it, as on a rank; it is used up."""
+def costs_for(config: RunConfig, model: nn.Module | None = None, parts: Parts | None = None) -> Costs:
+    """Of one microbatch of the run. model: as `model_of` makes it, as on a rank with `parts`; it is used up."""
     if model is None:
         model = model_of(config)
-        with as_on_a_rank(config, model):
-            return costs_for(config, model)
-    return costs_of(model.to(dtype_of(config.precision.param)), _Loss(config), config.zero.units)
+        with as_on_a_rank(config, model) as parts:
+            return costs_for(config, model, parts)
+    return costs_of(model.to(dtype_of(config.precision.param)), _Loss(config, parts), config.zero.units)
 
 
 def hardware_of(config: RunConfig) -> HardwareConfig:
@@ -184,14 +243,22 @@ def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str
 
 
 class _Loss:
-    """Mean cross-entropy of one microbatch, as the trainer takes it."""
+    """Mean cross-entropy of one microbatch, as the trainer takes it; of a part that is not the last, any scalar of what
+    comes out."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, parts: Parts | None) -> None:
         self._shape = config.train.microbatch_sequences, config.train.sequence_tokens
-        self._tiled = config.block.loss_tiles > 1
+        self._tiled, self._parts = config.block.loss_tiles > 1, parts
+        self._hidden = None if parts is None else hidden_of(config, parts, dtype_of(config.precision.param))
 
     def __call__(self, model: nn.Module) -> torch.Tensor:
         tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
+        if self._parts is not None and self._hidden is not None:
+            x = tokens if self._parts.has_first else self._hidden.on("cpu").requires_grad_()
+            out: torch.Tensor = model(x, torch.arange(self._shape[1])) if isinstance(model, Llama) else model(x)
+            if not self._parts.has_last:
+                return out.sum()
+            return functional.cross_entropy(out.float().flatten(0, 1), targets.flatten())
         if self._tiled:
             loss: torch.Tensor = model(tokens, targets)
             return loss

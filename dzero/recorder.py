@@ -22,6 +22,7 @@ from dzero.monitor.records import RunSummary, StepRecord
 from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
 from dzero.parallel.context import AttentionSizes, expected_context
+from dzero.parallel.pipeline import Hidden, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
 from dzero.zero.shard import Sharded
 
@@ -40,7 +41,7 @@ class Recorder:
     """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
     flops_per_token: of forward and backward, None where unknown. done_steps: made before, by the run that this one goes
-    on from.
+    on from. hidden: what travels between the parts of a pipeline.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Recorder:
         device: torch.device,
         flops_per_token: float | None,
         done_steps: int = 0,
+        hidden: Hidden | None = None,
     ) -> None:
         self._sharded, self._optim, self._memory, self._device = sharded, optim, memory, device
         self._scaled = config.precision.param == "fp16"
@@ -68,8 +70,10 @@ class Recorder:
         )
         self._tokens_before = done_steps * self._step_tokens
         groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
+        self._has_loss = sharded.parts is None or sharded.parts.has_last
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._context = _context_traffic(config, sharded)
+        self._pipeline = _pipeline_traffic(sharded, hidden)
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -96,14 +100,16 @@ class Recorder:
         self._scale = self._optim.scaler.scale
 
     def share(self, loss: torch.Tensor, *, stop: bool) -> Shared:
-        """One small gather along every axis; `loss`: this rank's, on the device."""
+        """One small gather along every axis; `loss`: this rank's, on the device, 0 where another rank of its pipeline
+        has it."""
         bad = torch.where(loss.isfinite(), -1, dist.get_rank())
-        values = torch.stack([loss.double(), bad.double(), torch.full_like(bad, stop).double()])
+        asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
+        values = torch.stack([(loss * counts).double(), bad.double(), asked.double(), counts.double()])
         for gather in self._across:
             every = gather(values)
-            values = torch.stack([every[:, 0].mean(), every[:, 1].max(), every[:, 2].max()])
-        mean, culprit, stopping = values.tolist()
-        return Shared(mean, int(culprit) if culprit >= 0 else None, stopping > 0)
+            values = torch.stack([every[:, 0].sum(), every[:, 1].max(), every[:, 2].max(), every[:, 3].sum()])
+        total, culprit, stopping, losses = values.tolist()
+        return Shared(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
 
     def end_step(self, step: int, mean_loss: float) -> StepRecord:
         """The record of `step`; `mean_loss`: of all ranks."""
@@ -136,10 +142,12 @@ class Recorder:
         )
 
     def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """The mean of a scalar over all ranks, the same on every one."""
+        """The mean of a loss over all ranks that have one, the same on every one; others give 0."""
+        values = torch.stack([value.double(), torch.full_like(value, self._has_loss).double()])
         for gather in self._across:
-            value = gather(value.double().reshape(1)).mean()
-        return float(value)
+            values = gather(values).sum(0)
+        total, losses = values.tolist()
+        return float(total / losses)
 
     def summarise(self, held_out: float | None) -> RunSummary:
         """The run so far. `held_out`: the last held-out loss."""
@@ -167,7 +175,10 @@ class Recorder:
     def _theory(self) -> dict[Entry, Traffic]:
         """What a step moves, by formulas."""
         table = self._sharded.layout, self._sharded.shapes
-        return {**expected_traffic(*table), **expected_control(*table), **self._context, **self._optim.traffic}
+        parts = self._sharded.parts
+        moved = expected_traffic(*table, parts.shared if parts else ())
+        control = expected_control(*table, len(self._sharded.names))
+        return {**moved, **control, **self._context, **self._pipeline, **self._optim.traffic}
 
     def _memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
@@ -191,6 +202,12 @@ class Recorder:
         return [dict(zip(memory, row, strict=True)) for row in rows]
 
 
+def _pipeline_traffic(sharded: Sharded, hidden: Hidden | None) -> dict[Entry, Traffic]:
+    if sharded.parts is None or hidden is None:
+        return {}
+    return expected_pipeline(sharded.parts, hidden, microbatches=sharded.layout.microbatches)
+
+
 def _context_traffic(config: RunConfig, sharded: Sharded) -> dict[Entry, Traffic]:
     """Of a step, per rank."""
     mesh, model, train = config.mesh, sharded.model, config.train
@@ -203,5 +220,6 @@ def _context_traffic(config: RunConfig, sharded: Sharded) -> dict[Entry, Traffic
         head_dim=model.shape.head_dim,
         dtype=sharded.layout.param.dtype,
     )
-    calls, recomputed = model.shape.layers * sharded.layout.microbatches, config.block.activation_checkpoint != "none"
+    layers = sharded.parts.blocks if sharded.parts else model.shape.layers
+    calls, recomputed = layers * sharded.layout.microbatches, config.block.activation_checkpoint != "none"
     return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)

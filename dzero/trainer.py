@@ -83,7 +83,14 @@ class Trainer:
                 f"nothing is left to train: {self.done_steps} steps were made, train.steps={config.train.steps}"
             )
         self.recorder = Recorder(
-            config, self.sharded, self.optim, memory, device, assembled.flops_per_token, self.done_steps
+            config,
+            self.sharded,
+            self.optim,
+            memory,
+            device,
+            assembled.flops_per_token,
+            self.done_steps,
+            assembled.hidden,
         )
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
@@ -138,6 +145,9 @@ class Trainer:
 
     def _microbatches(self) -> torch.Tensor:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
+        if self.assembled.pipeline is not None:
+            batches = [self.stream.next() for _ in range(self.microbatches)]
+            return self.assembled.pipelined(batches, self.optim.scale_loss)
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
             with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.assembled.losses():
@@ -186,10 +196,10 @@ class Trainer:
         """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
         if not self._evaluates:
             return None
-        self.sharded.model.eval()
+        self.sharded.train(False)
         with self.assembled.losses():
-            losses = [local_of(self.assembled.loss(*batch)) for batch in self.evaluation()]
-        self.sharded.model.train()
+            losses = [local_of(self.assembled.held_out_loss(*batch)) for batch in self.evaluation()]
+        self.sharded.train(True)
         self.sharded.reshard()
         mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
         self.sharded.ledger.take()  # what evaluation moved is no part of a step
@@ -212,9 +222,11 @@ class Trainer:
     def _introduce(self) -> str:
         layout, mesh = self.sharded.layout, self.config.mesh
         axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
+        axes += f" x {mesh.pp} pp, {mesh.pp_schedule}" if mesh.pp > 1 else ""
         axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
+        here = " of the first rank" if mesh.pp > 1 else ""
         return (
-            f"{format_count(count(self.sharded.model))} parameters in {len(self.sharded.units)} units, "
+            f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "
             f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
             f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {self.run_folder}"

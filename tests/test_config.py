@@ -51,9 +51,19 @@ MISTAKES = {
     "zero.stage=abc": "zero.stage=abc: must be a whole number",
     "zero.stage=null": "zero.stage=null: must be a whole number",
     "train.steps=1.5": "train.steps=1.5: must be a whole number",
-    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp) that make as "
-    "many: [(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)], or start 6",
-    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp) that make as many: [(1, 1, 6)",
+    "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp, pp) that make "
+    "as many: [(1, 1, 1, 4), (1, 1, 2, 2), (1, 1, 4, 1), (1, 2, 1, 2), (1, 2, 2, 1), (1, 4, 1, 1), (2, 1, 1, 2), "
+    "(2, 1, 2, 1), (2, 2, 1, 1), (4, 1, 1, 1)], or start 6",
+    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp, pp) that make as many: [(1, 1, 1, 6)",
+    "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved']",
+    "mesh.pp_schedule=gpipe": "mesh.pp_schedule=gpipe has no effect with mesh.pp=1; remove it",
+    "mesh.pp_parts=2": "mesh.pp_parts=2 has no effect with mesh.pp=1; remove it",
+    "mesh.pp=2 mesh.pp_parts=2": "mesh.pp_parts=2 with mesh.pp_schedule=1f1b: so many parts on a rank are for "
+    "['interleaved']",
+    "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
+    "mesh.pp=2 train.accumulate=2 optim.rule=muon": "mesh.pp=2 with optim.rule=muon",
+    "mesh.pp=2 train.accumulate=2 block.tiles=2": "block.tiles=2 with mesh.pp=2",
+    "mesh.pp=2 train.accumulate=2 offload=host offload.overlap=delayed": "offload.overlap=delayed with mesh.pp=2",
     "mesh.tp=2 train.sequence_tokens=255": "mesh.tp=2 does not divide train.sequence_tokens=255",
     "mesh.tp=2 block.loss_tiles=2": "block.loss_tiles=2 with mesh.tp=2",
     "mesh.tp=2 zero.stage=3 offload=host_all": "offload.param=host with a model that is cut over 2 ranks (mesh.tp)",

@@ -40,7 +40,7 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
         for place in places.of(unit):
             values = place.together([weights[place.name].read(box.offset, box.size).float() for box in place.boxes])
             if (origin := unit.origin.get(place.own_name)) is not None:
-                origin.put(values if unit.parts is None else values[unit.parts.rows(place.own_name)])
+                origin.put(values if unit.shares is None else values[unit.shares.rows(place.own_name)])
             local_of(place.param).copy_(to_working(values, place.param.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Which part of which tensor of a checkpoint a rank's shard is, or its part of a shard's states (zero/parts.py).
+"""Which part of which tensor of a checkpoint a rank's shard is, or its part of a shard's states (zero/shares.py).
 
 A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
 rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile; where an axis cuts the
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
@@ -67,10 +67,13 @@ class Places:
 
     def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
         self._shard = sharded.mesh[SHARD].get_local_rank(), sharded.mesh[SHARD].size()
-        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.parts
-        self._parted = frozenset(stateful if sharded.layout.parts > 1 else ())
-        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **sharded.model_groups}
+        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.shares
+        self._parted = frozenset(stateful if sharded.layout.shares > 1 else ())
+        along_model = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
+        self._copies = {REPLICATE: sharded.mesh.get_group(REPLICATE), **along_model}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
+        pipeline = sharded.parts
+        self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
         self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
         for whole, cut, parts in tiled(sharded.model):
             for index, part in enumerate(parts):
@@ -98,7 +101,9 @@ class Places:
             yield Place(unit.params[shape.name], shape.name, name, tuple(whole), boxes, tuple(size), self._saves(shape))
 
     def _saves(self, shape: ParamShape) -> bool:
-        """Ranks that have the same take turns."""
+        """Ranks that have the same take turns; of a tied parameter, those of the first part."""
+        if shape.name in self._elsewhere:
+            return False
         copy, copies = 0, 1
         for axis, group in self._copies.items():
             if axis == REPLICATE and shape.name in self._parted:

@@ -25,6 +25,8 @@ from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, Part
 from dzero.checkpoint.moments import SCALE
 from dzero.checkpoint.places import Place, Places
 from dzero.checkpoint.taking import Taking
+from dzero.comm.collectives import gather_json
+from dzero.mesh import AXES, PIPELINE
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.shards import read
 from dzero.zero.placed import local_of
@@ -39,6 +41,8 @@ class States:
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
         self._sharded, self._optim = sharded, optim
+        along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
+        self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
         self._owned = frozenset(optim.scalars()["states"])
         self._places = Places(sharded, self._owned)
         self._delayed = sharded.layout.offload.mode == "delayed"
@@ -85,10 +89,10 @@ class States:
             put(f"{BUFFER}.{name}", buffer)
 
     def scalars(self) -> dict[str, Any]:
-        """What is no tensor, by the model's own names; the same on every rank."""
+        """What is no tensor, by the model's own names; the same on every rank. Collective."""
         scalars = self._optim.scalars()
         scalars["states"] = {self._places.whole[name]: values for name, values in scalars["states"].items()}
-        return scalars
+        return scalars if self._sharded.parts is None else _together(scalars, self._sharded.model_groups[PIPELINE])
 
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
         """Become what `checkpoint` holds. Raises CheckpointError, and ValueError for another optimizer's states."""
@@ -111,13 +115,31 @@ class States:
         return [place for name, place in saved.items() if name not in self._owned]
 
     def _buffers(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent ones; the first rank saves them."""
-        if dist.get_rank() and not everywhere:
+        """Persistent ones; the first rank saves them, and of those that only one part has the first rank of that."""
+        sharded = self._sharded
+        if not everywhere and any(group.rank() for group in self._groups):
             return
-        for prefix, module in self._sharded.model.named_modules():
+        parts = sharded.parts
+        own = (
+            {module for name in parts.own_modules for module in sharded.model.get_submodule(name).modules()}
+            if parts
+            else {}
+        )
+        first = parts is None or parts.rank == 0
+        for prefix, module in sharded.model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+                if name not in module._non_persistent_buffers_set and (everywhere or first or module in own):
                     yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    """Of all parts of a pipeline: groups list the parameters of each, states are of every one."""
+    every = gather_json(scalars, group)
+    for of_part in every[::-1]:
+        scalars["states"] = of_part["states"] | scalars["states"]
+    for number, of_group in enumerate(scalars["groups"]):
+        of_group["params"] = [*dict.fromkeys(name for each in every for name in each["groups"][number]["params"])]
+    return scalars
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, str]:

@@ -4,7 +4,7 @@
     set_custom_all_gather             UnshardParams                shard       unshard
     set_custom_reduce_scatter         ReduceGrads                  shard       reduce
     (called by optim/unit_grads)      AverageCopies                replicate   reduce
-    (called by zero/parts)            ReduceGrads                  replicate   reduce
+    (called by zero/shares)            ReduceGrads                  replicate   reduce
                                       GatherUpdated                replicate   update
     (called by optim/grads, trainer)  GatherScalars                all ranks   control
 
@@ -13,7 +13,9 @@ FSDP2 calls neither of the first two on an axis of one rank.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,3 +183,14 @@ class GatherScalars:
             all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
         self._ledger.record("control", "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
         return gathered
+
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Of every rank what JSON takes, in their order; for what is not told in every step."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
+    most = max(int(size) for size in sizes)
+    every = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(every, torch.nn.functional.pad(mine, (0, most - mine.numel())), group=group)
+    return [json.loads(bytes(each[: int(size)].tolist())) for each, size in zip(every, sizes, strict=True)]

@@ -91,9 +91,9 @@ class Llama(nn.Module):
         """heads * head_dim, summed over the layers."""
         return self.shape.layers * self.shape.hidden_size
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Raises ValueError when a sequence is longer than `max_tokens`."""
-        logits: Tensor = self.head(self.features(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """positions: as for `features`. Raises ValueError when a sequence is longer than `max_tokens`."""
+        logits: Tensor = self.head(self.features(tokens, positions))
         return logits
 
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -103,11 +103,12 @@ class Llama(nn.Module):
         0, 1, 2, ...
         """
         time, limit = tokens.shape[1], self.shape.max_tokens
-        length = time if positions is None else int(positions.max()) + 1
-        if limit is not None and length > limit:
-            raise ValueError(
-                f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise max_tokens"
-            )
+        if limit is not None:
+            length = time if positions is None else int(positions.max()) + 1
+            if length > limit:
+                raise ValueError(
+                    f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise it"
+                )
         positions = torch.arange(time, device=tokens.device) if positions is None else positions.to(tokens.device)
         cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
         x = self.embedding(tokens)

@@ -187,7 +187,7 @@ class Places:
 
     def _place(self, unit: str, index: int, param: ParamShape) -> None:
         name, own_slot = param.name, self._slot
-        elems = param.shard_elems(self.layout.shard, self.layout.parts if param.trainable else 1)
+        elems = param.shard_elems(self.layout.shard, self.layout.shares if param.trainable else 1)
         param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
         if not param.trainable:
             if self.on_disk("param", name):

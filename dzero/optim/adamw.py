@@ -104,8 +104,8 @@ class AdamW(MasterOptimizer):
         names, coming = {stored.name for stored in updated}, []
         for unit in self._sharded.units:
             bring = self._bringing(unit, names)
-            if bring is not None and unit.parts is not None:
-                unit.parts.book(names.intersection(unit.params))
+            if bring is not None and unit.shares is not None:
+                unit.shares.book(names.intersection(unit.params))
             if bring is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
                 unit.pending = partial(_in_turn, unit.pending, bring)
             elif bring is not None:
@@ -120,7 +120,7 @@ class AdamW(MasterOptimizer):
     def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
         """Starts to bring a unit's new values of `names`; None where all of the shard was updated here."""
         shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
-        return None if unit.parts is None or not shards else partial(unit.parts.gather, shards)
+        return None if unit.shares is None or not shards else partial(unit.shares.gather, shards)
 
     def _skip(self) -> None:
         self._ahead.abandon()

@@ -6,7 +6,7 @@ same order, the chunks of the first shard first. Beside the sums travels a check
 (comm/trail.py): where ranks disagree, a branch in the model has mixed data of different units, and the step is refused.
 
 Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
-ranks', one that they all have is counted once.
+ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own (optim/parts.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from dzero.comm.collectives import GatherScalars
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.offload.attach import Offload
+from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import Named, UnitGrads
 from dzero.zero.shard import Sharded
 
@@ -51,17 +52,19 @@ class Gradients:
         self._ranks = sharded.mesh.mesh.T.flatten().tolist()
         copy = groups[REPLICATE].rank(), groups[REPLICATE].size()
         self._units = [UnitGrads(unit, sharded, copy, offload) for unit in sharded.units]
-        self._owned = [name for name, _ in sharded.model.named_parameters() if name in owned]
+        self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
             for axis, each in sharded.model_groups.items()
+            if axis != PIPELINE
         ]
+        self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
 
-    def _cut_by(self, axis: str, sharded: Sharded) -> torch.Tensor:
-        """bool [owned]: which parameters the axis cuts."""
+    def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
+        """[owned]: which parameters the axis cuts."""
         splits = {param.name: param.split for unit in sharded.shapes for param in unit.params}
         cut = {name for name, each in splits.items() if each is not None and each.axis == axis and each.dim is not None}
-        return torch.tensor([name in cut for name in self._owned])
+        return [name in cut for name in self._owned]
 
     def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
         """From now on, tell of every unit whose gradients are complete, and before gradients are refused; both held
@@ -93,6 +96,8 @@ class Gradients:
         """
         for unit in self._units:
             unit.settle()
+        if self._parts is not None:
+            self._parts.complete()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
         values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
         gathered = _vector(values, self._device)
@@ -102,12 +107,16 @@ class Gradients:
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = _in_order(chunks)
-        bad = self._culprits(chunks, "rank", self._ranks)
+        bad = _culprits(chunks, self._owned, "rank", self._ranks)
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
-            bad = bad or self._culprits(ranks, f"{axis} rank", range(len(ranks)))
-            self._check_alike(ranks[:, ~cut], axis, cut)
-            per_param = torch.where(cut, _in_order(ranks), ranks[0])
+            bad = bad or _culprits(ranks, self._owned, f"{axis} rank", range(len(ranks)))
+            self._check_alike(ranks, axis, cut)
+            per_param = torch.where(torch.tensor(cut), _in_order(ranks), ranks[0])
+        if self._parts is not None:
+            ranks = self._parts.gather(per_param)
+            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank", range(len(ranks)))
+            per_param = _in_order(ranks)
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
@@ -125,26 +134,29 @@ class Gradients:
                 "in the same order in every microbatch (no branches on the data of one rank)"
             )
 
-    def _check_alike(self, sums: torch.Tensor, axis: str, cut: torch.Tensor) -> None:
-        """Of the parameters that all ranks have, [ranks, n]: what they found must be one gradient, but for rounding."""
+    def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:
+        """Of the parameters that all ranks have, in [ranks, owned]: what they found must be one gradient, but for
+        rounding."""
+        alike = [number for number, is_cut in enumerate(cut) if not is_cut]
+        sums = sums[:, alike]
         apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
-        if bool(apart.any()):
-            names = [name for name, is_cut in zip(self._owned, cut.tolist(), strict=True) if not is_cut]
+        if found := apart.nonzero().flatten().tolist():
             raise RuntimeError(
-                f"ranks of {axis} found different gradients of {names[int(apart.nonzero()[0])]}, of which each has a "
+                f"ranks of {axis} found different gradients of {self._owned[alike[found[0]]]}, of which each has a "
                 "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
             )
-
-    def _culprits(self, sums: torch.Tensor, who: str, ranks: Sequence[int]) -> dict[str, None]:
-        """Of sums [ranks, owned]; `ranks`: their numbers."""
-        where = (~torch.isfinite(sums)).nonzero().tolist()
-        return dict.fromkeys(f"{self._owned[param]} ({who} {ranks[at]})" for at, param in where)
 
     def clear(self) -> None:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
         self._trail.end_step()
+
+
+def _culprits(sums: torch.Tensor, names: Sequence[str], who: str, ranks: Sequence[int]) -> dict[str, None]:
+    """Of sums [ranks, names]; `ranks`: their numbers."""
+    where = (~torch.isfinite(sums)).nonzero().tolist()
+    return dict.fromkeys(f"{names[param]} ({who} {ranks[at]})" for at, param in where)
 
 
 def _in_order(sums: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         Raises OffloadError for an update that failed.
         """
         self.offload.synchronize()
-        for unit in self._sharded.units if self._sharded.layout.parts > 1 else ():
+        for unit in self._sharded.units if self._sharded.layout.shares > 1 else ():
             unit.arrive()
 
     def state_dict(self) -> dict[str, Any]:

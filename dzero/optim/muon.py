@@ -225,10 +225,15 @@ def _trained(sharded: Sharded) -> list[nn.Parameter]:
 
 def check_muon(layout: Layout) -> None:
     """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
-    if layout.parts > 1:
+    if layout.shares > 1:
         raise ValueError(
             "zero.states_over=all: Muon's matrices are put together from shards, not from parts of them; take "
             "zero.states_over=shard, or optim.rule=adamw"
+        )
+    if layout.pipeline_ranks > 1:
+        raise ValueError(
+            f"mesh.pp={layout.pipeline_ranks} with optim.rule=muon: who owns which matrix is not "
+            "settled between parts; take mesh.pp=1, or optim.rule=adamw"
         )
     for kind in KINDS:
         if (tier := layout.tiers[kind][0]) != "device":

@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 from dzero.mesh import REPLICATE, SHARD, host_mesh
 from dzero.offload.attach import Offload
 from dzero.zero.hosted import HostShard, memory_of
-from dzero.zero.parts import mesh_of_parts, span_of
 from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
+from dzero.zero.shares import mesh_of_shares, span_of
 from dzero.zero.working import to_working
 
 
@@ -50,8 +50,8 @@ class Homes:
         self.offload, self._places = offload, offload.places
         self._twins: dict[DeviceMesh, DeviceMesh] = {}
         layout, mesh = sharded.layout, sharded.mesh
-        self._of_parts = mesh_of_parts(mesh) if layout.parts > 1 else None
-        self._copy = mesh.get_local_rank(REPLICATE) if layout.parts > 1 else 0, layout.parts
+        self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
+        self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
         self._shards = layout.shard
 
     def span(self, shape: ParamShape, param: nn.Parameter) -> tuple[int, slice]:

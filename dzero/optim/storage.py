@@ -8,7 +8,7 @@
     exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/eight_bit.py)
 
 All but `step` are DTensors over the parameter's mesh with its placement, or over (shard, replicate) where copies share
-out the states of a shard (zero/parts.py; read "part" for "shard" then), so DCP reshards them exactly; 8-bit ones load
+out the states of a shard (zero/shares.py; read "part" for "shard" then), so DCP reshards them exactly; 8-bit ones load
 into the same number of ranks only.
 """
 
@@ -70,7 +70,7 @@ class Stored:
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
         stored._create_master(layout, homes)
         for key in kept:
-            elems = shape.shard_elems(layout.shard, layout.parts)
+            elems = shape.shard_elems(layout.shard, layout.shares)
             stored._create_moment(key, key == MOMENTS[0], elems, layout, homes)
         return stored
 

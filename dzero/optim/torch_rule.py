@@ -254,7 +254,7 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
             f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
             f"{foreign}{'; optim.rule=muon puts matrices together' if rule is torch.optim.Muon else ''}"
         )
-    if layout.parts > 1:
+    if layout.shares > 1:
         raise ValueError(
             f"zero.states_over=all with {rule.__name__}: only adamw keeps parts of a shard's states; take "
             "optim.rule=adamw, or zero.states_over=shard"

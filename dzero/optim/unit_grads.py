@@ -10,7 +10,7 @@ dtype). Then, by where a parameter's gradients live:
     host, no copies   leave at once             land beside and are added     -
     host, copies      as on the device          as on the device              averaged, then leave
 
-Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's (zero/parts.py).
+Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's (zero/shares.py).
 Sums of squares are taken while the data is in cache: on the device's slice, or by the addition that is the last.
 """
 
@@ -26,10 +26,10 @@ from torch import nn
 
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
-from dzero.zero.parts import Parts
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
+from dzero.zero.shares import Shares
 from dzero.zero.unit import Unit
 
 Named = dict[str, torch.Tensor]
@@ -150,8 +150,8 @@ class UnitGrads:
         if self._finished or not self.views:
             return
         self._finished = True
-        if self._unit.parts is not None:
-            self._keep_parts(self._unit.parts)
+        if self._unit.shares is not None:
+            self._keep_shares(self._unit.shares)
         elif self._unit.average is not None:
             for buffer in self._buffers:
                 self._unit.average(buffer)
@@ -165,11 +165,11 @@ class UnitGrads:
                 self._leave(leaving, buffer)
         self._buffers = []
 
-    def _keep_parts(self, parts: Parts) -> None:
+    def _keep_shares(self, shares: Shares) -> None:
         """Of each buffer what was averaged takes its place."""
         for index, buffer in enumerate(self._buffers):
             whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
-            self._buffers[index], owned = parts.reduce(whole)
+            self._buffers[index], owned = shares.reduce(whole)
             self.views |= owned
 
     def settle(self) -> None:
@@ -189,6 +189,12 @@ class UnitGrads:
             grads = self.values()
             self.sums.update({name: sum_squares(self._chunk(name, grads[name])) for name in missing})
 
+    def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
+        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
+        grad = self.values()[name]
+        add(grad)
+        self.sums[name] = sum_squares(self._chunk(name, grad))
+
     def on_device(self) -> list[torch.Tensor]:
         """Gradients that do not live on the host."""
         return [grad for name, grad in self.views.items() if name not in self._hosted]
@@ -202,7 +208,7 @@ class UnitGrads:
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Of a gradient that all copies have what this rank sums."""
-        if self._unit.parts is not None or self._copy[1] == 1:
+        if self._unit.shares is not None or self._copy[1] == 1:
             return grad
         row = self._shapes[name].row_elems
         first, rows = rows_of(grad.numel() // row, self._copy)

@@ -65,6 +65,10 @@ class ContextParallel:
         not divide."""
         return self._zigzag.part(whole)
 
+    def positions(self, tokens: int) -> Tensor:
+        """In their sequences, of so many that this rank has of each: int64 [tokens]."""
+        return self._zigzag.positions(tokens)
+
 
 def _attending(attention: Attention) -> Callable[[Forward], Forward]:
     def attend(self: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -76,9 +80,9 @@ def _attending(attention: Attention) -> Callable[[Forward], Forward]:
 
 def _positioned(zigzag: Zigzag) -> Callable[[Forward], Forward]:
     def wrap(features: Forward) -> Forward:
-        def of_part(self: nn.Module, tokens: Tensor) -> Any:
+        def of_part(self: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Any:
             """tokens [batch, time] of this rank -> [batch, time, hidden]."""
-            return features(self, tokens, zigzag.positions(tokens.shape[1]))
+            return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
 
         return of_part
 

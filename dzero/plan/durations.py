@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dzero.mesh import REPLICATE, SHARD, TENSOR
+from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
@@ -29,7 +29,9 @@ class Link(NamedTuple):
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str) -> Link:
     """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on."""
     inside = layout.model_ranks
-    axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, inside * layout.shard)}
+    of_shards = inside * layout.shard
+    axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, of_shards)}
+    axes[PIPELINE] = (layout.pipeline_ranks, of_shards * layout.replicate)
     ranks, stride = axes[axis]
     within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
@@ -40,7 +42,7 @@ class Durations:
 
     def __init__(self, layout: Layout, hardware: HardwareConfig) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (TENSOR, SHARD, REPLICATE)}
+        self._links = {axis: link_of(layout, hardware, axis).rate for axis in (TENSOR, SHARD, REPLICATE, PIPELINE)}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None

@@ -47,7 +47,7 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[Collective]:
         trained = unit.shard_elems(n, trainable_only=True)
         yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
-        if last and layout.parts > 1:
+        if last and layout.shares > 1:
             part = unit.shard_elems(n, copies, trainable_only=True)
             yield from one(phase, "reduce_scatter", REPLICATE, unit, copies, part * layout.replicate_wire.itemsize)
         elif last:
@@ -70,7 +70,7 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
                 yield from reduced(backward, unit, last)
         if layout.cadence(last).reduce:
             yield from reduced(backward, root, last)
-    for unit in units if layout.parts > 1 else ():
+    for unit in units if layout.shares > 1 else ():
         part = unit.shard_elems(n, copies, trainable_only=True)
         yield from one("update", "all_gather", REPLICATE, unit, copies, part * itemsize)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dzero.hardware import format_bytes
 from dzero.plan.analytic import Memory, memory_of, with_moments
 from dzero.plan.costs import Costs
+from dzero.plan.flights import ALONE, Flights
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.moves import Moved, moved_of
 from dzero.plan.pace import Pace, pace_of
@@ -56,8 +57,8 @@ class Forecast:
     costs: Costs
 
     def timeline(self) -> Timeline | None:
-        """A step, bar by bar; None where the hardware does not say all that its pace needs."""
-        if self.pace.step_s is None:
+        """A step, bar by bar; None where the hardware does not say all that its pace needs, and of a pipeline."""
+        if self.pace.step_s is None or self.layout.pipeline_ranks > 1:
             return None
         return timeline_of(self.layout, self.units, self.costs, self.hardware)
 
@@ -109,20 +110,22 @@ def forecast(
     step_tokens: int,
     model_flops: float | None,
     moments: int = 2,
+    flights: Flights = ALONE,
 ) -> Forecast:
     """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown.
 
-    moments: tensors that the optimizer's rule keeps per parameter.
+    moments: tensors that the optimizer's rule keeps per parameter. flights: of a pipeline.
     """
     memory = with_moments(memory_of(layout, units, costs, hardware.device_type), moments)
+    memory = flights.held(memory, costs)
     return Forecast(
         hardware=hardware,
         layout=layout,
         params=sum(param.elems for unit in units for param in unit.params),
         memory=memory,
         tiers=tiers_of(memory, hardware, layout.world),
-        moved=moved_of(layout, units, costs),
-        pace=pace_of(layout, units, costs, hardware),
+        moved=moved_of(layout, units, costs, flights),
+        pace=pace_of(layout, units, costs, hardware, flights),
         step_tokens=step_tokens,
         model_flops=model_flops,
         units=units,

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import TENSOR
+from dzero.mesh import PIPELINE, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
+from dzero.plan.flights import ALONE, Flights
 from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
@@ -72,13 +73,13 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     found = {}
     for unit in units:
         shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
-        parts = {param.name: param.shard_elems(layout.shard, layout.parts) for param in unit.params}
+        shares = {param.name: param.shard_elems(layout.shard, layout.shares) for param in unit.params}
         splits = [(each, each.split) for each in unit.params if each.trainable and each.split is not None]
         copies = [each for each, split in splits if split.dim is None and split.summed]
         trained = {param.name for param in unit.params if param.trainable}
 
-        def elems(names: Iterable[str], parts: dict[str, int] = parts) -> int:
-            return sum(parts.get(name, 0) for name in names)
+        def elems(names: Iterable[str], shares: dict[str, int] = shares) -> int:
+            return sum(shares.get(name, 0) for name in names)
 
         param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
         found[unit.name] = Moves(
@@ -101,11 +102,12 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     return found
 
 
-def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = None) -> Moved:
-    """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that."""
-    axes: dict[str, int] = {}
-    calls: dict[str, int] = {}
-    for entry, traffic in expected_traffic(layout, units).items():
+def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = None, flights: Flights = ALONE) -> Moved:
+    """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that.
+    flights: of a pipeline."""
+    axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
+    calls = {PIPELINE: flights.sent.calls} if flights.sent.calls else {}
+    for entry, traffic in expected_traffic(layout, units, flights.shared).items():
         axes[entry.axis] = axes.get(entry.axis, 0) + traffic.sent_bytes
         calls[entry.axis] = calls.get(entry.axis, 0) + traffic.calls
     reductions = layout.microbatches if layout.grad.sharded else 1
@@ -120,7 +122,9 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
         units=moves,
         axes=axes,
         calls=calls,
-        decisions={entry.axis: traffic.calls for entry, traffic in expected_control(layout, units).items()},
+        decisions={
+            entry.axis: traffic.calls for entry, traffic in expected_control(layout, units, flights.names).items()
+        },
         out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
         back=sum(uses * unit.param + unit.grad_back + unit.moments + unit.work for unit in each),
         read=sum(uses * unit.disk_param + reductions * unit.disk_grad + unit.read_states for unit in each),

@@ -28,6 +28,25 @@ Loss = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Passes:
+    """What a part of a pipeline does in a step: forwards and backwards in `order`, by microbatch. `forward`: what comes
+    out; `backward`: from that on."""
+
+    order: Sequence[tuple[str, int]]
+    forward: Callable[[int], torch.Tensor]
+    backward: Callable[[int, torch.Tensor], None]
+
+    @classmethod
+    def alone(cls, microbatches: int, loss: Loss) -> Passes:
+        """Of a whole model: its loss, divided by their number, and at once its backward."""
+        order = [(what, index) for index in range(microbatches) for what in (FORWARD, BACKWARD)]
+        return cls(order, lambda _: loss() / microbatches, lambda _, value: value.backward())  # type: ignore[no-untyped-call]
+
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
 class Action:
     """One of a step's, in its `phase` (`Where`). `what`: unshard, forward, backward, reduce, decide, update.
 
@@ -61,13 +80,17 @@ class Observed:
 
 
 def observe(
-    sharded: Sharded, optim: AdamW, loss: Loss, meter: StorageMeter, left: Callable[[bool], None] = lambda _: None
+    sharded: Sharded,
+    optim: AdamW,
+    loss: Loss | Passes,
+    meter: StorageMeter,
+    left: Callable[[bool], None] = lambda _: None,
 ) -> Observed:
     """The second of two steps, which finds what the first one left (staging, gathered sizes), as all later ones do.
 
-    loss: forward of a microbatch, through to a scalar that is not yet divided by their number. meter: entered, and so
-    are all modes below it. left: told before every unit's backward, and at its end, with whether the microbatch is the
-    step's last.
+    loss: forward of a microbatch, through to a scalar that is not yet divided by their number; or all passes. meter:
+    entered, and so are all modes below it. left: told before every unit's backward, and at its end, with whether the
+    microbatch is the step's last.
     """
     meter.claim("param", sharded.named_params().values())
     for states in optim.state.values():
@@ -75,12 +98,13 @@ def observe(
             if key != "step":
                 meter.claim("master" if key in ("master", "remainder") else "moments", [tensor])
     observer = _Observer(sharded, optim, meter, left)
+    passes = loss if isinstance(loss, Passes) else Passes.alone(sharded.layout.microbatches, loss)
     with observer.hooked(), _without_collections():
-        observer.step(loss)
+        observer.step(passes)
         sharded.ledger.take()
         observer.actions.clear()
         meter.begin()
-        observer.step(loss)
+        observer.step(passes)
     return Observed(meter.moments(), observer.actions, sharded.ledger.take())
 
 
@@ -113,17 +137,17 @@ class _Observer:
             for each in removable:
                 each.remove()
 
-    def step(self, loss: Loss) -> None:
+    def step(self, passes: Passes) -> None:
         """As the trainer makes it."""
-        microbatches = self._sharded.layout.microbatches
-        for self._microbatch in range(microbatches):
-            is_last = self._microbatch == microbatches - 1
-            with self._sharded.microbatch(is_last=is_last):
+        values: dict[int, torch.Tensor] = {}
+        for what, self._microbatch in passes.order:
+            if what == FORWARD:
                 self._go("forward", "", "activations")
-                value = self._optim.scale_loss(loss() / microbatches)
+                values[self._microbatch] = self._optim.scale_loss(passes.forward(self._microbatch))
+                continue
+            with self._sharded.microbatch(is_last=self._microbatch == self._sharded.layout.microbatches - 1):
                 self._go("backward", "", "temporaries")
-                value.backward()  # type: ignore[no-untyped-call]
-                del value
+                passes.backward(self._microbatch, values.pop(self._microbatch))
                 self._claim_grads()
         self._go("step", "", "temporaries")
         self._optim.step()

@@ -4,6 +4,8 @@
     compute            forward and backward of the microbatches
     shard, replicate   collectives along an axis, decisions included
     tp                 the same of a model that is cut, which operators wait for
+    pp                 what travels between the parts of a pipeline
+    waiting            of its ranks for each other, while the first microbatch comes and the last goes
     update             parameters whose masters are on the device
     host link          what leaves the device and what comes back: the larger, since both go at once (a CPU: both)
     host update        parameters whose masters are off it
@@ -22,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import REPLICATE, SHARD, TENSOR
+from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
+from dzero.plan.flights import ALONE, Flights
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.moves import moved_of
 from dzero.zero.layout import Layout
@@ -32,7 +35,8 @@ from dzero.zero.shapes import UnitShape
 
 COMPUTE, UPDATE = "compute", "update"
 HOST_LINK, HOST_UPDATE, DISK = "host link", "host update", "disk"
-LINKS = (TENSOR, SHARD, REPLICATE)
+WAITING = "waiting"
+LINKS = (TENSOR, SHARD, REPLICATE, PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,11 @@ class Pace:
     unknown: tuple[str, ...]
 
 
-def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Pace:
-    """Of a step on `hardware`."""
-    take, moved = Durations(layout, hardware), moved_of(layout, units, costs)
+def pace_of(
+    layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig, flights: Flights = ALONE
+) -> Pace:
+    """Of a step on `hardware`. flights: of a pipeline."""
+    take, moved = Durations(layout, hardware), moved_of(layout, units, costs, flights)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
@@ -61,11 +67,14 @@ def pace_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: 
         HOST_UPDATE: take.updated(sum(each.host_elems for each in moves)),
         DISK: take.read(moved.read) + take.written(moved.written),
     }
+    if layout.pipeline_ranks > 1:
+        within = seconds[COMPUTE] + seconds[TENSOR]
+        seconds[WAITING] = within * (layout.pipeline_ranks - 1) / layout.microbatches
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])
     else:
-        within = seconds[COMPUTE] + seconds[TENSOR]
-        train = max(within, *(seconds[each] for each in (SHARD, REPLICATE, HOST_LINK)))
+        within = seconds[COMPUTE] + seconds[TENSOR] + seconds.get(WAITING, 0.0)
+        train = max(within, *(seconds[each] for each in (SHARD, REPLICATE, PIPELINE, HOST_LINK)))
         update = max(seconds[HOST_UPDATE], seconds[DISK], seconds[HOST_LINK] if seconds[HOST_UPDATE] else 0.0)
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0
         beside = {"step": 0.0, "forward": forward}.get(layout.offload.mode, train)

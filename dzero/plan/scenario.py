@@ -15,7 +15,10 @@ from dzero.comm.collectives import is_exact
 from dzero.mesh import TENSOR, MeshConfig
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
+from dzero.models.llama import Llama
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.parts import Parts, cut_parts
+from dzero.parallel.pipeline import Hidden, order_of
 from dzero.parallel.tensor import parallelize
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig
@@ -70,6 +73,7 @@ class Scenario:
             microbatches=self.accumulate,
             exact=is_exact(self.zero.reduction, self.device_type),
             model_ranks=self.mesh.tp,
+            pipeline_ranks=self.mesh.pp,
         )
 
     def build(self) -> nn.Module:
@@ -82,14 +86,36 @@ class Scenario:
         """Cut `model`, on meta, as the ranks of `mesh` have it. What is returned is around its loss and backward."""
         return parallelize(model, mesh[TENSOR]).loss() if self.mesh.tp > 1 else nullcontext()
 
-    def loss_of(self, model: nn.Module) -> Callable[[], torch.Tensor]:
-        """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0."""
+    def cut(self, model: nn.Module, part: int) -> Parts | None:
+        """Leave of `model` what the rank with that part of a pipeline has; None where there is one part."""
+        if self.mesh.pp == 1:
+            return None
+        if isinstance(model, Llama):
+            model.shape = replace(model.shape, max_tokens=None)  # to be held against positions, which have no values
+        return cut_parts(model, part, self.mesh.pp, tokens=self.tokens)
 
-        def loss() -> torch.Tensor:
+    def order(self, part: int) -> list[tuple[str, int]]:
+        """Of forwards and backwards, by microbatch."""
+        return order_of(self.mesh.pp_schedule, self.accumulate, part, self.mesh.pp)
+
+    def hidden(self, parts: Parts) -> Hidden:
+        """What comes into a part that is not the first."""
+        tokens = self.tokens // (self.mesh.tp * self.mesh.cp)
+        return Hidden((self.sequences, tokens, parts.width), self.layout().param.dtype)
+
+    def loss_of(self, model: nn.Module, parts: Parts | None = None) -> Callable[[torch.Tensor | None], torch.Tensor]:
+        """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0; of a part, on the
+        hidden states that come in, and where it is not the last those that go out."""
+
+        def loss(hidden: torch.Tensor | None = None) -> torch.Tensor:
             tokens, targets = (torch.zeros(self.sequences, self.tokens, dtype=torch.int64) for _ in range(2))
+            x = tokens if hidden is None else hidden
             if self.block.loss_tiles > 1:
-                tiled: torch.Tensor = model(tokens, targets)
+                tiled: torch.Tensor = model(x, targets)
                 return tiled
-            return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+            out: torch.Tensor = model(x) if parts is None else model(x, torch.arange(self.tokens))
+            if parts is not None and not parts.has_last:
+                return out
+            return F.cross_entropy(out.float().flatten(0, 1), targets.flatten())
 
         return loss

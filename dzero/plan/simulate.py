@@ -23,7 +23,7 @@ Note: values. A fake tensor has none. Where the code reads one anyway, it finds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,9 +39,11 @@ from dzero.offload.actions import schedule_of
 from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
 from dzero.optim.adamw import AdamW
+from dzero.parallel.parts import Parts
+from dzero.parallel.pipeline import expected_pipeline
 from dzero.plan.absent import Absent, with_brought
 from dzero.plan.fake import fake_group
-from dzero.plan.observe import Action, Observed, observe
+from dzero.plan.observe import Action, Observed, Passes, observe
 from dzero.plan.private import FakeTensorMode, TorchDispatchMode, check_version
 from dzero.plan.repeat import SHORT, repeat
 from dzero.plan.scenario import Scenario
@@ -75,25 +77,45 @@ class Simulated:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def simulate(scenario: Scenario, *, whole: bool = False) -> Simulated:
+def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simulated:
     """A step of a run's rank 0, the second one, as all later ones are.
 
-    whole: every block, not three and four; the result is the same, with more moments.
+    whole: every block, not three and four; the result is the same, with more moments. part: of a pipeline, whose first
+    rank it is instead; always whole.
 
     Raises ValueError for settings that do not go together, RuntimeError in a process that has a process group, in one
     whose torch was not tried, and where the simulated collectives are not those of the table.
     """
     check_version()
     layout, layers = scenario.layout(), scenario.model.layers
-    with fake_group(scenario.ranks), _parameters_stay_themselves():
-        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=scenario.mesh.tp)
+    mesh_of, parts = scenario.mesh, scenario.mesh.pp
+    with fake_group(scenario.ranks, part * scenario.ranks // parts), _parameters_stay_themselves():
+        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=mesh_of.tp, pp=parts)
+        if parts > 1:
+            return _part(scenario, mesh, part)
         shapes = _shapes(scenario, mesh)
         if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
             observed = _observe(scenario, mesh)
         else:
             short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
             observed = repeat(short, long, layers, shapes)
-    _check_traffic(layout, shapes, observed.traffic)
+    return _told(layout, shapes, observed)
+
+
+def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
+    """Of the rank in this process."""
+    model, layout = scenario.build(), scenario.layout()
+    scenario.parallelize(model, mesh)
+    parts = scenario.cut(model, part)
+    assert parts is not None
+    shapes = shapes_of(slots_by_unit(model, [*find_units(model, scenario.zero.units), (ROOT, [model])], parts.aliases))
+    told = _told(layout, shapes, _observe(scenario, mesh, part), parts.shared)
+    moved = expected_pipeline(parts, scenario.hidden(parts), microbatches=scenario.accumulate)
+    return replace(told, traffic=told.traffic | moved)
+
+
+def _told(layout: Layout, shapes: list[UnitShape], observed: Observed, shared: Sequence[str] = ()) -> Simulated:
+    _check_traffic(layout, shapes, observed.traffic, shared)
     places = Places(layout, shapes)
     moments, schedule = with_brought(observed.moments, places), schedule_of(places)
     return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
@@ -108,31 +130,55 @@ def _with_layers(scenario: Scenario, layers: int) -> Scenario:
     return replace(scenario, model=replace(scenario.model, layers=layers))
 
 
-def _check_traffic(layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic]) -> None:
+def _check_traffic(
+    layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic], shared: Sequence[str] = ()
+) -> None:
     """The simulated collectives are the table's, to the byte."""
     moved = {entry: each for entry, each in traffic.items() if entry.phase != "control"}
-    expected = expected_traffic(layout, shapes)
+    expected = expected_traffic(layout, shapes, shared)
     if moved != expected:
         raise RuntimeError(f"the simulated step moves\n{moved}\nand the table says\n{expected}")
 
 
-def _observe(scenario: Scenario, mesh: DeviceMesh) -> Observed:
+def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
     model = scenario.build()
     working = scenario.layout().param.dtype
     for param in model.parameters():
         param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
     cut_logits = scenario.parallelize(model, mesh)
-    sharded = _sharded_on_meta(scenario, model, mesh)
+    parts = scenario.cut(model, part)
+    sharded = _sharded_on_meta(scenario, model, mesh, parts)
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
         absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
+        loss: Any = scenario.loss_of(sharded.model, parts)
         with cut_logits:
-            return observe(sharded, optim, scenario.loss_of(sharded.model), meter, absent.left)
+            return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
 
 
-def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh) -> Sharded:
+def _passes(scenario: Scenario, parts: Parts, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:
+    """As torch's schedules run a part: what comes in, and the gradients that come back, have places of their own for
+    every microbatch, for as long as the run lasts."""
+    count, sent, hidden = range(scenario.accumulate), list[torch.Tensor](), scenario.hidden(parts)
+    comes = None if parts.has_first else [hidden.on("cpu").requires_grad_() for _ in count]
+    back = None if parts.has_last else [hidden.on("cpu") for _ in count]
+
+    def forward(index: int) -> torch.Tensor:
+        out = run(comes[index] if comes else None)
+        return out / len(count) if back is None else out
+
+    def backward(index: int, value: torch.Tensor) -> None:
+        value.backward(back[index] if back else None)  # type: ignore[no-untyped-call]
+        if comes:
+            sent[:] = [grad for grad in [comes[index].grad] if grad is not None]  # until the next has been sent
+            comes[index].grad = None
+
+    return Passes(scenario.order(parts.own[0].index), forward, backward)
+
+
+def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: Parts | None) -> Sharded:
     """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
     return shard(
@@ -142,6 +188,7 @@ def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh) -> 
         mesh=mesh,
         microbatches=scenario.accumulate,
         device=META,
+        parts=parts,
     )
 
 

@@ -100,13 +100,13 @@ def order_of(layout: Layout) -> Order:
     return Order(
         early=layout.microbatches > 1 and layout.grad.sharded,
         hops=2 if layout.hybrid else 1,
-        blocks=layout.shard * layout.parts if eight_bit else 1,
+        blocks=layout.shard * layout.shares if eight_bit else 1,
     )
 
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
-    for key, kind in (("tp", "tensor"), ("cp", "context")):
+    for key, kind in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         if (degree := getattr(run.mesh, key)) > 1:
             raise ValueError(f"mesh.{key}={degree}: verify compares runs without {kind} parallelism; take mesh.{key}=1")
     layout = layout_of(run, ranks)

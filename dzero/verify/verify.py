@@ -73,7 +73,7 @@ class Verifier:
             self._rungs = ladder(run, self._ranks)
             layout = layout_of(run, self._ranks)
         copy, own = divmod(self._rank, layout.shard)  # neighbouring ranks lie on the shard axis
-        self._rows = Rows((own, layout.shard), (copy, layout.parts) if layout.parts > 1 else (0, 1))
+        self._rows = Rows((own, layout.shard), (copy, layout.shares) if layout.shares > 1 else (0, 1))
 
     def report(self) -> Report:
         """Run the baseline twice, then every other rung."""

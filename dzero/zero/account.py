@@ -17,21 +17,23 @@ backward gather of a leading unit whose input and parameters need no gradient.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dzero.comm.ledger import Entry, Traffic, dtype_key
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.zero.layout import Layout, Row
 from dzero.zero.shapes import UnitShape
 
 KINDS = ("param", "grad", "master", "moments")
 
 
-def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries: unshard, reduce, update."""
+def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collection[str] = ()) -> dict[Entry, Traffic]:
+    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries: unshard, reduce, update.
+
+    shared: names of tied parameters that the other end of a pipeline has as well."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
     def add(
@@ -52,29 +54,34 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, 
             add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
-        if layout.parts > 1:
+        if layout.shares > 1:
             part = unit.shard_elems(n, copies, trainable_only=True)
             add("reduce_scatter", REPLICATE, copies, part * hop.itemsize, hop, 1)
             add("all_gather", REPLICATE, copies, part * dtype.itemsize, dtype, 1, "update")
             continue
         owned = -(-trained // copies)
         add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
+        for param in unit.params:
+            if param.name in shared and param.trainable:
+                add("exchange", PIPELINE, 2, param.shard_elems(n) * layout.grad.dtype.itemsize, layout.grad.dtype, 1)
     return dict(totals)
 
 
-def expected_control(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
+def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
     """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
-    over the copies, those of all copies along the shard axis, the sums along axes that cut the model, three for the
-    loss along every one."""
+    over the copies, those of all copies along the shard axis, the sums along axes that cut the model, those of all
+    `names` of the model along a pipeline, four for the loss along every one."""
     params = sum(p.trainable for unit in units for p in unit.params)
     splits = {param.split.axis: param.split.count for unit in units for param in unit.params if param.split is not None}
     sums = {REPLICATE: params + 1, SHARD: layout.replicate * (params + 1)} | dict.fromkeys(splits, params)
+    if layout.pipeline_ranks > 1:
+        splits[PIPELINE], sums[PIPELINE] = layout.pipeline_ranks, names
     totals = {}
     for axis, ranks in {REPLICATE: layout.replicate, SHARD: layout.shard, **splits}.items():
         if ranks > 1:
             norms = Traffic(1, 8 * sums[axis] * (ranks - 1)) if axis in sums else Traffic()
             entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
-            totals[entry] = norms + Traffic(1, 8 * 3 * (ranks - 1))
+            totals[entry] = norms + Traffic(1, 8 * 4 * (ranks - 1))
     return totals
 
 
@@ -99,7 +106,7 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
     """
     n = layout.shard
-    trained = [p.shard_elems(n, layout.parts) for unit in units for p in unit.params if p.trainable]
+    trained = [p.shard_elems(n, layout.shares) for unit in units for p in unit.params if p.trainable]
     stored = sum(unit.shard_elems(n) for unit in units)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
@@ -121,8 +128,8 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     rest, n = resting_bytes(layout, units), layout.shard
     whole = 0 if layout.param.sharded or n == 1 else sum(unit.shard_elems(n) for unit in units) * n
     waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
-    parts = 1 if waits else layout.parts
-    trained = sum(unit.shard_elems(n, parts, trainable_only=True) for unit in units) * (n if waits else 1)
+    shares = 1 if waits else layout.shares
+    trained = sum(unit.shard_elems(n, shares, trainable_only=True) for unit in units) * (n if waits else 1)
     return StateBytes(
         param=rest.param + whole * layout.param.dtype.itemsize,
         grad=trained * layout.grad.dtype.itemsize,

@@ -53,7 +53,7 @@ class ColdRoom:
             if "param" in on_disk and slot.name in off_device["param"]:
                 needed += shape.shard_elems(layout.shard) * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
-                needed += shape.shard_elems(layout.shard, layout.parts) * torch.float32.itemsize
+                needed += shape.shard_elems(layout.shard, layout.shares) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)
 
     def keep(self, name: str, tensor: torch.Tensor) -> Cold:

@@ -7,7 +7,7 @@
     moments   stage 0 whole, stage 1-3 Shard(0)              fp32 | bf16 | int8            8, 4 or about 2
 
 With `zero.states_over=all` master and moments are `Shard(0)` over the replicate axis too: each copy of a shard owns a
-part of it (zero/parts.py).
+part of it (zero/shares.py).
 
 Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), which is why no row needs to
 ask for the stage again: `Layout` is the table filled in, and the FSDP2 switches, the cadence of microbatches, the
@@ -16,6 +16,7 @@ collectives and the bytes below are all derived from it. Pure: no tensors, no co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -147,7 +148,9 @@ class Layout:
     offload: OffloadConfig
     """How the rows' tiers are served (zero/tiers.py)."""
     model_ranks: int = 1
-    """Ranks that share the model of one data-parallel rank (tensor parallelism)."""
+    """Ranks that share every matrix of one data-parallel rank (tensor parallelism)."""
+    pipeline_ranks: int = 1
+    """Ranks that share its layers."""
 
     @classmethod
     def of(
@@ -161,6 +164,7 @@ class Layout:
         microbatches: int = 1,
         exact: bool = True,
         model_ranks: int = 1,
+        pipeline_ranks: int = 1,
     ) -> Layout:
         """Fill the table. Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
@@ -168,8 +172,9 @@ class Layout:
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
-        _check_states_over(zero, offload, replicate, shard, model_ranks)
+        _check_states_over(zero, offload, replicate, shard, {"tp": model_ranks, "pp": pipeline_ranks})
         _check_model_ranks(zero, offload, model_ranks)
+        _check_pipeline(offload, pipeline_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -202,6 +207,7 @@ class Layout:
             exact=exact,
             offload=offload,
             model_ranks=model_ranks,
+            pipeline_ranks=pipeline_ranks,
         )
 
     @property
@@ -212,7 +218,7 @@ class Layout:
     @property
     def world(self) -> int:
         """All ranks."""
-        return self.ranks * self.model_ranks
+        return self.ranks * self.model_ranks * self.pipeline_ranks
 
     @property
     def hybrid(self) -> bool:
@@ -220,7 +226,7 @@ class Layout:
         return self.replicate > 1 and self.shard > 1
 
     @property
-    def parts(self) -> int:
+    def shares(self) -> int:
         """Of a shard, each with the masters and moments of one of its copies."""
         return self.replicate if self.master.over_copies else 1
 
@@ -265,7 +271,9 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
         )
 
 
-def _check_states_over(zero: ZeroConfig, offload: OffloadConfig, replicate: int, shard: int, model_ranks: int) -> None:
+def _check_states_over(
+    zero: ZeroConfig, offload: OffloadConfig, replicate: int, shard: int, others: Mapping[str, int]
+) -> None:
     if zero.states_over == "shard":
         return
     if replicate == 1 or shard == 1:
@@ -284,11 +292,12 @@ def _check_states_over(zero: ZeroConfig, offload: OffloadConfig, replicate: int,
             "between ranks as soon as it is updated, and cannot wait or be taken back; take offload.overlap=forward or "
             "step"
         )
-    if model_ranks > 1:
-        raise ValueError(
-            f"zero.states_over={zero.states_over} with a model that is cut over {model_ranks} ranks (mesh.tp): states "
-            "that three axes cut are not built; take zero.states_over=shard"
-        )
+    for axis, ranks in others.items():
+        if ranks > 1:
+            raise ValueError(
+                f"zero.states_over={zero.states_over} with a model that is cut over {ranks} ranks (mesh.{axis}): "
+                "states that three axes cut are not built; take zero.states_over=shard"
+            )
 
 
 def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: int) -> None:
@@ -304,6 +313,22 @@ def _check_model_ranks(zero: ZeroConfig, offload: OffloadConfig, model_ranks: in
         raise ValueError(
             f"zero.reshard_after_forward={zero.reshard_after_forward} with {what}: FSDP2 keeps no second copy of "
             "parameters that are cut along another axis; take true or false"
+        )
+
+
+def _check_pipeline(offload: OffloadConfig, pipeline_ranks: int) -> None:
+    if pipeline_ranks == 1:
+        return
+    if offload.activations != "device":
+        raise ValueError(
+            f"offload.activations={offload.activations} with mesh.pp={pipeline_ranks}: a pipeline runs the backward of "
+            "its oldest microbatch first, and activations come back in the order in which the newest went; take "
+            "offload.activations=device"
+        )
+    if offload.mode in ("backward", "delayed"):
+        raise ValueError(
+            f"offload.overlap={offload.overlap} with mesh.pp={pipeline_ranks}: tied parameters and norms need the "
+            "gradients of all parts; take offload.overlap=forward or step"
         )
 
 

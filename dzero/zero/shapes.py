@@ -54,11 +54,11 @@ class ParamShape:
         """Elements of one index of dim 0."""
         return math.prod(self.shape[1:])
 
-    def shard_elems(self, ranks: int, parts: int = 1) -> int:
+    def shard_elems(self, ranks: int, shares: int = 1) -> int:
         """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to; or of the largest of
-        so many `parts` of it."""
+        so many `shares` of it."""
         rows = -(-self.shape[0] // ranks)
-        return -(-rows // parts) * self.row_elems
+        return -(-rows // shares) * self.row_elems
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class UnitShape:
     name: str
     params: tuple[ParamShape, ...]
 
-    def shard_elems(self, ranks: int, parts: int = 1, *, trainable_only: bool = False) -> int:
-        """Elements of one rank's padded shards, or of its parts of them."""
-        return sum(p.shard_elems(ranks, parts) for p in self.params if p.trainable or not trainable_only)
+    def shard_elems(self, ranks: int, shares: int = 1, *, trainable_only: bool = False) -> int:
+        """Elements of one rank's padded shards, or of its shares of them."""
+        return sum(p.shard_elems(ranks, shares) for p in self.params if p.trainable or not trainable_only)
 
 
 def rows_of(rows: int, *cuts: tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,7 @@ and FSDP2's ordinary `.grad` is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -28,15 +28,16 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.mesh import PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
-from dzero.zero.parts import Parts
 from dzero.zero.shapes import UnitShape
+from dzero.zero.shares import Shares
 from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT, Slot, find_units, shapes_of, slots_by_unit
@@ -46,7 +47,9 @@ from dzero.zero.values import Materialise, Values
 class Sharded:
     """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches.
 
-    mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names.
+    mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names. parts:
+    of a pipeline that this rank has, each a root of FSDP2; None where it has the whole model. names: of the parameters
+    of all parts.
     """
 
     def __init__(
@@ -57,40 +60,51 @@ class Sharded:
         model_groups: dict[str, dist.ProcessGroup],
         units: list[Unit],
         ledger: Ledger,
+        parts: Parts | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
-        self.model_groups = model_groups
+        self.model_groups, self.parts = model_groups, parts
+        here = {name: None for unit in units for name in unit.params}
+        in_model = [name for name, _ in model.named_parameters()]
+        self.names = tuple(here | dict.fromkeys(in_model)) if parts is None else parts.names
         self.is_last = True
-        self._microbatches = Microbatches(layout)
+        self._roots = [_as_fsdp(root) for root in _roots(model, parts)]
+        self._microbatches = [Microbatches(layout) for _ in self._roots]
 
     @contextmanager
-    def microbatch(self, is_last: bool = True) -> Iterator[None]:
+    def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
         """Forward and backward of one microbatch run inside; `is_last` marks the step's last one.
 
         A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
-        microbatches.
+        microbatches. part: in a pipeline, of this rank's; its backward alone needs to be inside.
         """
-        self._microbatches.begin(is_last)
-        self._set(is_last)
+        self._microbatches[part].begin(is_last)
+        self._set(is_last, self._roots[part])
         try:
             yield
         finally:
-            self._set(True)
+            self._set(True, self._roots[part])
 
     def abandon_step(self) -> None:
         """Called by `zero_grad`; see `Microbatches.abandon`."""
-        self._microbatches.abandon()
+        for of_part in self._microbatches:
+            of_part.abandon()
 
     def end_step(self) -> None:
         """Called by the optimizer's step; see `Microbatches.end`."""
-        self._microbatches.end()
+        for of_part in self._microbatches:
+            of_part.end()
 
-    def _set(self, is_last: bool) -> None:
+    def _set(self, is_last: bool, root: FSDPModule) -> None:
         cadence = self.layout.cadence(is_last)
         self.is_last = is_last
-        root = self.units[-1].modules[0]
         root.set_requires_gradient_sync(cadence.reduce)
         root.set_reshard_after_backward(cadence.reshard)
+
+    def train(self, mode: bool = True) -> None:
+        """As `nn.Module.train`, of the model and its parts."""
+        for root in [self.model, *map(as_module, self._roots)]:
+            root.train(mode)
 
     def reshard(self) -> None:
         """Free every unsharded parameter, e.g. those that a forward without backward left at stages 1 and 2."""
@@ -119,6 +133,7 @@ def shard(
     materialise: Materialise | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
     device: torch.device | None = None,
+    parts: Parts | None = None,
 ) -> Sharded:
     """Cut `model` in place over the data-parallel `mesh`, unit by unit.
 
@@ -131,6 +146,7 @@ def shard(
     is_unit: picks the units instead of `zero.units` or the default.
     device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
         `sharded.model.to_empty` gives them that.
+    parts: what `cut_parts` returned for this model and the axis pp of the mesh.
 
     Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
     """
@@ -139,6 +155,13 @@ def shard(
         mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
     data = data_mesh(mesh)
     replicate, degree = data.size(0), data.size(1)
+    groups = model_groups(mesh)
+    pipeline_ranks = groups[PIPELINE].size() if PIPELINE in groups else 1
+    if pipeline_ranks != (parts.ranks if parts else 1):
+        raise ValueError(
+            f"a mesh with pp={pipeline_ranks}, and a model cut for {parts.ranks if parts else 1}: pass shard() both "
+            "dzero.make_mesh(..., pp=) and what cut_parts() returned for as many ranks"
+        )
     layout = Layout.of(
         zero,
         precision or PrecisionConfig(),
@@ -147,11 +170,34 @@ def shard(
         shard=degree,
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
-        model_ranks=mesh.size() // data.size(),
+        model_ranks=mesh.size() // (data.size() * pipeline_ranks),
+        pipeline_ranks=pipeline_ranks,
     )
-    units = find_units(model, zero.units, is_unit)
+    units = _units(model, parts, zero.units, is_unit)
     values_on = device or _current_device(mesh.device_type)
-    return _Sharder(model, layout, data, model_groups(mesh), units, materialise, values_on).run()
+    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts).run()
+
+
+Units = list[tuple[str, list[nn.Module]]]
+
+
+def _roots(model: nn.Module, parts: Parts | None) -> list[nn.Module]:
+    return [model] if parts is None else [part.module for part in parts.own]
+
+
+def _units(
+    model: nn.Module,
+    parts: Parts | None,
+    class_names: Sequence[str] | None,
+    is_unit: Callable[[nn.Module], bool] | None,
+) -> Units:
+    """Of every root its units, and itself the last of them."""
+    roots = _roots(model, parts)
+    units: Units = []
+    for number, root in enumerate(roots):
+        name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"
+        units += [*find_units(root, class_names, is_unit), (name, [root])]
+    return units
 
 
 class _Sharder:
@@ -163,28 +209,31 @@ class _Sharder:
         layout: Layout,
         mesh: DeviceMesh,
         groups_of_model: dict[str, dist.ProcessGroup],
-        units: list[tuple[str, list[nn.Module]]],
+        units: Units,
         materialise: Materialise | None,
         device: torch.device,
+        parts: Parts | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
+        self.parts, self.roots = parts, _roots(model, parts)
         self.ledger = Ledger()
         groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
         self.rank = groups[SHARD].rank()
         self.copy = groups[REPLICATE].rank()
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
-        self.values = Values(layout, device, list(groups.values()), materialise)
+        ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
+        self.values = Values(layout, device, list(groups.values()), materialise, ends)
         self.exchanges: dict[str, Exchange] = {
             axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
         }
-        self.units = [*units, (ROOT, [model])]
-        self.slots = slots_by_unit(model, self.units)
+        self.units = units
+        self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         _check_fused(layout, [*self.shapes.values()])
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
-        if layout.parts > 1 and find_tiles(model):
+        if layout.shares > 1 and find_tiles(model):
             raise ValueError(
                 "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
                 "block.loss_tiles=1, or zero.states_over=shard"
@@ -195,7 +244,7 @@ class _Sharder:
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
-        return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger)
+        return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
@@ -203,7 +252,7 @@ class _Sharder:
         rounded = self.values.round(modules, slots, self._cuts)
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
-        is_root = modules[0] is self.model
+        is_root = any(modules[0] is root for root in self.roots)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self.mesh[SHARD],
@@ -221,7 +270,7 @@ class _Sharder:
             params={slot.name: slot.param for slot in slots},
             average=self._average_copies(name),
             origin=origin,
-            parts=self._parts(self.shapes[name]),
+            shares=self._shares(self.shapes[name]),
         )
         self._switch(unit)
         if self.layout.param.tier == "disk":
@@ -252,12 +301,12 @@ class _Sharder:
     @property
     def _cuts(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of masters and moments, one after the other: over the shard axis, and over the copies."""
-        return (self.rank, self.layout.shard), (self.copy if self.layout.parts > 1 else 0, self.layout.parts)
+        return (self.rank, self.layout.shard), (self.copy if self.layout.shares > 1 else 0, self.layout.shares)
 
-    def _parts(self, unit: UnitShape) -> Parts | None:
-        if self.layout.parts == 1:
+    def _shares(self, unit: UnitShape) -> Shares | None:
+        if self.layout.shares == 1:
             return None
-        return Parts(unit, self.layout, *self._cuts, self.exchanges[REPLICATE], self.ledger)
+        return Shares(unit, self.layout, *self._cuts, self.exchanges[REPLICATE], self.ledger)
 
     def _switch(self, unit: Unit) -> None:
         module, name, exchange = unit.modules[0], unit.shape.name, self.exchanges[SHARD]

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
-from dzero.zero.parts import Parts
 from dzero.zero.shapes import UnitShape
+from dzero.zero.shares import Shares
 
 Consumer = Callable[[torch.Tensor], None]
 Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
@@ -29,7 +29,7 @@ class Unit:
     take as masters. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for the update
     that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`:
     parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
-    `forget` drops what it brought. `parts`: of states that copies share out.
+    `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -43,7 +43,7 @@ class Unit:
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
-    parts: Parts | None = None
+    shares: Shares | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

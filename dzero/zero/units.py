@@ -114,10 +114,12 @@ def swap(modules: Iterable[nn.Module], params: Mapping[nn.Parameter, nn.Paramete
                 setattr(module, attribute, params[param])
 
 
-def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) -> dict[str, list[Slot]]:
+def slots_by_unit(
+    model: nn.Module, units: list[tuple[str, list[nn.Module]]], aliases: Mapping[str, str] | None = None
+) -> dict[str, list[Slot]]:
     """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
 
-    Raises ValueError for a parameter without dims, and for a model without parameters.
+    aliases: other names for parameters. Raises ValueError for a parameter without dims, and a model without parameters.
     """
     unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
     seen: set[nn.Parameter] = set()
@@ -132,6 +134,7 @@ def slots_by_unit(model: nn.Module, units: list[tuple[str, list[nn.Module]]]) ->
                 continue
             seen.add(param)
             name = f"{prefix}.{attribute}" if prefix else attribute
+            name = (aliases or {}).get(name, name)
             if param.ndim == 0:
                 raise ValueError(f"parameter {name} has no dimension to shard; give it the shape (1,)")
             slots[unit_of[module]].append(Slot(name, module, attribute))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,19 @@ Materialise = Callable[[nn.Module], None]
 
 
 class Values:
-    """Gives a unit its values; on meta none. `groups`: those of the axes over which they must agree."""
+    """Gives a unit its values; on meta none. `groups`: those of the axes over which they must agree. ends: the group of
+    a pipeline, and the names of parameters that its first rank and its last have both."""
 
     def __init__(
-        self, layout: Layout, device: torch.device, groups: list[dist.ProcessGroup], materialise: Materialise | None
+        self,
+        layout: Layout,
+        device: torch.device,
+        groups: list[dist.ProcessGroup],
+        materialise: Materialise | None,
+        ends: tuple[dist.ProcessGroup, Collection[str]] | None = None,
     ) -> None:
         self._layout, self._device, self._groups, self._materialise = layout, device, groups, materialise
+        self._ends = ends
         self._blank = device.type == "meta"
 
     def equalise_buffers(self, model: nn.Module) -> None:
@@ -49,6 +56,8 @@ class Values:
                 param.data = param.data.to(self._device).contiguous()
             if self._materialise is None and not self._blank:
                 self._broadcast(local_of(param))
+                if self._ends is not None and slot.name in self._ends[1]:
+                    _broadcast_to_last(local_of(param), self._ends[0])
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         for group in self._groups:
@@ -80,3 +89,12 @@ class Values:
                 rows[slot.name] = unsharded[first : first + count].clone()
         swap(modules, placed)
         return rows
+
+
+def _broadcast_to_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """From the group's first rank; no other rank takes part."""
+    last = group.size() - 1
+    if group.rank() == 0:
+        dist.send(tensor, dist.get_global_rank(group, last), group=group)
+    else:
+        dist.recv(tensor, dist.get_global_rank(group, 0), group=group)

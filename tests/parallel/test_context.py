@@ -231,9 +231,11 @@ def test_settings_that_do_not_fit_are_named_with_what_does(tmp_path: Path) -> No
 
 
 def test_ranks_that_the_degrees_do_not_make_get_the_factorings() -> None:
-    with pytest.raises(ValueError, match=re.escape("mesh.cp=2 x mesh.tp=2, but there are 6 ranks: (dp, cp, tp)")) as e:
+    with pytest.raises(
+        ValueError, match=re.escape("mesh.cp=2 x mesh.tp=2, but there are 6 ranks: (dp, cp, tp, pp)")
+    ) as e:
         MeshConfig(cp=2, tp=2).data_ranks(6)
-    assert "(1, 2, 3)" in str(e.value)
+    assert "(1, 2, 3, 1)" in str(e.value)
     mesh = MeshConfig(dp=2, cp=2, tp=2)
     assert (mesh.ranks, mesh.data_ranks(8), mesh.readers(4)) == (8, 4, 2)
     with pytest.raises(ValueError, match=re.escape("launch.workers=8")):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
 from dzero import AdamW, make_mesh, shard
+from dzero.comm.ledger import Entry, Traffic
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.pipeline import Pipeline
 from dzero.plan.observe import Observed, observe
 from dzero.plan.scenario import Scenario
-from dzero.plan.storages import StorageMeter
+from dzero.plan.storages import StorageMeter, Where
 
 
 def really(rank: int, ranks: int, scenarios: list[Scenario]) -> list[Observed]:
@@ -33,3 +38,58 @@ def measured(scenario: Scenario) -> Observed:
     optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
     with StorageMeter() as meter:
         return observe(sharded, optim, scenario.loss_of(sharded.model), meter)
+
+
+def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, Traffic]]:
+    """The most that this rank of a pipeline holds in the second of two steps, and what it moves; with values."""
+    model = build(scenario.model, scenario.vocab_size)
+    fill = materialiser(scenario.model, model, seed=0, device="cpu")
+    mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], pp=scenario.mesh.pp)
+    parts = scenario.cut(model, mesh.get_local_rank("pp"))
+    assert parts is not None
+    apply_blocks(model, scenario.block, "cpu")
+    microbatches = scenario.accumulate
+    sharded = shard(
+        model,
+        scenario.zero,
+        precision=scenario.precision,
+        mesh=mesh,
+        microbatches=microbatches,
+        materialise=fill,
+        parts=parts,
+    )
+    parts.forget()
+    optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+
+    def run(part: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = part(x, torch.arange(scenario.tokens))
+        return out
+
+    def loss(part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(run(part, x).float().flatten(0, 1), targets.flatten())
+
+    with StorageMeter() as meter:
+        for states in optim.state.values():
+            meter.claim("moments", [tensor for key, tensor in states.items() if key != "step"])
+        meter.claim("param", sharded.named_params().values())
+        pipeline = Pipeline(
+            parts,
+            mesh.get_group("pp"),
+            sharded.ledger,
+            schedule=scenario.mesh.pp_schedule,
+            microbatches=microbatches,
+            hidden=scenario.hidden(parts),
+            device=torch.device("cpu"),
+            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            run=run,
+            loss=loss,
+        )
+        for step in range(2):
+            meter.where = Where(step, "step", "")
+            sharded.ledger.take()
+            if step:
+                meter.begin()
+            tokens = [torch.zeros(scenario.sequences, scenario.tokens, dtype=torch.int64) for _ in range(microbatches)]
+            pipeline.step(tokens, tokens, lambda each: each / microbatches)
+            optim.step()
+        return max(moment.total for moment in meter.moments()), sharded.ledger.take()

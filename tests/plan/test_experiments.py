@@ -15,6 +15,7 @@ EXAMPLES = {  # ranks; the axes along which bytes move
     "node_of_8": (8, {"shard"}),
     "two_nodes": (16, {"shard", "replicate"}),
     "gpus_512": (512, {"shard", "tp"}),
+    "trillion_4096": (4096, {"shard", "tp", "pp"}),
 }
 
 

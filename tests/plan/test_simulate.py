@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from pool import Pool
-from rank_cases import really
+from rank_cases import piped, really
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import MeshConfig
@@ -75,6 +75,24 @@ def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives
         scenario(stage=1, max_norm=None, sequences=1, tokens=200),
     ]
     held_against(pool, cases)
+
+
+PIPED = [
+    scenario(layers=4, stage=2, accumulate=4, mesh=MeshConfig(pp=2), sequences=8),
+    scenario(layers=4, stage=1, accumulate=4, mesh=MeshConfig(pp=2), ranks=4, recompute="full"),
+    scenario(layers=5, stage=3, accumulate=3, mesh=MeshConfig(pp=2, pp_schedule="gpipe"), ranks=4, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", PIPED, ids=lambda case: f"{case.mesh.pp_schedule}-stage{case.zero.stage}")
+def test_a_part_of_a_pipeline_moves_what_it_really_does_and_holds_as_much(pool: Pool, case: Scenario) -> None:
+    """But for what torch's schedule keeps of a microbatch while the next one is sent."""
+    told = pool.run(piped, case.ranks, case, timeout_s=300)
+    for part in range(2):
+        simulated = simulate(case, part=part)
+        held, moved = told[part * case.ranks // 2]
+        assert simulated.traffic == moved
+        assert simulated.peak.total == pytest.approx(held, rel=0.03)
 
 
 REPEATED = {

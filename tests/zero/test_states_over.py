@@ -163,7 +163,7 @@ def refused(**changed: Any) -> str:
     return str(told.value)
 
 
-SIZES = ("replicate", "shard", "model_ranks")
+SIZES = ("replicate", "shard", "model_ranks", "pipeline_ranks")
 MODEL = ModelConfig(hidden_size=36, layers=3, heads=6, ffn_size=50)
 
 
@@ -174,6 +174,7 @@ def test_what_it_does_not_go_with_is_refused_with_what_to_take() -> None:
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="backward")
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="delayed")
     assert "zero.states_over=shard" in refused(model_ranks=2)
+    assert "zero.states_over=shard" in refused(pipeline_ranks=2)
     with pytest.raises(ValueError, match="choose one of"):
         ZeroConfig(states_over="none")
     layout = Layout.of(ZeroConfig(states_over="all"), PrecisionConfig(), replicate=2, shard=2)

@@ -64,7 +64,7 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
     control = (layout.replicate - 1) * told + (layout.shard - 1) * layout.replicate * told
     sent = sum(counter.sent_bytes.values()) - control
     padding = 0
-    if layout.replicate > 1 and layout.parts == 1:
+    if layout.replicate > 1 and layout.shares == 1:
         grad, wire = layout.grad.dtype.itemsize, layout.replicate_wire.itemsize
         short = sum(-unit.shard_elems(layout.shard, trainable_only=True) % layout.replicate for unit in sharded.shapes)
         # A rank with a full chunk sends the short one once less; one with a short chunk sends less back to all.

@@ -1,0 +1,237 @@
+"""Which layers of a model are whose: the parts of a pipeline, and what a rank keeps of the model.
+
+    part        first            others             last
+    its modules those before     some blocks,       those after
+                the blocks       as do all          the blocks
+
+The blocks (blocks.py) are dealt in order, so that the dearest part costs as little as can be; with several parts on a
+rank, part i is on rank i modulo the ranks. In place of a module that is elsewhere stands one that passes its input on:
+so a part's forward is the model's own, on hidden states instead of tokens, and every module keeps its name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dzero.parallel.blocks import find_blocks
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module on another rank: gives its first input."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """`x`."""
+        return x
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Names of the modules with parameters before the blocks, and after them; `width`: of the hidden states between."""
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """`module`: the model with this part's modules alone, which are `names`; number `index` of all, with `blocks`."""
+
+    index: int
+    module: nn.Module
+    names: tuple[str, ...]
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `cut_parts` left of a model on a rank of the pipeline.
+
+    `own`: its parts, in order, of `count`. `names`: parameters of the whole model, each once. `aliases`: of a tied
+    parameter that another part has first, its name there by its name here. `shared`: tied parameters that this rank
+    shares with that at the pipeline's other end. width: of hidden states. removed: modules that are elsewhere.
+    """
+
+    rank: int
+    ranks: int
+    count: int
+    own: tuple[Part, ...]
+    names: tuple[str, ...]
+    aliases: Mapping[str, str]
+    shared: tuple[str, ...]
+    width: int
+    removed: tuple[nn.Module, ...]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether tokens come in here."""
+        return self.own[0].index == 0
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the loss is here."""
+        return self.own[-1].index == self.count - 1
+
+    @property
+    def blocks(self) -> int:
+        """On this rank."""
+        return sum(part.blocks for part in self.own)
+
+    @property
+    def own_modules(self) -> tuple[str, ...]:
+        """Names of those that only this rank has."""
+        return tuple(name for part in self.own for name in part.names)
+
+    def forget(self) -> None:
+        """Drop values that tied parameters were given in modules that are elsewhere; after `shard`."""
+        for module in self.removed:
+            module.to("meta")
+
+
+def cut_parts(
+    model: nn.Module,
+    rank: int,
+    ranks: int,
+    *,
+    parts_of_a_rank: int = 1,
+    plan: PipelinePlan | None = None,
+    tokens: int = 0,
+) -> Parts:
+    """Leave of `model`, in place, what rank `rank` of a pipeline of `ranks` has. Before `apply_blocks` and `shard`.
+
+    plan: None for a model of a known kind. tokens: of a sequence; over them a block's attention costs as much as
+    2 * attention_width * tokens elements of matrices would (`models.build.flops_per_token`).
+    Raises ValueError for a model of another kind, fewer blocks than parts, and parameters that no part has.
+    """
+    plan = plan or plan_for(model)
+    count = ranks * parts_of_a_rank
+    blocks = find_blocks(model)
+    if len(blocks) < count:
+        raise ValueError(
+            f"mesh.pp={ranks} with {parts_of_a_rank} parts on each rank: {count} parts of a model of {len(blocks)} "
+            f"blocks; take at most {max(1, len(blocks) // parts_of_a_rank)} ranks, or fewer parts"
+        )
+    before, after = ([(name, model.get_submodule(name)) for name in names] for names in (plan.first, plan.last))
+    names = {param: name for name, param in model.named_parameters()}
+    attention = 2 * int(getattr(model, "attention_width", None) or 0) * tokens / len(blocks)
+    costs = [_elems(block) + attention for _, block in blocks]
+    spans = balanced(costs, count, last=sum(_elems(module) for _, module in after))
+    modules = [blocks[span] for span in spans]
+    modules[0], modules[-1] = [*before, *modules[0]], [*modules[-1], *after]
+    tied = _tied(names, modules)
+    mine = range(rank, count, ranks)
+    owned = {index: dict.fromkeys(name for name, _ in modules[index]) for index in mine}
+    here = {name for of_part in owned.values() for name in of_part}
+    removed = [(name, module) for of_part in modules for name, module in of_part if name not in here]
+    for name, _ in removed:
+        _replace(model, name)
+    own = tuple(
+        Part(index, _view(model, here - names_of.keys()), tuple(names_of), len(blocks[spans[index]]))
+        for index, names_of in owned.items()
+    )
+    left = dict(model.named_parameters())
+    return Parts(
+        rank=rank,
+        ranks=ranks,
+        count=count,
+        own=own,
+        names=tuple(names.values()),
+        aliases={name: names[param] for name, param in left.items() if name != names[param]},
+        shared=tuple(names[param] for param in left.values() if param in tied) if count > 1 else (),
+        width=plan.width,
+        removed=tuple(module for _, module in removed),
+    )
+
+
+def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
+    """Cut `costs` into so many runs, none empty, of which the dearest costs least; `last`: beside those of the last."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    number = len(costs)
+    # dearest[i]: of the best cut of the first i costs into the parts so far; ends[k][i]: where its part before ends.
+    dearest = [sums[i] if i else float("inf") for i in range(number + 1)]
+    ends: list[list[int]] = []
+    for part in range(1, parts):
+        more = last if part == parts - 1 else 0.0
+        choices = [
+            min(((max(dearest[j], sums[i] - sums[j] + more), -j) for j in range(part, i)), default=(float("inf"), 0))
+            for i in range(number + 1)
+        ]
+        dearest = [cost for cost, _ in choices]
+        ends.append([-j for _, j in choices])
+    spans, end = [], number
+    for of_part in reversed(ends):
+        spans.append(slice(of_part[end], end))
+        end = of_part[end]
+    return [slice(0, end), *reversed(spans)]
+
+
+Named = tuple[str, nn.Module]
+
+
+def _elems(module: nn.Module) -> int:
+    """Of what is multiplied."""
+    return sum(param.numel() for param in module.parameters() if param.ndim > 1)
+
+
+def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]]) -> set[nn.Parameter]:
+    """Those that the first part and the last share. Raises ValueError for what other parts share, or none has."""
+    parts: dict[nn.Parameter, list[int]] = {param: [] for param in names}
+    for index, of_part in enumerate(modules):
+        for param in {param for _, module in of_part for param in module.parameters()}:
+            parts[param].append(index)
+    if left := [names[param] for param, of_param in parts.items() if not of_param]:
+        raise ValueError(f"mesh.pp: no part of the pipeline has {left}; name their modules in the plan's first or last")
+    tied = {param: of_param for param, of_param in parts.items() if len(of_param) > 1}
+    ends = [0, len(modules) - 1]
+    if wrong := {names[param]: of_param for param, of_param in tied.items() if of_param != ends}:
+        raise ValueError(f"mesh.pp: only the first part and the last may share parameters, and parts share {wrong}")
+    return set(tied)
+
+
+def _replace(model: nn.Module, name: str) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, Elsewhere())
+
+
+def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module:
+    """`module` without the modules named so; it shares the others, and is itself where there are none."""
+    if not elsewhere:
+        return module
+    view = copy.copy(module)
+    view.__dict__ = {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+    for name, child in module.named_children():
+        inside = {each for each in elsewhere if each.startswith(f"{prefix}{name}.")}
+        if f"{prefix}{name}" in elsewhere:
+            view._modules[name] = Elsewhere()
+        elif inside:
+            view._modules[name] = _view(child, inside, f"{prefix}{name}.")
+    return view
+
+
+def plan_for(model: nn.Module) -> PipelinePlan:
+    """Of a model of a known kind, or of a module around one. Raises ValueError for others."""
+    for prefix, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in PLANS:
+            first, last = ([f"{prefix}.{name}".removeprefix(".") for name in names] for names in PLANS[kind])
+            sizes: Any = getattr(module, "shape", None) or getattr(module, "config", None)
+            return PipelinePlan(tuple(first), tuple(last), int(sizes.hidden_size))
+    raise ValueError(
+        f"mesh.pp: no parts are known for {type(model).__name__}, only for {sorted(PLANS)}; give cut_parts() a "
+        "PipelinePlan, the modules before its blocks and after them by their names"
+    )
+
+
+_HF = (("model.embed_tokens",), ("model.norm", "lm_head"))
+PLANS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "Llama": (("embedding",), ("norm", "head")),
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _HF),
+}
+"""By the name of the class: modules before its blocks and after them."""

@@ -1,0 +1,230 @@
+"""Pipeline parallelism: the microbatches of a step travel through the parts of the model, several at a time.
+
+    schedule      a rank has   runs                                                holds activations of at most
+    gpipe         one part     all forwards, then all backwards                    all microbatches
+    1f1b          one part     a backward as soon as there is one (PipeDream)      as many microbatches as ranks
+    interleaved   several      the same, with more and smaller parts (Megatron)    more than 1f1b, waits less
+
+The order of actions and the moves are torch's (torch.distributed.pipelining). When gradients are reduced and units are
+freed is not: torch would accumulate whole gradients and keep every unit until the step's end, whatever the stage. So it
+sees plain modules, and `backward` is called around every backward with whether it is the part's last: the cadence of
+ZeRO's table then holds inside every part as it does without a pipeline.
+
+What comes out of the last part is its loss, so no logits wait for their backward. The rest of a microbatch, tokens and
+targets, is looked up by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
+from dzero.mesh import PIPELINE
+from dzero.parallel.parts import Part, Parts
+
+SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+Backward = Callable[[int, bool], AbstractContextManager[None]]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What travels between parts: hidden states of one microbatch, as a rank has them."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of one microbatch."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """Room for them."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+class Pipeline:
+    """The parts of one rank, and their schedule.
+
+    backward: around each backward, given the part's number on this rank and whether it is its last of the step.
+    run: a part on its input, tokens or hidden states. loss: of the last part on its input and targets, fp32 scalar.
+    Raises ValueError for microbatches that the schedule cannot order.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        group: dist.ProcessGroup,
+        ledger: Ledger,
+        *,
+        schedule: str,
+        microbatches: int,
+        hidden: Hidden,
+        device: torch.device,
+        backward: Backward,
+        run: Run,
+        loss: Loss,
+    ) -> None:
+        check_microbatches(schedule, microbatches, parts.ranks)
+        self._parts, self._group, self._ledger, self._hidden, self._device = parts, group, ledger, hidden, device
+        self._run, self._loss, self._microbatches = run, loss, microbatches
+        self._tokens: Sequence[Tensor] = ()
+        self._targets: Sequence[Tensor] = ()
+        self._take: Callable[[Tensor], Tensor] = _same
+        stages = [_Stage(self, part, number, backward) for number, part in enumerate(parts.own)]
+        self._schedule = SCHEDULES[schedule](
+            stages if schedule == "interleaved" else stages[0],
+            microbatches,
+            loss_fn=_loss_is_output,
+            scale_grads=False,
+        )
+
+    def step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> None:
+        """Forward and backward of the step's microbatches, on all ranks of the pipeline.
+
+        take: what to call backward on instead of the loss of a microbatch, where the last part is.
+        """
+        self._tokens, self._targets, self._take = tokens, targets, take
+        numbers = torch.arange(self._microbatches)
+        inputs = (numbers,) if self._parts.has_first else ()
+        self._schedule.step(*inputs, target=numbers if self._parts.has_last else None, losses=[])
+        self._tokens, self._targets, self._take = (), (), _same
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        """The loss of one microbatch, forward alone; None where the last part is elsewhere."""
+        for part in self._parts.own:
+            x = tokens if part.index == 0 else self._receive(part.index - 1)
+            if part.index == self._parts.count - 1:
+                return self._loss(part.module, x, targets)
+            x = self._run(part.module, x)
+            self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
+            dist.send(x.contiguous(), self._peer(part.index + 1), group=self._group)
+        return None
+
+    def of_part(self, part: Part, microbatch: int, x: Tensor) -> Tensor:
+        """What travels on: hidden states, or the loss [1] of the last part."""
+        x = self._tokens[microbatch] if part.index == 0 else x
+        if part.index == self._parts.count - 1:
+            return self._take(self._loss(part.module, x, self._targets[microbatch])).reshape(1)
+        return self._run(part.module, x)
+
+    def stage_of(self, part: Part) -> tuple[int, int, dict[str, Any]]:
+        """What torch wants to know of a part."""
+        first, last = part.index == 0, part.index == self._parts.count - 1
+        hidden = self._hidden.on("meta").requires_grad_()
+        comes = torch.empty(1, dtype=torch.int64, device="meta") if first else hidden
+        goes = torch.empty(1, device="meta", requires_grad=True) if last else hidden
+        shapes = {"device": self._device, "group": self._group, "input_args": comes, "output_args": goes}
+        return part.index, self._parts.count, shapes
+
+    def count_sent(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
+        """`moves`, which are about to begin."""
+        for each in moves:
+            self._ledger.record("pipeline", "send", PIPELINE, each.tensor.dtype, each.tensor.nbytes)
+        return moves
+
+    def _receive(self, sender: int) -> Tensor:
+        x = self._hidden.on(self._device)
+        dist.recv(x, self._peer(sender), group=self._group)
+        return x
+
+    def _peer(self, index: int) -> int:
+        return dist.get_global_rank(self._group, index % self._parts.ranks)
+
+
+class _Stage(PipelineStage):
+    """A part as torch's schedules know it: not as a module of FSDP2, whose switches they would set."""
+
+    def __init__(self, pipeline: Pipeline, part: Part, number: int, backward: Backward) -> None:
+        index, count, shapes = pipeline.stage_of(part)
+        plain = _Plain(partial(pipeline.of_part, part))
+        super().__init__(plain, index, count, **shapes)
+        self._plain, self._pipeline, self._number, self._backward = plain, pipeline, number, backward
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
+        self._plain.microbatch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **named)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._backward(self._number, last_backward):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._pipeline.count_sent(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._pipeline.count_sent(super().get_bwd_send_ops(bwd_chunk_id))
+
+
+class _Plain(nn.Module):
+    """Runs a part that it does not hold as a child. run: on the number of a microbatch, and what comes in."""
+
+    def __init__(self, run: Callable[[int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.microbatch, self._run = 0, run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(self.microbatch, x)
+
+
+def _same(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _loss_is_output(output: Tensor, _: Tensor) -> Tensor:
+    return output
+
+
+def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
+    """Raises ValueError where the schedule cannot order so many over so many ranks."""
+    rounds = max(1, microbatches // ranks)
+    fitting = {
+        "gpipe": True,
+        "1f1b": microbatches >= ranks,
+        "interleaved": microbatches >= ranks and microbatches % rounds == 0,
+    }
+    if not fitting[schedule]:
+        repair = f"a multiple of {ranks}" if schedule == "interleaved" else f"at least {ranks}"
+        raise ValueError(
+            f"mesh.pp_schedule={schedule} over mesh.pp={ranks} ranks with {microbatches} microbatches to a step: take "
+            f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "
+            "of all"
+        )
+
+
+def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:
+    """What a rank with one part runs: ("forward" or "backward", microbatch), in order. With one part in all, a backward
+    follows its forward. Raises ValueError for a schedule of several parts."""
+    if schedule not in ("1f1b", "gpipe"):
+        raise ValueError(f"mesh.pp_schedule={schedule}: only of 1f1b and gpipe is the order known beforehand")
+    ahead = microbatches if schedule == "gpipe" else min(microbatches, parts - part)
+    order = [("forward", index) for index in range(ahead)]
+    for index in range(microbatches):
+        order.append(("backward", index))
+        if ahead + index < microbatches:
+            order.append(("forward", ahead + index))
+    return order
+
+
+def expected_pipeline(parts: Parts, hidden: Hidden, *, microbatches: int) -> dict[Entry, Traffic]:
+    """Calls and bytes that this rank sends in a step, by the ledger's entries (phase pipeline): the hidden states of
+    every microbatch forward from each part but the last, their gradients back from each but the first."""
+    forward = sum(part.index < parts.count - 1 for part in parts.own)
+    back = sum(part.index > 0 for part in parts.own)
+    calls = (forward + back) * microbatches
+    entry = Entry("pipeline", "send", PIPELINE, dtype_key(hidden.dtype))
+    return {entry: Traffic(calls, calls * hidden.bytes)} if calls else {}

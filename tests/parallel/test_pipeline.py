@@ -1,0 +1,149 @@
+"""Pipeline parallelism, alone and with every other axis: the same training as in one process, and states that move."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, saved, trained
+from pool import Pool
+from torch import nn
+
+from dzero.models.llama import Llama
+from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
+from dzero.parallel.pipeline import check_microbatches
+
+FP32 = 1e-5
+"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere;
+but where only layers are, every bit is the same."""
+
+RUNS = [
+    *(Piped(stage=stage, dp=2) for stage in range(4)),
+    Piped(stage=2, schedule="interleaved", parts=2, tied=True),
+    Piped(stage=3, schedule="interleaved", parts=2, dp=2, microbatches=2, recompute="full"),
+    Piped(stage=0, schedule="gpipe", microbatches=1, offload="host"),
+    Piped(stage=1, pp=4, tied=True),
+    Piped(stage=3, dp=2, offload="host", tied=True),
+    Piped(stage=1, tp=2, offload="host"),
+    Piped(stage=3, tp=2, recompute="selective"),
+    Piped(stage=2, dp=2, tp=2, tied=True),
+]
+MORE = [
+    Piped(stage=stage, dp=dp, tp=tp, schedule=schedule, parts=parts, offload=offload, tied=True, microbatches=4)
+    for stage in range(4)
+    for dp, tp in ((2, 1), (1, 2), (2, 2))
+    for schedule, parts in (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
+    for offload in ("device", "host")
+]
+
+
+@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)], ids=str)
+def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: Pool, run: Piped) -> None:
+    told = pool.run(trained, run.ranks, run, timeout_s=300)
+    want = oracle(run.dp, run.microbatches, run.tied, run.steps)
+    for step, expected in enumerate(want.losses):
+        losses = [loss for of_rank in told if (loss := of_rank["losses"][step]) is not None]
+        assert len(losses) == run.dp * run.tp, "the ranks that have the last part"
+        assert sum(losses) / len(losses) == pytest.approx(expected, rel=FP32)
+        assert {of_rank["norms"][step] for of_rank in told} == {told[0]["norms"][step]}
+        assert told[0]["norms"][step] == pytest.approx(want.norms[step], rel=FP32)
+    params = {name: value for of_rank in told for name, value in of_rank["params"].items()}
+    assert params.keys() == want.params.keys()
+    for name, value in want.params.items():
+        copies = [of_rank["params"][name] for of_rank in told if name in of_rank["params"]]
+        assert all(torch.equal(*pair) for pair in pairwise(copies)), f"{name}: copies differ"
+        apart = (params[name] - value).norm() / value.norm()
+        only_layers = run.dp == run.tp == 1 and not run.tied
+        assert torch.equal(params[name], value) if only_layers else apart < FP32, f"{name}: {apart:.1e}"
+    for of_rank in told:
+        assert of_rank["moved"] == of_rank["expected"]
+
+
+MESHES = [
+    Piped(pp=1, dp=2, tp=2, stage=3, microbatches=1, param="bf16", tied=True),
+    Piped(pp=1, dp=4, stage=2, microbatches=1, param="bf16", tied=True),
+    Piped(pp=2, tp=2, stage=2, microbatches=2, param="bf16", tied=True),
+    Piped(pp=2, schedule="interleaved", parts=2, dp=2, stage=1, microbatches=2, param="bf16", tied=True),
+    Piped(pp=1, dp=1, stage=0, microbatches=1, param="bf16", tied=True),
+]
+
+
+def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    for number, (before, after) in enumerate(pairwise([*MESHES, MESHES[2]])):
+        folder = tmp_path / str(number)
+        want = together(pool.run(saved, before.ranks, before, folder, timeout_s=300))
+        assert len([name for name in want if name.startswith("exp_avg_sq ")]) == 4 * 9 + 2
+        got = together(pool.run(loaded, after.ranks, after, folder, timeout_s=300))
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert torch.equal(got[name], value), (before, after, name)
+
+
+def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in of_ranks:
+        for name, value in of_rank.items():
+            assert name not in found or torch.equal(found[name], value), f"{name}: ranks differ"
+            found[name] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("costs", "last", "parts", "lengths"),
+    [
+        ([1] * 8, 0, 4, [2, 2, 2, 2]),
+        ([1] * 8, 2, 4, [2, 3, 2, 1]),
+        ([5, 1, 1, 1, 1, 1], 0, 2, [1, 5]),
+        ([1, 1, 1], 100, 3, [1, 1, 1]),
+        ([3], 1, 1, [1]),
+    ],
+)
+def test_the_dearest_part_costs_as_little_as_can_be(
+    costs: list[float], last: float, parts: int, lengths: list[int]
+) -> None:
+    spans = balanced(costs, parts, last=last)
+    assert [each.stop - each.start for each in spans] == lengths or cost_of(costs, spans, last) == cost_of(
+        costs, [slice(sum(lengths[:n]), sum(lengths[: n + 1])) for n in range(parts)], last
+    )
+    assert [*range(len(costs))] == [i for each in spans for i in range(each.start, each.stop)]
+    assert all(each.stop > each.start for each in spans)
+
+
+def cost_of(costs: list[float], spans: list[slice], last: float) -> float:
+    return max(sum(costs[each]) + (last if each is spans[-1] else 0) for each in spans)
+
+
+def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
+    whole = dict(model_of(Piped(stage=0, tied=True)).named_parameters())
+    found: dict[str, list[int]] = {}
+    for rank in range(2):
+        model = model_of(Piped(stage=0, tied=True))
+        parts = cut_parts(model, rank, 2, parts_of_a_rank=2)
+        for name, param in model.named_parameters():
+            assert param.shape == whole[parts.aliases.get(name, name)].shape
+            found.setdefault(parts.aliases.get(name, name), []).append(rank)
+        assert parts.names == tuple(whole)
+        assert parts.shared == ("embedding.weight",)
+        assert [part.index for part in parts.own] == [rank, rank + 2]
+    assert found.keys() == whole.keys()
+    assert {name for name, ranks in found.items() if ranks == [0, 1]} == {"embedding.weight"}
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"8 parts of a model of 4 blocks; take at most 2 ranks"):
+        cut_parts(model_of(Piped(stage=0)), 0, 4, parts_of_a_rank=2)
+    with pytest.raises(ValueError, match=r"no parts are known for Linear, only for \['Llama'"):
+        cut_parts(nn.Linear(2, 2), 0, 2)
+    with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):
+        cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
+    with torch.device("meta"):
+        model = Llama(SHAPE)
+        model.layers[2].ffn.up.weight = model.layers[0].ffn.up.weight
+    with pytest.raises(ValueError, match=r"only the first part and the last may share .*layers.0.ffn.up.weight"):
+        cut_parts(model, 0, 4)
+    with pytest.raises(ValueError, match=r"mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microb.* at least 4"):
+        check_microbatches("1f1b", 3, 4)
+    with pytest.raises(ValueError, match=r"take a multiple of 2"):
+        check_microbatches("interleaved", 5, 2)
