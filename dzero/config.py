@@ -168,6 +168,12 @@ class RunConfig:
                     f"block.{key}={getattr(self.block, key)} with mesh.tp={mesh.tp}: tiles are cut out of whole "
                     f"matrices; take block.{key}=1, since tensor parallelism makes operators smaller too"
                 )
+        for key in ("tiles", "loss_tiles") if self.zero.states_over == "all" else ():
+            if getattr(self.block, key) > 1:
+                raise ValueError(
+                    f"block.{key}={getattr(self.block, key)} with zero.states_over=all: the states of a tile are not "
+                    f"cut over copies; take block.{key}=1, or zero.states_over=shard"
+                )
         if mesh.cp > 1 and model.kind == "hf":
             raise ValueError(
                 f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama and moe attend over sequences "

@@ -23,12 +23,13 @@ def sharded_net(
     replicate: int = 1,
     reduction: str = "exact",
     reshard: bool | int = True,
+    states_over: str = "shard",
     seed: int = 0,
     offload: OffloadConfig | None = None,
     **precision: Any,
 ) -> Sharded:
     """A net of `nets.py` over all ranks of the group; `replicate` as in make_mesh, for stages 1 to 3."""
-    zero = ZeroConfig(stage=stage, reduction=reduction, reshard_after_forward=reshard)
+    zero = ZeroConfig(stage=stage, reduction=reduction, reshard_after_forward=reshard, states_over=states_over)
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else replicate)
     model = nets.build(net, seed)
     kinds = PrecisionConfig(**precision)

@@ -25,6 +25,7 @@ from dzero.mesh import data_rank_of
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
+from dzero.models.published import describe
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.tensor import TensorParallel, parallelize
 from dzero.zero.placed import local_of
@@ -47,10 +48,12 @@ class Run:
     stage: int
     microbatches: int = 1
     replicate: int = 1
+    states_over: str = "shard"
     offload: str = "device"
     recompute: str = "none"
     tied: bool = False
     wide: bool = False
+    gpt2: bool = False
     precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
 
     @property
@@ -58,7 +61,9 @@ class Run:
         return self.dp * self.tp
 
 
-def model_of(run: Run) -> Llama:
+def model_of(run: Run) -> nn.Module:
+    if run.gpt2:
+        return gpt2(wide=run.wide)
     with torch.device("meta"):
         return Llama(replace(WIDE if run.wide else SHAPE, tied=run.tied))
 
@@ -71,7 +76,7 @@ def build(run: Run) -> Made:
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
         model,
-        ZeroConfig(stage=run.stage),
+        ZeroConfig(stage=run.stage, states_over=run.states_over),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
         mesh=mesh,
@@ -132,11 +137,11 @@ def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
 
 
 @cache
-def oracle(dp: int, microbatches: int, tied: bool) -> reference.History:
+def oracle(dp: int, microbatches: int, tied: bool, gpt2: bool = False) -> reference.History:
     """In one process, with plain tensors."""
 
     def fresh() -> nn.Module:
-        model = model_of(Run(dp=1, tp=1, stage=0, tied=tied))
+        model = model_of(Run(dp=1, tp=1, stage=0, tied=tied, gpt2=gpt2))
         Materialiser(model, seed=0, device="cpu")(model)
         return model
 
@@ -148,7 +153,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
     steps_of(run, made, 2)
     with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
-        checkpoints.save(2, {})
+        checkpoints.save(2, {"model": describe(model_of(run))})
         checkpoints.finish()
     return states(*made[:2])
 
@@ -166,7 +171,23 @@ def states(sharded: Sharded, optim: AdamW) -> dict[str, Tensor]:
         of_param = optim.state[param]
         found |= {f"param {name}": whole(param).clone(), f"master {name}": master_of(param, of_param).clone()}
         found |= {f"{key} {name}": whole(of_param[key]).clone() for key in ("exp_avg", "exp_avg_sq", "step")}
-    return found
+    fused = ("attn.c_attn.weight", "attn.c_attn.bias")  # of GPT-2, whose ranks of tp view it otherwise
+    return {
+        key: each.flatten(-2) if key.endswith(fused) and key[:4] != "step" and each.shape[-2:-1] == (3,) else each
+        for key, each in found.items()
+    }
+
+
+def gpt2(*, wide: bool = False) -> HFDecoder:
+    """A small one of transformers, on meta."""
+    import transformers
+
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    sizes |= {"vocab_size": 512, "n_embd": 128, "n_layer": 3} if wide else {}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    with torch.device("meta"):
+        return HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def hf_model(kind: str) -> HFDecoder:

@@ -112,6 +112,7 @@ class Checkpoints:
             return ""
 
         self._ranks.agree(take)
+        self._optim.synchronize()  # not before all have taken theirs: values may travel between ranks
         return found[0]
 
     def _find(self, which: str) -> tuple[Path | None, list[str]]:

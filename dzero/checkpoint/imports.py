@@ -38,9 +38,9 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
         if unit.consumer is not None:
             raise RuntimeError("the model has an optimizer, whose masters would not follow: fill it before making one")
         for place in places.of(unit):
-            values = weights[place.name].read(place.box.offset, place.box.size).float()
+            values = place.together([weights[place.name].read(box.offset, box.size).float() for box in place.boxes])
             if (origin := unit.origin.get(place.own_name)) is not None:
-                origin.put(values)
+                origin.put(values if unit.shares is None else values[unit.shares.rows(place.own_name)])
             local_of(place.param).copy_(to_working(values, place.param.dtype))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dzero.checkpoint.boxes import is_slab
+from dzero.checkpoint.boxes import Box, is_slab
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.places import Place
@@ -14,9 +14,10 @@ CODES, SCALE = "_codes.", "_scale."
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-def read_blocks(checkpoint: Checkpoint, key: str, place: Place) -> tuple[torch.Tensor, Blocks]:
-    """The moment `key` of a place, which was kept in 8 bits: decoded, fp32 [box], flat; and its blocks as stored."""
-    stored, box = f"{key}{CODES}{place.name}", place.box
+def read_blocks(checkpoint: Checkpoint, key: str, place: Place, box: Box) -> tuple[torch.Tensor, Blocks]:
+    """The moment `key` of a place's box, which was kept in 8 bits: decoded, fp32 [box], flat; and its blocks as
+    stored."""
+    stored = f"{key}{CODES}{place.name}"
     checkpoint.check_shape(stored, place.shape)
     values = torch.zeros(box.size)
     blocks = Blocks(

@@ -1,4 +1,4 @@
-"""Which part of which tensor of a checkpoint a rank's shard is.
+"""Which part of which tensor of a checkpoint a rank's shard is, or its part of a shard's states (zero/shares.py).
 
 A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
 rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile; where an axis cuts the
@@ -7,16 +7,18 @@ model itself, within its part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from dzero.checkpoint.boxes import Box
-from dzero.mesh import REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.parallel.tile_dicts import tiled
-from dzero.zero.shapes import ParamShape
+from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -25,22 +27,49 @@ from dzero.zero.unit import Unit
 class Place:
     """A parameter of the sharded model, and this rank's box of the tensor `name` of `shape`.
 
-    `saves`: whether this rank saves it, and no copy of it elsewhere.
+    `boxes`: that one, or of a fused parameter one for each of its results that this rank has something of. `held`: the
+    shape of what it has. `saves`: whether this rank saves it, and no copy of it elsewhere.
     """
 
     param: nn.Parameter
     own_name: str
     name: str
     shape: tuple[int, ...]
-    box: Box
+    boxes: tuple[Box, ...]
+    held: tuple[int, ...]
     saves: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its boxes lie beside each other along the dim before the last."""
+        return len(self.held) > len(self.shape)
+
+    @property
+    def elems(self) -> int:
+        """Of what this rank has."""
+        return math.prod(self.held)
+
+    def apart(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank has, box by box, each flat."""
+        return [each.reshape(-1) for each in flat.view(self.held).unbind(-2)] if self.is_fused else [flat]
+
+    def together(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[held] from the values of its boxes."""
+        if not self.is_fused:
+            return values[0]
+        return torch.stack([*values], -2) if values else torch.empty(self.held)
 
 
 class Places:
-    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own."""
+    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own.
 
-    def __init__(self, sharded: Sharded) -> None:
-        self._sharded = sharded
+    stateful: names of those that have states, and so may be cut over copies.
+    """
+
+    def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
+        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.shares
+        self._parted = frozenset(stateful if sharded.layout.shares > 1 else ())
+        self._along_model = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         pipeline = sharded.parts
         self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
@@ -55,12 +84,12 @@ class Places:
     def of(self, unit: Unit) -> Iterator[Place]:
         """A unit's, in its order."""
         shards = unit.mesh.get_group(SHARD)
-        copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._sharded.model_groups}
+        copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
         for shape in unit.shape.params:
-            rows = -(-shape.shape[0] // shards.size())
-            first = min(shards.rank() * rows, shape.shape[0])
+            own = shards.rank(), shards.size()
+            first, rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
             offset = [first, *(0 for _ in shape.shape[1:])]
-            size = [min(rows, shape.shape[0] - first), *shape.shape[1:]]
+            size = [rows, *shape.shape[1:]]
             whole, name = [*shape.whole], shape.name
             if shape.split is not None and shape.split.dim is not None:
                 offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
@@ -69,8 +98,9 @@ class Places:
                 if dim is not None:
                     offset[dim] += start
                     whole[dim] = total
-            box = Box(tuple(offset), tuple(size))
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), box, self._saves(shape, copies))
+            boxes = _boxes_of_results(shape, offset, size) if shape.fused else (Box(tuple(offset), tuple(size)),)
+            saves = self._saves(shape, copies)
+            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), boxes, tuple(size), saves)
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
         """Ranks that have the same take turns; of a tied parameter, those of the first part. groups: of those that
@@ -79,6 +109,17 @@ class Places:
             return False
         copy, copies = 0, 1
         for axis, group in groups.items():
+            if axis == REPLICATE and shape.name in self._parted:
+                continue
             if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy
+
+
+def _boxes_of_results(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
+    """The box at `offset` of `size` in [..., results, columns], as boxes of [..., results * columns]."""
+    columns = shape.whole[-1] // shape.shape[-2]
+    return tuple(
+        Box((*offset[:-2], result * columns + offset[-1]), (*size[:-2], size[-1]))
+        for result in range(offset[-2], offset[-2] + size[-2])
+    )

@@ -41,11 +41,11 @@ class States:
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
         self._sharded, self._optim = sharded, optim
-        self._places = Places(sharded)
         along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
         self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
-        self._delayed = sharded.layout.offload.mode == "delayed"
         self._owned = frozenset(optim.scalars()["states"])
+        self._places = Places(sharded, self._owned)
+        self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, Part]:
         """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`."""
@@ -54,9 +54,9 @@ class States:
             saved = self._saved(unit)
             for state in self._optim.carried(unit):
                 if state.name in saved:
-                    parts[f"{state.key}.{state.name}"] = _part(saved[state.name], state.key, state.dtype, state.elems)
+                    parts |= _parts(saved[state.name], state.key, state.dtype, state.elems)
             for place in self._without_master(saved):
-                parts[f"{PARAM}.{place.own_name}"] = _part(place, PARAM, place.param.dtype, place.box.elems)
+                parts |= _parts(place, PARAM, place.param.dtype, place.elems)
         for name, buffer in self._buffers():
             whole, shape = Box.whole(tuple(buffer.shape)), tuple(buffer.shape)
             entry = f"{BUFFER}.{name}"
@@ -67,10 +67,14 @@ class States:
         """Give every part to `put`, as it is now. Between steps, after `optim.await_updates()`."""
         failed: list[BaseException] = []  # in the host's lane, where an exception would be told as one of offload
 
+        def put_all(place: Place, key: str, tensor: torch.Tensor) -> None:
+            for entry, of_box in zip(_entries(place, key), place.apart(tensor), strict=True):
+                put(entry, of_box)
+
         def put_state(name: str, key: str, tensor: torch.Tensor) -> None:
             if name in saved and not failed:
                 try:
-                    put(f"{key}.{name}", tensor)
+                    put_all(saved[name], key, tensor)
                 except BaseException as error:
                     failed.append(error)
 
@@ -80,7 +84,7 @@ class States:
             if failed:
                 raise failed[0]
             for place in self._without_master(saved):
-                put(f"{PARAM}.{place.own_name}", read(local_of(place.param)))
+                put_all(place, PARAM, read(local_of(place.param)))
         for name, buffer in self._buffers():
             put(f"{BUFFER}.{name}", buffer)
 
@@ -97,7 +101,7 @@ class States:
         places = [[*self._places.of(unit)] for unit in self._sharded.units]
         for unit, found in zip(self._sharded.units, taking.units(places), strict=True):
             for place, values in found.without_master:
-                local_of(place.param).view(-1).copy_(values)
+                local_of(place.param).view(-1).copy_(values.view(-1))
             self._optim.take(unit, found.carried)
         for name, buffer in self._buffers(everywhere=True):
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
@@ -105,7 +109,7 @@ class States:
 
     def _saved(self, unit: Unit) -> dict[str, Place]:
         """What this rank saves of a unit, by its own names."""
-        return {place.own_name: place for place in self._places.of(unit) if place.saves and place.box.elems}
+        return {place.own_name: place for place in self._places.of(unit) if place.saves and place.elems}
 
     def _without_master(self, saved: dict[str, Place]) -> list[Place]:
         return [place for name, place in saved.items() if name not in self._owned]
@@ -148,9 +152,16 @@ def values_of(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _part(place: Place, key: str, dtype: torch.dtype, elems: int) -> Part:
-    """Not laid out yet."""
+def _parts(place: Place, key: str, dtype: torch.dtype, elems: int) -> dict[str, Part]:
+    """By entry; not laid out yet."""
     if f"{key}.".endswith(SCALE):  # of this shard's blocks, wherever they begin
-        return Part(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)
-    of, box = f"{key}.{place.name}", place.box
-    return Part(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0)
+        return {f"{key}.{place.own_name}": Part(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)}
+    of = f"{key}.{place.name}"
+    parts = [Part(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0) for box in place.boxes]
+    return dict(zip(_entries(place, key), parts, strict=True))
+
+
+def _entries(place: Place, key: str) -> list[str]:
+    """Names of a state's boxes in this rank's file."""
+    entry = f"{key}.{place.own_name}"
+    return [f"{entry}#{index}" for index in range(len(place.boxes))] if place.is_fused else [entry]

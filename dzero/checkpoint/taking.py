@@ -38,9 +38,9 @@ class Wanted(NamedTuple):
     key: str
 
     @property
-    def stored(self) -> tuple[str, Box]:
-        """The tensor of the checkpoint, and this rank's box of it."""
-        return f"{self.key}.{self.place.name}", self.place.box
+    def stored(self) -> list[tuple[str, Box]]:
+        """The tensor of the checkpoint, and this rank's boxes of it."""
+        return [(f"{self.key}.{self.place.name}", box) for box in self.place.boxes]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Taking:
         wanted = [[Wanted(place, key) for place in of_unit for key in self._keys(place)] for of_unit in places]
         for place, key in (each for of_unit in wanted for each in of_unit):
             self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
-        most = max(self.checkpoint.bytes_of([each.stored for each in of_unit]) for of_unit in wanted)
+        most = max(self.checkpoint.bytes_of(_stored(of_unit)) for of_unit in wanted)
         rooms = Buffers(2, block_bytes=max(1, most))  # a rank may hold nothing
         with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
             coming = [thread.submit(self._read, *each, rooms) for each in zip(places, wanted, strict=True)]
@@ -77,10 +77,10 @@ class Taking:
         """All of a unit in one go, and the room that it is in."""
         room = rooms.free.get()
         try:
-            values = self.checkpoint.read_all([each.stored for each in wanted], room)
+            values = iter(self.checkpoint.read_all(_stored(wanted), room))
             found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-            for (place, key), value in zip(wanted, values, strict=True):
-                found[place.own_name][key] = value.view(-1)
+            for place, key in wanted:
+                found[place.own_name][key] = place.together([next(values) for _ in place.boxes]).view(-1)
             return room, self._sorted(places, found)
         except BaseException:
             rooms.free.put(room)
@@ -98,8 +98,12 @@ class Taking:
             tensors[MASTER] = value.float()
             blocks: dict[str, Blocks] = {}
             for key in self.checkpoint.moments(place.name):
-                if key not in tensors:
-                    tensors[key], blocks[key] = read_blocks(self.checkpoint, key, place)
+                if key not in tensors and place.is_fused:
+                    decoded = [read_blocks(self.checkpoint, key, place, box)[0] for box in place.boxes]
+                    values = [each.view(box.size) for each, box in zip(decoded, place.boxes, strict=True)]
+                    tensors[key] = place.together(values).view(-1)
+                elif key not in tensors:
+                    tensors[key], blocks[key] = read_blocks(self.checkpoint, key, place, *place.boxes)
             carried[place.own_name] = Carried(tensors, blocks, self.scalars.get(place.name, {}))
         return Found(carried, without_master)
 
@@ -111,3 +115,7 @@ class Taking:
             return values[:1]
         moments = [key for key in self.checkpoint.moments(place.name) if f"{key}.{place.name}" in names]
         return values[: 2 if self.stale else 1] + moments
+
+
+def _stored(wanted: Sequence[Wanted]) -> list[tuple[str, Box]]:
+    return [stored for each in wanted for stored in each.stored]

@@ -3,7 +3,9 @@
     FSDP2 asks                        we give                      axis        phase
     set_custom_all_gather             UnshardParams                shard       unshard
     set_custom_reduce_scatter         ReduceGrads                  shard       reduce
-    (called by optim/grads)           AverageCopies                replicate   reduce
+    (called by optim/unit_grads)      AverageCopies                replicate   reduce
+    (called by zero/shares)            ReduceGrads                  replicate   reduce
+                                      GatherUpdated                replicate   update
     (called by optim/grads, trainer)  GatherScalars                all ranks   control
 
 FSDP2 calls neither of the first two on an axis of one rank.
@@ -139,6 +141,29 @@ class AverageCopies:
         back = grads.dtype if exchange.exact else wire
         sent = (exchange.ranks - 1) * owned * (wire.itemsize + back.itemsize)
         self._ledger.record("reduce", "all_reduce", self._axis, wire, sent)
+
+
+class GatherUpdated:
+    """Gathers the updated parts [n] of one unit's shard from its copies into all of it [ranks * n].
+
+    Counted by `book`, in the step that makes it due: it may be issued where the next one's forward needs it.
+    """
+
+    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger) -> None:
+        self._span, self._unit, self._exchange, self._axis = f"all_gather updated {unit}", unit, exchange, axis
+        self._ledger = ledger
+
+    def __call__(self, output: torch.Tensor, part: torch.Tensor) -> dist.Work:
+        """`part` may be its place in `output`; wait on what is returned before that is read."""
+        begun = Collective("all_gather", self._unit, self._axis, part.numel(), part.dtype)
+        with record_function(self._span), self._ledger.trail.within(begun, self._exchange.group):
+            works = self._exchange.all_gather(output, part)
+        return _Works(f"wait {self._span}", works, self._ledger.trail)
+
+    def book(self, part_elems: int, dtype: torch.dtype) -> None:
+        """One more of parts of so many elements."""
+        sent = (self._exchange.ranks - 1) * part_elems * dtype.itemsize
+        self._ledger.record("update", "all_gather", self._axis, dtype, sent)
 
 
 class GatherScalars:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -96,6 +96,31 @@ class AdamW(MasterOptimizer):
         for each in pending.values():
             each.stored.tensors["step"] += 1
         self._tiers.start(pending, partial(self._run, how), updates, done)
+        self._share([each.stored for each in pending.values()])
+
+    def _share(self, updated: Collection[Stored]) -> None:
+        """Where copies share out the states of a shard, all of them get each other's new values: now, or where a unit's
+        forward is what waits for its update, then."""
+        names, coming = {stored.name for stored in updated}, []
+        for unit in self._sharded.units:
+            bring = self._bringing(unit, names)
+            if bring is not None and unit.shares is not None:
+                unit.shares.book(names.intersection(unit.params))
+            if bring is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
+                unit.pending = partial(_in_turn, unit.pending, bring)
+            elif bring is not None:
+                unit.arrive()
+                coming.append(bring())
+                for arrived in coming[:-1]:  # one unit is under way while the one before is put in its place
+                    arrived()
+                del coming[:-1]
+        for arrived in coming:
+            arrived()
+
+    def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
+        """Starts to bring a unit's new values of `names`; None where all of the shard was updated here."""
+        shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
+        return None if unit.shares is None or not shards else partial(unit.shares.gather, shards)
 
     def _skip(self) -> None:
         self._ahead.abandon()
@@ -222,6 +247,8 @@ class AdamW(MasterOptimizer):
             stored.local.copy_(each.tensors.get("param", initial.param))
         if taking and all("param" in each.tensors for _, each, _ in taking):
             self.offload.hold_back(unit.shape.name, work_of([stored for stored, _, _ in taking]))
+        if (bring := self._bringing(unit, carried)) is not None:
+            unit.pending = partial(_in_turn, unit.pending, bring)
 
     def scalars(self) -> dict[str, Any]:
         """As `MasterOptimizer.scalars`."""
@@ -252,6 +279,12 @@ class AdamW(MasterOptimizer):
 def _each(do: Callable[[Stored, Value], None], values: Iterable[tuple[Stored, Value]]) -> None:
     for stored, value in values:
         do(stored, value)
+
+
+def _in_turn(wait: Callable[[], None] | None, bring: Callable[[], Callable[[], None]]) -> None:
+    if wait is not None:
+        wait()
+    bring()()
 
 
 def _check_states(stored: Stored, saved: Mapping[str, torch.Tensor]) -> None:

@@ -121,8 +121,9 @@ def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: those with two or more dims at `weight_decay`, the others at 0; empty groups left out."""
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
-    for param in sharded.named_params().values():
+    dims = {param.name: len(param.whole) for unit in sharded.shapes for param in unit.params}
+    for name, param in sharded.named_params().items():
         if param.requires_grad:
-            (matrices if param.ndim >= 2 else vectors).append(param)
+            (matrices if dims[name] >= 2 else vectors).append(param)
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,9 +1,9 @@
 """Gradients between their reduction and the update: decided upon once for all ranks.
 
-Norm: sqrt of sums of squares in fp64 per (parameter, chunk), where chunk c of n is rank c's rows under Shard(0) — also
-at stage 0, where rank c sums only its own chunk. Every rank receives all sums and adds them in the same order. Beside
-the sums travels a checksum of the rank's collectives (comm/trail.py): where ranks disagree, a branch in the model has
-mixed data of different units, and the step is refused.
+Norm: sqrt of sums of squares in fp64 per (parameter, chunk). A shard is cut into chunks by Shard(0), one for each of
+its copies, which sums only that; at stage 0 the shard is the whole. Every rank receives all sums and adds them in the
+same order, the chunks of the first shard first. Beside the sums travels a checksum of the rank's collectives
+(comm/trail.py): where ranks disagree, a branch in the model has mixed data of different units, and the step is refused.
 
 Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
 ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own (optim/parts.py).
@@ -46,13 +46,12 @@ class Gradients:
     """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
 
     def __init__(self, sharded: Sharded, owned: Collection[str], offload: Offload) -> None:
-        layout = sharded.layout
-        axis = SHARD if layout.shard > 1 else REPLICATE
-        group = sharded.mesh.get_group(axis)
-        self._group, self._trail = group, sharded.ledger.trail
-        self._gather = GatherScalars(group, axis, sharded.ledger)
+        groups = {axis: sharded.mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
+        self._groups, self._trail = groups, sharded.ledger.trail
+        self._gathers = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._device = torch.device(sharded.mesh.device_type)
-        self._units = [UnitGrads(unit, sharded, _cut_of(unit, axis), offload) for unit in sharded.units]
+        self._ranks = sharded.mesh.mesh.T.flatten().tolist()
+        self._units = [UnitGrads(unit, sharded, _copy_of(unit), offload) for unit in sharded.units]
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
@@ -90,8 +89,8 @@ class Gradients:
         return [grad for unit in self._units for grad in unit.on_device()]
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
-        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective, and one
-        along each axis that cuts the model or its layers.
+        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective along each
+        axis.
 
         Raises RuntimeError on every rank where ranks reduced their units in different orders.
         """
@@ -101,19 +100,22 @@ class Gradients:
             self._parts.complete()
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
         values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
-        gathered = self._gather(_vector(values, self._device)).cpu()
+        gathered = _vector(values, self._device)
+        for of_axis in self._gathers:
+            gathered = of_axis(gathered.view(-1))
+        gathered = gathered.view(len(self._ranks), -1).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = _in_order(chunks)
-        bad = _culprits(chunks, self._owned, "rank")
+        bad = _culprits(chunks, self._owned, "rank", self._ranks)
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
-            bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
+            bad = bad or _culprits(ranks, self._owned, f"{axis} rank", range(len(ranks)))
             self._check_alike(ranks, axis, cut)
             per_param = torch.where(torch.tensor(cut), _in_order(ranks), ranks[0])
         if self._parts is not None:
             ranks = self._parts.gather(per_param)
-            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")
+            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank", range(len(ranks)))
             per_param = _in_order(ranks)
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
@@ -121,12 +123,15 @@ class Gradients:
         return Decision(norm, finite, clip / scale, tuple(bad))
 
     def _check_order(self, checksums: torch.Tensor) -> None:
-        differing = (checksums != checksums[0]).nonzero().flatten().tolist()
+        """Of all data-parallel ranks, those of a shard's copies side by side."""
+        differing = [rank for rank, each in zip(self._ranks, checksums, strict=True) if each != checksums[0]]
         if differing:
+            shards = checksums.view(-1, self._groups[REPLICATE].size())
+            group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             raise RuntimeError(
-                f"ranks {differing} ran the model's units in another order than rank 0, so data of different units was "
-                f"mixed: {self._trail.divergence(self._group)}\nEvery rank must run the same modules in the same order "
-                "in every microbatch (no branches on the data of one rank)"
+                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._ranks[0]}, so data "
+                f"of different units was mixed: {self._trail.divergence(group)}\nEvery rank must run the same modules "
+                "in the same order in every microbatch (no branches on the data of one rank)"
             )
 
     def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:
@@ -148,19 +153,16 @@ class Gradients:
         self._trail.end_step()
 
 
-def _cut_of(unit: Unit, axis: str) -> tuple[int, int]:
-    """(index, chunks) of what this rank sums of a unit's gradients, so that ranks of `axis` together sum each once.
-
-    Stage 0 holds whole gradients, of which it sums its own chunk; else the shard is the chunk.
-    """
+def _copy_of(unit: Unit) -> tuple[int, int]:
+    """(index, count) among the ranks that have copies of a unit: of its gradients each sums its own chunk."""
     copies = unit.mesh.get_group(REPLICATE)
-    return (copies.rank(), copies.size()) if axis == REPLICATE else (0, 1)
+    return copies.rank(), copies.size()
 
 
-def _culprits(sums: torch.Tensor, names: Sequence[str], who: str) -> dict[str, None]:
-    """Of sums [ranks, names]."""
+def _culprits(sums: torch.Tensor, names: Sequence[str], who: str, ranks: Sequence[int]) -> dict[str, None]:
+    """Of sums [ranks, names]; `ranks`: their numbers."""
     where = (~torch.isfinite(sums)).nonzero().tolist()
-    return dict.fromkeys(f"{names[param]} ({who} {rank})" for rank, param in where)
+    return dict.fromkeys(f"{names[param]} ({who} {ranks[at]})" for at, param in where)
 
 
 def _in_order(sums: torch.Tensor) -> torch.Tensor:

@@ -192,9 +192,12 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Return when no update is on its way any more. Parameters read directly are then those of the last step.
 
         State dicts of the model and of the optimizer do this by themselves, and so does the next forward, unit by unit.
+        Where copies share out states (zero.states_over=all) new values may still have to travel: all ranks call this.
         Raises OffloadError for an update that failed.
         """
         self.offload.synchronize()
+        for unit in self._sharded.units if self._sharded.layout.shares > 1 else ():
+            unit.arrive()
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; see `synchronize`."""

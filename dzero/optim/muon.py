@@ -225,6 +225,11 @@ def _trained(sharded: Sharded) -> list[nn.Parameter]:
 
 def check_muon(layout: Layout) -> None:
     """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
+    if layout.shares > 1:
+        raise ValueError(
+            "zero.states_over=all: Muon's matrices are put together from shards, not from parts of them; take "
+            "zero.states_over=shard, or optim.rule=adamw"
+        )
     if layout.pipeline_ranks > 1:
         raise ValueError(
             f"mesh.pp={layout.pipeline_ranks} with optim.rule=muon: who owns which matrix is not "

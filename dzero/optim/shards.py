@@ -7,11 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dzero.mesh import host_mesh
+from dzero.mesh import REPLICATE, SHARD, host_mesh
 from dzero.offload.attach import Offload
 from dzero.zero.hosted import HostShard, memory_of
-from dzero.zero.placed import local_of
+from dzero.zero.placed import local_of, placed_like
+from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
+from dzero.zero.shares import mesh_of_shares, span_of
 from dzero.zero.working import to_working
 
 
@@ -32,14 +34,12 @@ def device_bytes(param: nn.Parameter) -> int:
     return 0 if memory_of(param) is not None else local_of(param).untyped_storage().nbytes()
 
 
-def sharded_flat(local: torch.Tensor, param: nn.Parameter, mesh: DeviceMesh | None = None) -> torch.Tensor:
+def sharded_flat(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
 
     Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
     is an error instead of shifted elements.
     """
-    assert isinstance(param, DTensor)
-    mesh = mesh or param.device_mesh
     return DTensor.from_local(local.view(1, -1), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
@@ -49,15 +49,37 @@ class Homes:
     def __init__(self, sharded: Sharded, offload: Offload) -> None:
         self.offload, self._places = offload, offload.places
         self._twins: dict[DeviceMesh, DeviceMesh] = {}
+        layout, mesh = sharded.layout, sharded.mesh
+        self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
+        self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
+        self._shards = layout.shard
+
+    def span(self, shape: ParamShape, param: nn.Parameter) -> tuple[int, slice]:
+        """The elements of a parameter's flat shard whose states this rank has; and the first of them in all of it."""
+        rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
+        shard = rank, self._shards
+        first, _ = rows_of(shape.shape[0], shard, self._copy)
+        return first * shape.row_elems, span_of(shape, shard, self._copy)
 
     def mesh(self, kind: str, name: str, param: nn.Parameter) -> DeviceMesh | None:
-        """The mesh of a parameter's "master" or "moments"; None for the parameter's own. Collective for the first."""
+        """The mesh of a parameter's "master" or "moments"; None for the device's own. Collective for the first."""
         if not self._places.on_host(kind, name):
             return None
+        mesh = self._mesh(param)
+        if mesh not in self._twins:
+            self._twins[mesh] = host_mesh(mesh)
+        return self._twins[mesh]
+
+    def _mesh(self, param: nn.Parameter) -> DeviceMesh:
         assert isinstance(param, DTensor)
-        if param.device_mesh not in self._twins:
-            self._twins[param.device_mesh] = host_mesh(param.device_mesh)
-        return self._twins[param.device_mesh]
+        return self._of_parts or param.device_mesh
+
+    def placed(self, kind: str, local: torch.Tensor, name: str, param: nn.Parameter, *, by_row: bool) -> torch.Tensor:
+        """This rank's flat part of a parameter's state as a DTensor; by_row: of equal length, one row per rank."""
+        mesh = self.mesh(kind, name, param) or self._mesh(param)
+        if by_row:
+            return sharded_flat(local, mesh)
+        return placed_like(local, param, mesh, None if self._of_parts is None else (Shard(0), Shard(0)))
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Room for one state [like.numel()]; its values come with `Stored.fill`."""

@@ -7,8 +7,9 @@
     exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16 (muon keeps only the first)
     exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/eight_bit.py)
 
-All but `step` are DTensors over the parameter's mesh with its placement, so DCP reshards them exactly; 8-bit ones
-load into the same number of ranks only.
+All but `step` are DTensors over the parameter's mesh with its placement, or over (shard, replicate) where copies share
+out the states of a shard (zero/shares.py; read "part" for "shard" then), so DCP reshards them exactly; 8-bit ones load
+into the same number of ranks only.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from dzero.mesh import SHARD
 from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
-from dzero.optim.shards import Homes, device_bytes, read, sharded_flat, still_of
+from dzero.optim.shards import Homes, device_bytes, read, still_of
 from dzero.optim.update import ParamStates
 from dzero.zero.layout import Layout
-from dzero.zero.placed import local_of, placed_like
+from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape
 from dzero.zero.working import join, to_working
 
@@ -46,11 +45,13 @@ class Stored:
 
     work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
     updates find the states that are on disk. off_device: keys of the states that live elsewhere. kept: the moments that
-    the parameter's rule keeps.
+    the parameter's rule keeps. span: the elements of the parameter's shard that these are the states of. first: the
+    first of them in the whole parameter.
     """
 
     name: str
     param: nn.Parameter
+    span: slice
     first: int
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor]
@@ -65,16 +66,16 @@ class Stored:
         cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes, kept: tuple[str, ...] = MOMENTS
     ) -> Stored:
         """Without values, which `fill` gives."""
-        rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
-        first = rank * shape.shard_elems(layout.shard)
-        stored = cls(shape.name, param, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
+        first, span = homes.span(shape, param)
+        stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
         stored._create_master(layout, homes)
         for key in kept:
-            stored._create_moment(key, key == MOMENTS[0], shape.shard_elems(layout.shard), layout, homes)
+            elems = shape.shard_elems(layout.shard, layout.shares)
+            stored._create_moment(key, key == MOMENTS[0], elems, layout, homes)
         return stored
 
     def _create_master(self, layout: Layout, homes: Homes) -> None:
-        local, mesh = local_of(self.param), homes.mesh("master", self.name, self.param)
+        local, mesh = self.local, homes.mesh("master", self.name, self.param)
         if mesh is None and self.dtype == torch.float32:
             return  # the parameter is its own master
         key = "remainder" if layout.remainder else "master"
@@ -87,7 +88,7 @@ class Stored:
             self.work = homes.offload.view(self.name, "work", local.numel())
 
     def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
-        local, mesh = local_of(self.param), homes.mesh("moments", self.name, self.param)
+        local, mesh = self.local, homes.mesh("moments", self.name, self.param)
         if layout.moments.dtype != torch.uint8:
             self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
             return
@@ -101,7 +102,7 @@ class Stored:
     def _show(self, kind: str, key: str, flat: torch.Tensor, homes: Homes, *, by_row: bool = False) -> None:
         mesh = homes.mesh(kind, self.name, self.param)
         shown = homes.shown(kind, self.name, flat)
-        self.tensors[key] = (sharded_flat if by_row else placed_like)(shown, self.param, mesh)
+        self.tensors[key] = homes.placed(kind, shown, self.name, self.param, by_row=by_row)
         if mesh is not None:
             self.off_device.add(key)
         if shown is not flat:
@@ -210,13 +211,14 @@ class Stored:
             self.work.copy_(local)
 
     def values(self) -> torch.Tensor:
-        """The parameter's local shard, flat; read from where it lives."""
+        """Those of `local`, read from where they live."""
         return read(self.local)
 
     @property
     def local(self) -> torch.Tensor:
-        """The parameter's local shard as FSDP2 has it, flat."""
-        return local_of(self.param).view(-1)
+        """The elements of the parameter's local shard that these are the states of, as FSDP2 has them, flat."""
+        flat = local_of(self.param).view(-1)
+        return flat if self.span == slice(0, flat.numel()) else flat[self.span]
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -254,6 +254,11 @@ def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: b
             f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
             f"{foreign}{'; optim.rule=muon puts matrices together' if rule is torch.optim.Muon else ''}"
         )
+    if layout.shares > 1:
+        raise ValueError(
+            f"zero.states_over=all with {rule.__name__}: only adamw keeps parts of a shard's states; take "
+            "optim.rule=adamw, or zero.states_over=shard"
+        )
     if (layout.moments.tier, layout.moments.fraction) != (layout.master.tier, layout.master.fraction):
         raise ValueError(
             f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "

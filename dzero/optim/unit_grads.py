@@ -10,6 +10,7 @@ dtype). Then, by where a parameter's gradients live:
     host, no copies   leave at once             land beside and are added     -
     host, copies      as on the device          as on the device              averaged, then leave
 
+Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's (zero/shares.py).
 Sums of squares are taken while the data is in cache: on the device's slice, or by the addition that is the last.
 """
 
@@ -26,18 +27,20 @@ from torch import nn
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.zero.placed import local_of
-from dzero.zero.shapes import ParamShape
+from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
+from dzero.zero.shares import Shares
 from dzero.zero.unit import Unit
 
 Named = dict[str, torch.Tensor]
 
 
 class UnitGrads:
-    """`views`: gradients by name [local shard, flat]; `sums`: their sums of squares, complete after `settle`."""
+    """`views`: gradients by name [local shard or part, flat]; `sums`: sums of squares of this rank's chunks, complete
+    after `settle`. copy: (rank, ranks) of the copies of a shard, each of which sums a chunk of it."""
 
-    def __init__(self, unit: Unit, sharded: Sharded, cut: tuple[int, int], offload: Offload) -> None:
-        self._unit, self._sharded, self._cut, self._offload = unit, sharded, cut, offload
+    def __init__(self, unit: Unit, sharded: Sharded, copy: tuple[int, int], offload: Offload) -> None:
+        self._unit, self._sharded, self._copy, self._offload = unit, sharded, copy, offload
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         places = offload.places
         self._hosted = {name for name in self._shapes if places.on_host("grad", name)}
@@ -147,7 +150,9 @@ class UnitGrads:
         if self._finished or not self.views:
             return
         self._finished = True
-        if self._unit.average is not None:
+        if self._unit.shares is not None:
+            self._keep_shares(self._unit.shares)
+        elif self._unit.average is not None:
             for buffer in self._buffers:
                 self._unit.average(buffer)
         on_device = {name: grad for name, grad in self.views.items() if name not in self._added_on_host}
@@ -159,6 +164,13 @@ class UnitGrads:
             if leaving:
                 self._leave(leaving, buffer)
         self._buffers = []
+
+    def _keep_shares(self, shares: Shares) -> None:
+        """Of each buffer what was averaged takes its place."""
+        for index, buffer in enumerate(self._buffers):
+            whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
+            self._buffers[index], owned = shares.reduce(whole)
+            self.views |= owned
 
     def settle(self) -> None:
         """Complete `sums`, also for a unit that the last microbatch did not reach.
@@ -195,9 +207,12 @@ class UnitGrads:
         return self.views | self._offload.read_grads(self._unit.shape.name, there)
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        rank, ranks = self._cut
-        length = self._shapes[name].shard_elems(ranks)
-        return grad[rank * length : (rank + 1) * length] if ranks > 1 else grad
+        """Of a gradient that all copies have what this rank sums."""
+        if self._unit.shares is not None or self._copy[1] == 1:
+            return grad
+        row = self._shapes[name].row_elems
+        first, rows = rows_of(grad.numel() // row, self._copy)
+        return grad[first * row : (first + rows) * row]
 
 
 def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -45,10 +45,10 @@ class CutParams:
 def part_of(like: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     """This rank's part of `whole`, a copy, placed over `mesh` as `like` is, which need have no values."""
     assert isinstance(like, DTensor)
-    placement, local = like.placements[0], whole
+    placement, local = like.placements[0], whole.view(like.shape)
     if isinstance(placement, Shard):
-        size = whole.shape[placement.dim] // mesh.size()
-        part = whole.narrow(placement.dim, mesh.get_local_rank() * size, size)
+        size = local.shape[placement.dim] // mesh.size()
+        part = local.narrow(placement.dim, mesh.get_local_rank() * size, size)
         local = part.clone(memory_format=torch.contiguous_format)
     made = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     return nn.Parameter(made, like.requires_grad)

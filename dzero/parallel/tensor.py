@@ -55,7 +55,8 @@ def parallelize(
     """
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     if plan is None:
-        plan = plan_for(model, mesh.size(), axis)
+        plan, of_kind = plan_for(model, mesh.size(), axis)
+        alike = [*alike, *of_kind]
     places: Places = {}
     for owner, attribute, param in own_of(model):
         places.setdefault(param, []).append((owner, attribute))

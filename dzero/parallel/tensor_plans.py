@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from dzero.parallel.conv1d import Columns, Fused, FusedInput, Rows
+
 SEQUENCE, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
 
 
@@ -38,14 +40,16 @@ class Sizes:
             raise ValueError(f"{axis}={ranks} does not divide the model's {told}; allowed: {allowed}")
 
 
-def plan_for(model: nn.Module, ranks: int, axis: str) -> dict[str, ParallelStyle]:
-    """Of a model of a known kind, or of a module around one. Raises ValueError for others, and sizes not divided."""
+def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, ParallelStyle], list[str]]:
+    """Of a model of a known kind, or of a module around one: its plan, and the parameters that all ranks have and use
+    on the same inputs. Raises ValueError for others, and sizes not divided."""
     for prefix, module in model.named_modules():
         known = PLANS.get(type(module).__name__)
         if known is not None:
             sizes, plan = known(module)
             sizes.check(ranks, axis)
-            return {f"{prefix}.{name}".removeprefix("."): style for name, style in plan.items()}
+            alike = [f"{prefix}.{name}".removeprefix(".") for name in ALIKE.get(type(module).__name__, ())]
+            return {f"{prefix}.{name}".removeprefix("."): style for name, style in plan.items()}, alike
     raise ValueError(
         f"{axis}={ranks}: no plan is known for {type(model).__name__}, only for {sorted(PLANS)}; give parallelize() a "
         "plan of torch's, a ParallelStyle for each module by its name"
@@ -103,6 +107,29 @@ def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
     return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}
 
 
+def _hf_gpt2(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """Positions are added to whole sequences, which are cut where the first block begins."""
+    config, block = model.config, "transformer.h.*"
+    sizes = Sizes(config.n_head, config.n_head, config.n_inner or 4 * config.n_embd, config.vocab_size)
+    return sizes, {
+        "transformer.wte": RowwiseParallel(input_layouts=WHOLE, output_layouts=WHOLE),
+        "transformer.h.0": PrepareModuleInput(
+            input_layouts=(WHOLE, None, None, None),
+            desired_input_layouts=(SEQUENCE, None, None, None),
+            use_local_output=True,
+        ),
+        **{f"{block}.{name}": SequenceParallel() for name in ("ln_1", "ln_2")},
+        f"{block}.attn": FusedInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
+        f"{block}.attn.c_attn": Fused(3),
+        f"{block}.attn.c_proj": Rows(),
+        f"{block}.mlp": _gathered(SEQUENCE),
+        f"{block}.mlp.c_fc": Columns(),
+        f"{block}.mlp.c_proj": Rows(),
+        "transformer.ln_f": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
     """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
     adds what their readers give before one reduce-scatter."""
@@ -116,5 +143,8 @@ PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
     "MistralForCausalLM": _hf_llama,
     "Qwen2ForCausalLM": _hf_llama,
     "Qwen3ForCausalLM": _hf_qwen3,
+    "GPT2LMHeadModel": _hf_gpt2,
 }
 """By the name of the class: the sizes that must divide, and the plan."""
+ALIKE = {"GPT2LMHeadModel": ("transformer.wpe.weight",)}
+"""By the name of the class, parameters that the plan leaves whole."""

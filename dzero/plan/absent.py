@@ -57,11 +57,11 @@ def _brought(places: Places, *, in_step: bool) -> Bytes:
 
     def grads(param: ParamShape) -> int:
         comes = places.on_host("grad", param.name) and not places.updated_on_host(param.name)
-        return param.shard_elems(layout.shard) * layout.grad.dtype.itemsize if comes else 0
+        return param.shard_elems(layout.shard, layout.shares) * layout.grad.dtype.itemsize if comes else 0
 
     def moments(param: ParamShape) -> int:
         comes = places.on_host("moments", param.name) and not places.updated_on_host(param.name)
-        fields = moment_fields(layout, param.shard_elems(layout.shard)) if comes else ()
+        fields = moment_fields(layout, param.shard_elems(layout.shard, layout.shares)) if comes else ()
         return sum(dtype.itemsize * elems for _, dtype, elems in fields)
 
     of_kind = {"grad": grads, "moments": moments} if in_step else {"param": params}

@@ -123,7 +123,7 @@ class _Device:
         mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
         self._rest = {
             "param": self._shards([p for p in every if p.name not in away["param"]]) * param.itemsize,
-            "master": self._shards(mastered) * master.itemsize,
+            "master": self._shards(mastered, layout.shares) * master.itemsize,
             "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
         }
         self._away = {
@@ -134,7 +134,8 @@ class _Device:
         self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
         at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate, self._stay = (
-            {unit.name: self._reduced(unit, off) for unit in units} for off in (at_once, away["grad"] | away["master"])
+            {unit.name: self._reduced(unit, off, shares) for unit in units}
+            for off, shares in ((at_once, 1), (away["grad"] | away["master"], layout.shares))
         )
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
@@ -192,8 +193,11 @@ class _Device:
         return self._whole(self._order[at - 1]) * itemsize if 0 < at < len(self._order) - 1 else 0
 
     def _reducing(self, unit: str) -> int:
-        """The buffer that was reduced last."""
-        return self._whole(unit, trainable_only=True) * self._layout.grad.dtype.itemsize
+        """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside
+        what came of a microbatch and is added to others."""
+        elems = self._whole(unit, trainable_only=True)
+        shards = 0 if self._layout.shares == 1 else 1 if self._layout.microbatches == 1 else 2
+        return (elems + shards * elems // self._ranks) * self._layout.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
         """Of units that are reduced for good what stays on the device, and of others what waits for that."""
@@ -207,10 +211,10 @@ class _Device:
             return self._whole(unit, trainable_only=True)
         return self._accumulate[unit]
 
-    def _reduced(self, unit: UnitShape, away: Collection[str]) -> int:
+    def _reduced(self, unit: UnitShape, away: Collection[str], shares: int) -> int:
         """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
         stays = any(param.trainable and param.name not in away for param in unit.params)
-        return unit.shard_elems(self._ranks, trainable_only=True) if stays else 0
+        return unit.shard_elems(self._ranks, shares, trainable_only=True) if stays else 0
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
         return self._wholes[unit, trainable_only]
@@ -218,8 +222,9 @@ class _Device:
     def _gathered_elems(self, unit: UnitShape, trainable_only: bool) -> int:
         return unit.shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
 
-    def _shards(self, params: Sequence[ParamShape]) -> int:
-        return sum(param.shard_elems(self._ranks) for param in params)
+    def _shards(self, params: Sequence[ParamShape], shares: int = 1) -> int:
+        return sum(param.shard_elems(self._ranks, shares) for param in params)
 
     def _moment_bytes(self, param: ParamShape) -> int:
-        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, param.shard_elems(self._ranks)))
+        elems = param.shard_elems(self._ranks, self._layout.shares)
+        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, elems))

@@ -47,7 +47,10 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[Collective]:
         trained = unit.shard_elems(n, trainable_only=True)
         yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
-        if last:
+        if last and layout.shares > 1:
+            part = unit.shard_elems(n, copies, trainable_only=True)
+            yield from one(phase, "reduce_scatter", REPLICATE, unit, copies, part * layout.replicate_wire.itemsize)
+        elif last:
             back = layout.grad.dtype if layout.exact else layout.replicate_wire
             owned = -(-trained // copies) * (layout.replicate_wire.itemsize + back.itemsize)
             yield from one(phase, "all_reduce", REPLICATE, unit, copies, owned)
@@ -67,6 +70,9 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
                 yield from reduced(backward, unit, last)
         if layout.cadence(last).reduce:
             yield from reduced(backward, root, last)
+    for unit in units if layout.shares > 1 else ():
+        part = unit.shard_elems(n, copies, trainable_only=True)
+        yield from one("update", "all_gather", REPLICATE, unit, copies, part * itemsize)
 
 
 def folded(found: Iterator[Collective]) -> list[Collective]:
@@ -99,6 +105,7 @@ def _kinds(layout: Layout) -> Table:
     for kind in KINDS:
         row: Row = getattr(layout, kind)
         cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
+        cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_copies else cut
         own = kind == "master" and layout.param.dtype == layout.master.dtype
         dtype = "the parameter itself" if own else dtype_name(row.dtype)
         part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""

@@ -73,13 +73,15 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     found = {}
     for unit in units:
         shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
-        copies = [each for each in unit.params if each.trainable and each.split is not None and each.split.dim is None]
+        shares = {param.name: param.shard_elems(layout.shard, layout.shares) for param in unit.params}
+        splits = [(each, each.split) for each in unit.params if each.trainable and each.split is not None]
+        copies = [each for each, split in splits if split.dim is None and split.summed]
         trained = {param.name for param in unit.params if param.trainable}
 
-        def elems(names: Iterable[str], shards: dict[str, int] = shards) -> int:
-            return sum(shards.get(name, 0) for name in names)
+        def elems(names: Iterable[str], shares: dict[str, int] = shares) -> int:
+            return sum(shares.get(name, 0) for name in names)
 
-        param, grad = elems(away["param"]) * working, elems(away["grad"]) * gradient
+        param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
         found[unit.name] = Moves(
             param=param,
             disk_param=param if on_disk["param"] else 0,

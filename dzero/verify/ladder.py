@@ -105,7 +105,7 @@ def order_of(layout: Layout) -> Order:
     return Order(
         early=layout.microbatches > 1 and layout.grad.sharded,
         hops=2 if layout.hybrid else 1,
-        blocks=layout.shard if eight_bit else 1,
+        blocks=layout.shard * layout.shares if eight_bit else 1,
     )
 
 
@@ -124,7 +124,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     device = run.launch.device_type
     base = replace(
         config,
-        zero=replace(config.zero, stage=0, reshard_after_forward=True),
+        zero=replace(config.zero, stage=0, reshard_after_forward=True, states_over="shard"),
         mesh=_whole(config.mesh),
         train=replace(config.train, microbatch_sequences=_share(config)),
         offload=OffloadConfig(),
@@ -155,7 +155,8 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     order = order_of(layout)
     if order != order_of(layout_of(base, ranks)):
         stage = 2 if order.early else 1
-        sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage), mesh=config.mesh)
+        over = config.zero.states_over if order.blocks > 1 else "shard"
+        sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage, states_over=over), mesh=config.mesh)
         climb(f"stage {stage} on the device", sharded, rounding, _other_order(order))
     if layout.offload.mode == "delayed" and run.verify.steps > layout.offload.delay_warmup_steps:
         climb(

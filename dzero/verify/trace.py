@@ -36,6 +36,7 @@ from dzero.optim.shards import read
 from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
 from dzero.zero.placed import local_of
+from dzero.zero.shapes import rows_of
 from dzero.zero.unit import Unit, as_module
 
 READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM = "read", "loss", "mean", "grad", "norm", "scale", "master", "param"
@@ -51,10 +52,10 @@ class Mark(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of every parameter, as FSDP2 cuts them: part `number` of `parts`."""
+    """Of every parameter what a rank has by cuts (rank, ranks): of the shard axis, then of a shard's copies."""
 
-    number: int
-    parts: int
+    shard: tuple[int, int]
+    copy: tuple[int, int] = (0, 1)
 
 
 @dataclass
@@ -165,11 +166,14 @@ class Followed(Trainer):
         return masters
 
     def _mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of what it holds of a parameter, flat; those are all where the parameter is sharded."""
-        if self.sharded.layout.shard > 1:
-            return flat
-        elems = self._shapes[name].shard_elems(self._rows.parts)
-        return flat[self._rows.number * elems : (self._rows.number + 1) * elems]
+        """This rank's rows of what it holds of a parameter, flat: the whole, a shard, or a part of one."""
+        shape, held = self._shapes[name], flat.numel()
+        left: tuple[tuple[int, int], ...] = self._rows
+        for cuts in ((), (self._rows.shard,), self._rows):
+            if held == rows_of(shape.shape[0], *cuts)[1] * shape.row_elems:
+                left = self._rows[len(cuts) :]
+        first, rows = rows_of(held // shape.row_elems, *left)
+        return flat[first * shape.row_elems : (first + rows) * shape.row_elems]
 
     def _mark_all(self, what: str, unit: Unit, tensors: dict[str, torch.Tensor]) -> None:
         digest = xxhash.xxh3_64()

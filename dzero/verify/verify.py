@@ -27,7 +27,7 @@ from dzero.errors import RunError, user_errors
 from dzero.launch import start
 from dzero.terminal import show
 from dzero.verify.compare import Apart, by_how_much, first_difference, gap
-from dzero.verify.ladder import Rung, VerifyRun, ladder
+from dzero.verify.ladder import Rung, VerifyRun, ladder, layout_of
 from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
 from dzero.verify.trace import Followed, Mark, Rows, Trace
 from dzero.watch import Watch
@@ -71,8 +71,9 @@ class Verifier:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         with user_errors():
             self._rungs = ladder(run, self._ranks)
-            _, shard = run.mesh.degrees(self._ranks, stage=run.zero.stage)
-        self._rows = Rows(self._rank % shard, shard)  # neighbouring ranks lie on the shard axis
+            layout = layout_of(run, self._ranks)
+        copy, own = divmod(self._rank, layout.shard)  # neighbouring ranks lie on the shard axis
+        self._rows = Rows((own, layout.shard), (copy, layout.shares) if layout.shares > 1 else (0, 1))
 
     def report(self) -> Report:
         """Run the baseline twice, then every other rung."""

@@ -8,6 +8,8 @@ With M microbatches, n ranks on the shard axis, r on the replicate axis, for eve
     2       1                             M                1 if r > 1
     3       2 M (M if kept after forward) M                1 if r > 1
 
+With `zero.states_over=all` the all_reduce over r is a reduce_scatter and, of updated parameters, an all_gather.
+
 Bytes follow `comm/ledger.py`. The counts hold for units all of whose parameters are trained; FSDP2 skips the
 backward gather of a leading unit whose input and parameters need no gradient.
 """
@@ -29,14 +31,15 @@ KINDS = ("param", "grad", "master", "moments")
 
 
 def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collection[str] = ()) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries (phases unshard and reduce).
+    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries: unshard, reduce, update.
 
     shared: names of tied parameters that the other end of a pipeline has as well."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
-    def add(kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int) -> None:
+    def add(
+        kind: str, axis: str, ranks: int, owned_bytes: int, wire: torch.dtype, calls: int, phase: str = "reduce"
+    ) -> None:
         if ranks > 1 and owned_bytes and calls:
-            phase = "unshard" if kind == "all_gather" else "reduce"
             totals[Entry(phase, kind, axis, dtype_key(wire))] += Traffic(calls, calls * (ranks - 1) * owned_bytes)
 
     microbatches, dtype, wire = layout.microbatches, layout.param.dtype, layout.wire
@@ -46,12 +49,17 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
         back = layout.grad.dtype if layout.exact else hop
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
-        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers)
+        add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers, "unshard")
         if layout.param.sharded and layout.reshard_after_forward is not False:
             inner = n if layout.reshard_after_forward is True else int(layout.reshard_after_forward)
-            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches)
+            add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
+        if layout.shares > 1:
+            part = unit.shard_elems(n, copies, trainable_only=True)
+            add("reduce_scatter", REPLICATE, copies, part * hop.itemsize, hop, 1)
+            add("all_gather", REPLICATE, copies, part * dtype.itemsize, dtype, 1, "update")
+            continue
         owned = -(-trained // copies)
         add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
         for param in unit.params:
@@ -62,13 +70,12 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
 
 def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
     """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
-    along the axis that cuts the chunks, the sums along those that cut the model, those of all `names` of the model
-    along a pipeline, four for the loss along every one."""
-    chunk_axis = SHARD if layout.shard > 1 else REPLICATE
+    over the copies, those of all copies along the shard axis, the sums along axes that cut the model, those of all
+    `names` of the model along a pipeline, four for the loss along every one."""
     params = sum(p.trainable for unit in units for p in unit.params)
     cut = (param.split for unit in units if unit.shared_by == 1 for param in unit.params)
     splits = {split.axis: split.count for split in cut if split is not None}
-    sums = {chunk_axis: params + 1} | dict.fromkeys(splits, params)
+    sums = {REPLICATE: params + 1, SHARD: layout.replicate * (params + 1)} | dict.fromkeys(splits, params)
     if layout.pipeline_ranks > 1:
         splits[PIPELINE], sums[PIPELINE] = layout.pipeline_ranks, names
     totals = {}
@@ -101,7 +108,7 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
     """
     shards = [(unit, layout.of_unit(unit).shard) for unit in units]
-    trained = [p.shard_elems(n) for unit, n in shards for p in unit.params if p.trainable]
+    trained = [p.shard_elems(n, layout.shares) for unit, n in shards for p in unit.params if p.trainable]
     stored = sum(unit.shard_elems(n) for unit, n in shards)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
@@ -125,7 +132,8 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
         n = layout.of_unit(unit).shard
         whole += 0 if layout.param.sharded or n == 1 else unit.shard_elems(n) * n
         waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
-        trained += unit.shard_elems(n, trainable_only=True) * (n if waits else 1)
+        shares = 1 if waits else layout.shares
+        trained += unit.shard_elems(n, shares, trainable_only=True) * (n if waits else 1)
     return StateBytes(
         param=rest.param + whole * layout.param.dtype.itemsize,
         grad=trained * layout.grad.dtype.itemsize,

@@ -56,11 +56,11 @@ class ColdRoom:
             return None
         needed, working = 0, layout.param.dtype
         for unit, slot, param in ((u, *each) for u in slots for each in zip(slots[u], shapes[u].params, strict=True)):
-            elems = param.shard_elems(layout.of_unit(shapes[unit]).shard)
+            shard = layout.of_unit(shapes[unit]).shard
             if "param" in on_disk and slot.name in off_device["param"]:
-                needed += elems * working.itemsize
+                needed += param.shard_elems(shard) * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
-                needed += elems * torch.float32.itemsize
+                needed += param.shard_elems(shard, layout.shares) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)
 
     def keep(self, name: str, tensor: torch.Tensor) -> Cold:

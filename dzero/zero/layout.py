@@ -6,6 +6,9 @@
     master    stage 0 whole, stage 1-3 Shard(0)              fp32 | 16-bit remainder       4 or 2 (none for fp32)
     moments   stage 0 whole, stage 1-3 Shard(0)              fp32 | bf16 | int8            8, 4 or about 2
 
+With `zero.states_over=all` master and moments are `Shard(0)` over the replicate axis too: each copy of a shard owns a
+part of it (zero/shares.py).
+
 Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), which is why no row needs to
 ask for the stage again: `Layout` is the table filled in, and the FSDP2 switches, the cadence of microbatches, the
 collectives and the bytes below are all derived from it. Pure: no tensors, no communication.
@@ -13,6 +16,7 @@ collectives and the bytes below are all derived from it. Pure: no tensors, no co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +31,7 @@ from dzero.zero.tiers import KINDS, OffloadConfig
 FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
+STATES_OVER = ("shard", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +42,19 @@ class ZeroConfig:
     keeps it, an integer reshards it over that many neighbouring ranks (ZeRO++'s secondary partition, hpZ).
     `units`: class names of the modules that are sharded and gathered together; empty means the transformer blocks
     (elements of the outermost ModuleList or Sequential). `reduction`: `exact` (rank-ordered fp32 sums, the same bits at
-    every stage), `native` (the backend's), or `auto` (exact on CPU, native on CUDA).
+    every stage), `native` (the backend's), or `auto` (exact on CPU, native on CUDA). `states_over`: the data-parallel
+    ranks that masters and moments are cut over: those of the `shard` axis, or `all`, those of the replicate axis too.
     """
 
     stage: int = 2
     reshard_after_forward: bool | int = True
     units: list[str] | None = None
     reduction: str = "auto"
+    states_over: str = "shard"
 
     def __post_init__(self) -> None:
+        if self.states_over not in STATES_OVER:
+            raise ValueError(f"zero.states_over={self.states_over!r}: choose one of {[*STATES_OVER]}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if isinstance(self.units, str):
@@ -96,17 +105,21 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of state: cut over the shard axis or whole, the dtype it is stored in, and where (zero/tiers.py)."""
+    """One kind of state: cut over the shard axis or whole, the dtype it is stored in, and where (zero/tiers.py).
+
+    over_copies: what a rank would have of it is cut once more, over the replicate axis.
+    """
 
     sharded: bool
     dtype: torch.dtype
     tier: str = "device"
     fraction: float = 1.0
+    over_copies: bool = False
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
-        """DTensor placements over (replicate, shard)."""
-        return Replicate(), Shard(0) if self.sharded else Replicate()
+        """DTensor placements over (replicate, shard); where both cut, the shard axis does so first."""
+        return Shard(0) if self.over_copies else Replicate(), Shard(0) if self.sharded else Replicate()
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,9 @@ class Layout:
         _check_stage(zero, shard)
         _check_gradients(precision, hybrid)
         _check_tiers(zero, precision, offload)
+        _check_states_over(
+            zero, offload, replicate, shard, {"tp": model_ranks, "pp": pipeline_ranks, "ep": expert_ranks}
+        )
         _check_cut(zero, offload, "a model that is", model_ranks, "tp")
         _check_cut(zero, offload, "experts that are", expert_ranks, "ep")
         _check_pipeline(offload, pipeline_ranks)
@@ -181,7 +197,8 @@ class Layout:
         moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
 
         def row(kind: str, first_stage: int, dtype: torch.dtype) -> Row:
-            return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind))
+            over_copies = zero.states_over == "all" and kind in ("master", "moments")
+            return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind), over_copies)
 
         return cls(
             stage=zero.stage,
@@ -226,6 +243,11 @@ class Layout:
         return self.replicate > 1 and self.shard > 1
 
     @property
+    def shares(self) -> int:
+        """Of a shard, each with the masters and moments of one of its copies."""
+        return self.replicate if self.master.over_copies else 1
+
+    @property
     def replicate_wire(self) -> torch.dtype:
         """Payload of the hop over the replicate axis."""
         return torch.float32 if self.hybrid else self.wire
@@ -264,6 +286,35 @@ def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
             f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
             "take precision.grad=auto or fp32"
         )
+
+
+def _check_states_over(
+    zero: ZeroConfig, offload: OffloadConfig, replicate: int, shard: int, others: Mapping[str, int]
+) -> None:
+    if zero.states_over == "shard":
+        return
+    if replicate == 1 or shard == 1:
+        raise ValueError(
+            f"zero.states_over={zero.states_over} has no effect on {replicate} (replicate) x {shard} (shard) ranks: it "
+            "cuts the states of a shard over its copies; remove it, or take zero.stage=1, 2 or 3 and mesh.replicate > 1"
+        )
+    if offload.param != "device":
+        raise ValueError(
+            f"offload.param={offload.param} with zero.states_over={zero.states_over}: new values come from other ranks "
+            "to the device; take offload.param=device, other states may leave it"
+        )
+    if offload.mode in ("backward", "delayed"):
+        raise ValueError(
+            f"offload.overlap={offload.overlap} with zero.states_over={zero.states_over}: a unit's new values travel "
+            "between ranks as soon as it is updated, and cannot wait or be taken back; take offload.overlap=forward or "
+            "step"
+        )
+    for axis, ranks in others.items():
+        if ranks > 1:
+            raise ValueError(
+                f"zero.states_over={zero.states_over} with a model that is cut over {ranks} ranks (mesh.{axis}): "
+                "states that three axes cut are not built; take zero.states_over=shard"
+            )
 
 
 def _check_cut(zero: ZeroConfig, offload: OffloadConfig, what: str, ranks: int, axis: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -15,13 +17,22 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def placed_like(local: torch.Tensor, like: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """`local` [like's local shard, any dtype] as a DTensor placed as `like` is. mesh: its own, e.g. the host's."""
+def placed_like(
+    local: torch.Tensor,
+    like: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: tuple[Placement, ...] | None = None,
+) -> DTensor:
+    """`local` [rows of `like`, any dtype] as a DTensor placed as `like` is. mesh, placements: its own, e.g. the host's.
+
+    Without placements of its own it has the rows of like's local shard.
+    """
     assert isinstance(like, DTensor)
+    rows, *rest = local_of(like).shape
     return DTensor.from_local(
-        local.view(local_of(like).shape),
+        local.view(rows if placements is None else local.numel() // max(1, math.prod(rest)), *rest),
         mesh or like.device_mesh,
-        like.placements,
+        placements or like.placements,
         run_check=False,
         shape=like.shape,
         stride=like.stride(),

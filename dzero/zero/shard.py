@@ -39,6 +39,7 @@ from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.shapes import UnitShape
+from dzero.zero.shares import Shares
 from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT, Slot, find_units, shapes_of, slots_by_unit
@@ -256,7 +257,13 @@ class _Sharder:
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
         _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
         _check_experts([*self.shapes.values()], mesh, experts)
+        _check_fused(layout, [*self.shapes.values()])
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
+        if layout.shares > 1 and find_tiles(model):
+            raise ValueError(
+                "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
+                "block.loss_tiles=1, or zero.states_over=shard"
+            )
         rank = mesh.get_local_rank(SHARD)
         self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
@@ -270,7 +277,7 @@ class _Sharder:
         shape = self.shapes[name]
         layout, axes = self.layout.of_unit(shape), self.axes[shape.shared_by]
         self.values.fill(modules, slots, axes.groups)
-        rounded = self.values.round(modules, slots, axes.groups[SHARD])
+        rounded = self.values.round(modules, slots, self._cuts(axes))
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = any(modules[0] is root for root in self.roots)
@@ -293,6 +300,7 @@ class _Sharder:
             params={slot.name: slot.param for slot in slots},
             average=self._average_copies(name, layout, axes),
             origin=origin,
+            shares=self._shares(shape, axes),
         )
         self._switch(unit, axes)
         if self.layout.param.tier == "disk":
@@ -318,6 +326,16 @@ class _Sharder:
         if layout.replicate == 1:
             return None
         return AverageCopies(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
+
+    def _cuts(self, axes: Axes) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of masters and moments, one after the other: over the shard axis, and over the copies."""
+        own, shares = axes.groups[SHARD], self.layout.shares
+        return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if shares > 1 else 0, shares)
+
+    def _shares(self, unit: UnitShape, axes: Axes) -> Shares | None:
+        if self.layout.shares == 1:
+            return None
+        return Shares(unit, self.layout, *self._cuts(axes), axes.exchanges[REPLICATE], self.ledger)
 
     def _switch(self, unit: Unit, axes: Axes) -> None:
         module, name, exchange = unit.modules[0], unit.shape.name, axes.exchanges[SHARD]
@@ -366,6 +384,16 @@ def _check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertPara
         )
     if experts is not None and not torch.equal(experts.mesh.mesh.flatten(), mesh.mesh.flatten()):
         raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
+
+
+def _check_fused(layout: Layout, units: list[UnitShape]) -> None:
+    """Raises ValueError for 8-bit moments of parameters whose parts are of several tensors, as blocks would be."""
+    fused = [param.name for unit in units for param in unit.params if param.fused]
+    if fused and layout.moments.dtype == torch.uint8:
+        raise ValueError(
+            f"precision.moments=int8: parameter {fused[0]} is cut in several places, which its blocks would mix; take "
+            "precision.moments=bf16"
+        )
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -16,6 +16,7 @@ from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
+from dzero.zero.shares import Shares
 
 Consumer = Callable[[torch.Tensor], None]
 Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
@@ -27,10 +28,11 @@ class Unit:
 
     `layout`, `mesh`: the table and the data-parallel axes of this unit; experts that ranks share have their own.
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard] of parameters that came in fp32 and work in 16 bits, for the optimizer to take as masters. `consumer`
-    is held weakly: the gradients belong to the optimizer. `pending`: waits for the update that is on its way to the
-    shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`: parameters that live in host
-    memory; `fetch` brings all of them to the device, ahead of use where it can, and `forget` drops what it brought.
+    [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer to
+    take as masters. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for the update
+    that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`:
+    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
+    `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -46,6 +48,7 @@ class Unit:
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
+    shares: Shares | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

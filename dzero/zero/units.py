@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
+from dzero.parallel.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling import find_tiles
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, Split, UnitShape
@@ -170,5 +171,7 @@ def shape_of(slot: Slot) -> ParamShape:
             f"parameter {slot.name} is {list(param.shape)}: the {mesh.size()} ranks of axis {axis} do not divide its "
             f"dim {dim}"
         )
-    split = Split(axis, dim, mesh.get_local_rank(), mesh.size())
-    return ParamShape(slot.name, tuple(local_of(param).shape), param.requires_grad, split)
+    summed = not isinstance(slot.owner, RowsProjection)
+    split = Split(axis, dim, mesh.get_local_rank(), mesh.size(), summed)
+    fused = isinstance(slot.owner, FusedProjection)
+    return ParamShape(slot.name, tuple(local_of(param).shape), param.requires_grad, split, fused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of, placed_like
+from dzero.zero.shapes import rows_of
 from dzero.zero.units import Slot, swap
 from dzero.zero.working import to_working
 
@@ -58,10 +59,13 @@ class Values:
                     _broadcast_to_last(local_of(param), self._ends[0])
 
     @torch.no_grad()
-    def round(self, modules: list[nn.Module], slots: list[Slot], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-        """Round parameters to the working dtype; of those that lost anything the fp32 rows that are this rank's shards
-        in `group`."""
-        rank = group.rank()
+    def round(
+        self, modules: list[nn.Module], slots: list[Slot], cuts: Sequence[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Round parameters to the working dtype; of those that lost anything the fp32 rows of this rank's masters.
+
+        cuts: which those are (shapes.rows_of).
+        """
         rows: dict[str, torch.Tensor] = {}
         placed: dict[nn.Parameter, nn.Parameter] = {}
         working = self._layout.param.dtype
@@ -76,8 +80,8 @@ class Values:
             else:
                 param.data = rounded
             if param.requires_grad:
-                count = -(-unsharded.shape[0] // group.size())
-                rows[slot.name] = unsharded[rank * count : (rank + 1) * count].clone()
+                first, count = rows_of(unsharded.shape[0], *cuts)
+                rows[slot.name] = unsharded[first : first + count].clone()
         swap(modules, placed)
         return rows
 

@@ -53,8 +53,9 @@ def skip(rank: int, ranks: int, stage: int, microbatches: int, kind: str, precis
         optim.step()
         assert optim.last_decision is not None
         skipped.append((optim.skipped_steps, optim.consecutive_skips, optim.last_decision.culprits))
-        row = int(drawn[step][1][0][0, 0])  # the poisoned output belongs to this token, half of which a rank owns
-        assert optim.last_decision.culprits == (f"embed.weight (rank {row // 32})",)
+        row = int(drawn[step][1][0][0, 0])  # the poisoned output belongs to this token: a rank sums so many of 64
+        shard, copy = divmod(row // (64 // ranks), ranks // 2) if "replicate" in precision else (row // 32, 0)
+        assert optim.last_decision.culprits == (f"embed.weight (rank {copy * 2 + shard})",)
         assert not optim.last_decision.finite
         assert unequal(snapshot(sharded, optim), before) == []
         assert optim.gradients.named() == {}

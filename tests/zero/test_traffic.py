@@ -15,7 +15,7 @@ from loops import backward, sharded_net
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dzero import AdamW, Sharded
+from dzero import AdamW, OffloadConfig, Sharded
 from dzero.comm.ledger import Entry, Traffic
 from dzero.zero.account import expected_traffic
 
@@ -46,10 +46,13 @@ def check(net: str, **kwargs: Any) -> None:
     moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase != "control"}
     assert moved == expected_traffic(layout, sharded.shapes), where
 
-    # One small gather per step decides for all ranks: 8 bytes (fp64) for each trained parameter, and a checksum.
-    axis, n = ("replicate", layout.replicate) if layout.shard == 1 else ("shard", layout.shard)
-    trained = sum(p.trainable for unit in sharded.shapes for p in unit.params)
-    assert control == {Entry("control", "all_gather", axis, "float64"): Traffic(1, (n - 1) * 8 * (trained + 1))}, where
+    # One small gather per axis and step decides for all: 8 bytes (fp64) for each trained parameter, and a checksum; of
+    # the copies first, and what they said along the shard axis.
+    told = 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
+    sent = {"replicate": (layout.replicate - 1) * told, "shard": (layout.shard - 1) * layout.replicate * told}
+    assert control == {
+        Entry("control", "all_gather", axis, "float64"): Traffic(1, count) for axis, count in sent.items() if count
+    }, where
     audit(sharded, moved, counter, where)
 
 
@@ -57,10 +60,11 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
     """Bytes in the ledger = bytes dispatched, but for the short last chunks of an exact all-reduce."""
     layout = sharded.layout
     booked = sum(traffic.sent_bytes for traffic in moved.values())
-    control = (counter.ranks - 1) * 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
+    told = 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
+    control = (layout.replicate - 1) * told + (layout.shard - 1) * layout.replicate * told
     sent = sum(counter.sent_bytes.values()) - control
     padding = 0
-    if layout.replicate > 1:
+    if layout.replicate > 1 and layout.shares == 1:
         grad, wire = layout.grad.dtype.itemsize, layout.replicate_wire.itemsize
         short = sum(-unit.shard_elems(layout.shard, trainable_only=True) % layout.replicate for unit in sharded.shapes)
         # A rank with a full chunk sends the short one once less; one with a short chunk sends less back to all.
@@ -68,7 +72,7 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
     assert booked - padding <= sent <= booked, where
     if layout.exact:
         assert counter.calls.keys() <= {"send", "recv_", "_allgather_base_"}, where
-        assert counter.calls["_allgather_base_"] == 1, where  # the control gather
+        assert counter.calls["_allgather_base_"] == 1 + layout.hybrid, where  # the control gathers
     else:
         assert counter.calls["send"] == 0, where
 
@@ -91,6 +95,11 @@ def check_four_ranks(rank: int, ranks: int) -> None:
     for stage, microbatches in ((1, 4), (2, 1), (3, 1), (3, 4)):
         check("even", stage=stage, microbatches=microbatches, replicate=2)
     check("uneven", stage=3, replicate=2)
+    for stage, microbatches in ((1, 4), (2, 1), (3, 4)):
+        check("uneven", stage=stage, microbatches=microbatches, replicate=2, states_over="all")
+    check("even", stage=3, replicate=2, states_over="all", reduction="native")
+    late = OffloadConfig(grad="host", master="host", moments="host")  # new values travel in the next step's forward
+    check("even", stage=2, replicate=2, states_over="all", offload=late)
     check("even", stage=2, replicate=2, reduction="native")
     check("even", stage=3, microbatches=4, reshard=2)
 
