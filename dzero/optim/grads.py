@@ -50,7 +50,7 @@ class Gradients:
         self._groups, self._trail = groups, sharded.ledger.trail
         self._gathers = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._device = torch.device(sharded.mesh.device_type)
-        self._ranks = sharded.mesh.mesh.T.flatten().tolist()
+        self._mesh = sharded.mesh
         self._units = [UnitGrads(unit, sharded, _copy_of(unit), offload) for unit in sharded.units]
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
@@ -103,33 +103,37 @@ class Gradients:
         gathered = _vector(values, self._device)
         for of_axis in self._gathers:
             gathered = of_axis(gathered.view(-1))
-        gathered = gathered.view(len(self._ranks), -1).cpu()
+        gathered = gathered.view(-1, len(values)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = _in_order(chunks)
-        bad = _culprits(chunks, self._owned, "rank", self._ranks)
+        bad = _culprits(chunks, self._owned, "rank", self._rank)
         for axis, gather, cut in self._along_model:
             ranks = gather(per_param.to(self._device)).cpu()
-            bad = bad or _culprits(ranks, self._owned, f"{axis} rank", range(len(ranks)))
+            bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
             self._check_alike(ranks, axis, cut)
             per_param = torch.where(torch.tensor(cut), _in_order(ranks), ranks[0])
         if self._parts is not None:
             ranks = self._parts.gather(per_param)
-            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank", range(len(ranks)))
+            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")
             per_param = _in_order(ranks)
         norm = math.sqrt(sum(per_param.tolist())) / scale
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
         return Decision(norm, finite, clip / scale, tuple(bad))
 
+    def _rank(self, at: int) -> int:
+        """Its number, of the data-parallel ranks in the order of what is gathered from them."""
+        return int(self._mesh.mesh.T.flatten()[at])
+
     def _check_order(self, checksums: torch.Tensor) -> None:
         """Of all data-parallel ranks, those of a shard's copies side by side."""
-        differing = [rank for rank, each in zip(self._ranks, checksums, strict=True) if each != checksums[0]]
-        if differing:
+        if others := (checksums != checksums[0]).nonzero().flatten().tolist():
+            differing = [self._rank(at) for at in others]
             shards = checksums.view(-1, self._groups[REPLICATE].size())
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             raise RuntimeError(
-                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._ranks[0]}, so data "
+                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, so data "
                 f"of different units was mixed: {self._trail.divergence(group)}\nEvery rank must run the same modules "
                 "in the same order in every microbatch (no branches on the data of one rank)"
             )
@@ -159,10 +163,12 @@ def _copy_of(unit: Unit) -> tuple[int, int]:
     return copies.rank(), copies.size()
 
 
-def _culprits(sums: torch.Tensor, names: Sequence[str], who: str, ranks: Sequence[int]) -> dict[str, None]:
-    """Of sums [ranks, names]; `ranks`: their numbers."""
+def _culprits(
+    sums: torch.Tensor, names: Sequence[str], who: str, number: Callable[[int], int] = int
+) -> dict[str, None]:
+    """Of sums [ranks, names]; number: of the rank in a row."""
     where = (~torch.isfinite(sums)).nonzero().tolist()
-    return dict.fromkeys(f"{names[param]} ({who} {ranks[at]})" for at, param in where)
+    return dict.fromkeys(f"{names[param]} ({who} {number(at)})" for at, param in where)
 
 
 def _in_order(sums: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ and FSDP2's ordinary `.grad` is right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,11 +38,12 @@ from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.refused import check_experts, check_splits, check_tables
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
 from dzero.zero.tiers import OffloadConfig, names_off_device
 from dzero.zero.unit import Unit, as_module
-from dzero.zero.units import ROOT, Slot, find_units, shapes_of, slots_by_unit
+from dzero.zero.units import Slot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
 from dzero.zero.values import Materialise, Values
 
 
@@ -70,7 +71,7 @@ class Sharded:
         in_model = [name for name, _ in model.named_parameters()]
         self.names = tuple(here | dict.fromkeys(in_model)) if parts is None else parts.names
         self.is_last = True
-        self._roots = [_as_fsdp(root) for root in _roots(model, parts)]
+        self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
 
     @contextmanager
@@ -181,32 +182,9 @@ def shard(
         pipeline_ranks=pipeline_ranks,
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
-    units = _units(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
+    units = units_of_roots(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
     values_on = device or _current_device(mesh.device_type)
     return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts).run()
-
-
-Units = list[tuple[str, list[nn.Module]]]
-
-
-def _roots(model: nn.Module, parts: Parts | None) -> list[nn.Module]:
-    return [model] if parts is None else [part.module for part in parts.own]
-
-
-def _units(
-    model: nn.Module,
-    parts: Parts | None,
-    class_names: Sequence[str] | None,
-    is_unit: Callable[[nn.Module], bool] | None,
-    experts: Mapping[str, nn.Module] | None,
-) -> Units:
-    """Of every root its units, and itself the last of them."""
-    roots = _roots(model, parts)
-    units: Units = []
-    for number, root in enumerate(roots):
-        name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"
-        units += [*find_units(root, class_names, is_unit, experts), (name, [root])]
-    return units
 
 
 @dataclass(frozen=True)
@@ -243,7 +221,7 @@ class _Sharder:
         experts: ExpertParallel | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
-        self.parts, self.roots = parts, _roots(model, parts)
+        self.parts, self.roots = parts, roots_of(model, parts)
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
@@ -255,15 +233,11 @@ class _Sharder:
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
-        _check_splits([*self.shapes.values()], groups_of_model, tiled=bool(find_tiles(model)))
-        _check_experts([*self.shapes.values()], mesh, experts)
-        _check_fused(layout, [*self.shapes.values()])
+        shapes, tiled = [*self.shapes.values()], bool(find_tiles(model))
+        check_tables(layout, shapes, tiled=tiled)
+        check_splits(shapes, groups_of_model, tiled=tiled)
+        check_experts(shapes, mesh, experts)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
-        if layout.shares > 1 and find_tiles(model):
-            raise ValueError(
-                "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
-                "block.loss_tiles=1, or zero.states_over=shard"
-            )
         rank = mesh.get_local_rank(SHARD)
         self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
@@ -353,47 +327,6 @@ class _Sharder:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
-
-
-def _check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
-    """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
-    dense = (unit for unit in units if unit.shared_by == 1)
-    split = next((param for unit in dense for param in unit.params if param.split is not None), None)
-    if split is None or split.split is None:
-        return
-    axis = split.split.axis
-    if axis not in groups:
-        raise ValueError(
-            f"parameter {split.name} is cut along the axis {axis}, which the mesh does not have: pass the whole mesh "
-            f"(dzero.make_mesh(..., {axis}={split.split.count})), of which it was parallelized over mesh[{axis!r}]"
-        )
-    if tiled:
-        raise ValueError(
-            f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
-            f"the axis {axis} makes operators smaller too"
-        )
-
-
-def _check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None) -> None:
-    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks."""
-    shared = [unit for unit in units if unit.shared_by > 1]
-    if shared and experts is None:
-        raise ValueError(
-            f"{shared[0].shared_by} ranks share experts of unit {shared[0].name}: pass what parallelize_experts "
-            "returned as experts="
-        )
-    if experts is not None and not torch.equal(experts.mesh.mesh.flatten(), mesh.mesh.flatten()):
-        raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
-
-
-def _check_fused(layout: Layout, units: list[UnitShape]) -> None:
-    """Raises ValueError for 8-bit moments of parameters whose parts are of several tensors, as blocks would be."""
-    fused = [param.name for unit in units for param in unit.params if param.fused]
-    if fused and layout.moments.dtype == torch.uint8:
-        raise ValueError(
-            f"precision.moments=int8: parameter {fused[0]} is cut in several places, which its blocks would mix; take "
-            "precision.moments=bf16"
-        )
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
 from dzero.parallel.conv1d import FusedProjection, RowsProjection
+from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import find_tiles
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, Split, UnitShape
@@ -91,6 +92,30 @@ def _joined_by_tied_weights(
             units.remove(unit)
         units.append(merged)
     return [(name, modules) for name, modules, params in units if not params & outside]
+
+
+Units = list[tuple[str, list[nn.Module]]]
+
+
+def roots_of(model: nn.Module, parts: Parts | None) -> list[nn.Module]:
+    """The modules whose forward is called: the model's, or of a pipeline those of this rank's parts."""
+    return [model] if parts is None else [part.module for part in parts.own]
+
+
+def units_of_roots(
+    model: nn.Module,
+    parts: Parts | None,
+    class_names: Sequence[str] | None,
+    is_unit: Callable[[nn.Module], bool] | None,
+    experts: Mapping[str, nn.Module] | None,
+) -> Units:
+    """Of every root its units, and itself the last of them."""
+    roots = roots_of(model, parts)
+    units: Units = []
+    for number, root in enumerate(roots):
+        name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"
+        units += [*find_units(root, class_names, is_unit, experts), (name, [root])]
+    return units
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Runs far larger than this machine, simulated on a fake group: they fit, and say what they move along every axis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dzero.mesh import MeshConfig
+from dzero.models.config import ModelConfig
+from dzero.parallel.blocks import BlockConfig
+from dzero.plan.scenario import Scenario
+from dzero.plan.simulate import Simulated, simulate
+from dzero.zero.layout import ZeroConfig
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+H100_BYTES = 80_000_000_000
+
+
+def large(model: str, mesh: MeshConfig, accumulate: int, stage: int) -> Scenario:
+    """One sequence of 4,096 tokens to a microbatch, in bf16, blocks recomputed."""
+    ranks = mesh.ranks
+    assert ranks is not None
+    return Scenario(
+        model=ModelConfig(**yaml.safe_load((CONF / f"{model}.yaml").read_text())),
+        ranks=ranks,
+        sequences=1,
+        tokens=4096,
+        accumulate=accumulate,
+        zero=ZeroConfig(stage=stage),
+        mesh=mesh,
+        block=BlockConfig(activation_checkpoint="full"),
+    )
+
+
+def sent(simulated: Simulated) -> dict[str, int]:
+    """Bytes by phase and axis."""
+    totals: dict[str, int] = {}
+    for entry, traffic in simulated.traffic.items():
+        key = f"{entry.phase} {entry.axis}"
+        totals[key] = totals.get(key, 0) + traffic.sent_bytes
+    return totals
+
+
+def test_70_billion_on_64_x_8_fit_and_tell_their_traffic() -> None:
+    scenario = large("llama_70b", MeshConfig(dp=64, tp=8), accumulate=2, stage=3)
+    simulated = simulate(scenario)
+    assert simulated.peak.total < H100_BYTES
+    of_a_rank = sum(param.elems for unit in simulated.shapes for param in unit.params)
+    gathers, reduces = 2 * 2, 2  # of bf16, forward and backward of two microbatches; uneven rows are padded
+    moved = sent(simulated)
+    assert moved["unshard shard"] == pytest.approx(
+        gathers * 2 * of_a_rank * 63 / 64, rel=0.01
+    )  # uneven rows are padded
+    assert moved["reduce shard"] == pytest.approx(reduces * 2 * of_a_rank * 63 / 64, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 7, 15])
+def test_a_trillion_on_32_x_16_x_8_fit_and_tell_their_traffic(part: int) -> None:
+    scenario = large("llama_1t", MeshConfig(dp=32, pp=16, tp=8), accumulate=16, stage=2)
+    simulated = simulate(scenario, part=part)
+    assert simulated.peak.total < H100_BYTES
+    of_a_rank = sum(param.elems for unit in simulated.shapes for param in unit.params)
+    hidden, ways = 4096 // 8 * 25_600 * 2, 1 if part in (0, 15) else 2
+    moved = sent(simulated)
+    assert moved["pipeline pp"] == ways * 16 * hidden
+    assert moved["unshard shard"] == pytest.approx(2 * of_a_rank * 31 / 32, rel=0.01)
+    assert moved["reduce shard"] == pytest.approx(16 * 2 * of_a_rank * 31 / 32, rel=0.01)
