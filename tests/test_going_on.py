@@ -50,9 +50,11 @@ class Observed(Trainer):
             return found
 
         self.stream._windows_of = observed  # type: ignore[method-assign]
+        self._loss_of = self.assembled.loss
+        self.assembled.loss = self._loss  # type: ignore[method-assign]
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = super()._loss(tokens, targets)
+        loss = self._loss_of(tokens, targets)
         if torch.is_grad_enabled():
             self.forwards += 1
             if self.rank == 1 and self.forwards == self.nan_step:

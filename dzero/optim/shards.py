@@ -52,12 +52,12 @@ class Homes:
         layout, mesh = sharded.layout, sharded.mesh
         self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
         self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
-        self._shards = layout.shard
 
-    def span(self, shape: ParamShape, param: nn.Parameter) -> tuple[int, slice]:
-        """The elements of a parameter's flat shard whose states this rank has; and the first of them in all of it."""
+    def span(self, shape: ParamShape, param: nn.Parameter, shards: int) -> tuple[int, slice]:
+        """The elements of a parameter's flat shard, of so many, whose states this rank has; and the first of them in
+        all of it."""
         rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
-        shard = rank, self._shards
+        shard = rank, shards
         first, _ = rows_of(shape.shape[0], shard, self._copy)
         return first * shape.row_elems, span_of(shape, shard, self._copy)
 

@@ -66,7 +66,7 @@ class Stored:
         cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes, kept: tuple[str, ...] = MOMENTS
     ) -> Stored:
         """Without values, which `fill` gives."""
-        first, span = homes.span(shape, param)
+        first, span = homes.span(shape, param, layout.shard)
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
         stored._create_master(layout, homes)
         for key in kept:

@@ -67,9 +67,7 @@ class Sharded:
     ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.model_groups, self.parts = model_groups, parts
-        here = {name: None for unit in units for name in unit.params}
-        in_model = [name for name, _ in model.named_parameters()]
-        self.names = tuple(here | dict.fromkeys(in_model)) if parts is None else parts.names
+        self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]

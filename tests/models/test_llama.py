@@ -135,6 +135,7 @@ def llama_elems(vocab: int, hidden: int, layers: int, kv_width: int, ffn: int, h
         ("llama_1b", 1_235_814_400),
         ("llama_8b", 8_030_261_248),
         ("llama_70b", 70_553_706_496),
+        ("llama_1t", 1_007_583_257_600),
     ],
 )
 def test_each_size_has_the_parameters_its_file_says(name: str, elems: int) -> None:
@@ -146,7 +147,8 @@ def test_each_size_has_the_parameters_its_file_says(name: str, elems: int) -> No
 
 def test_every_size_is_counted() -> None:
     files = {file.stem for file in CONF.glob("*.yaml")}
-    assert files == {"tiny", "bench_21m", "bench_118m", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "hf"}
+    llamas = {"tiny", "bench_21m", "bench_118m", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "llama_1t"}
+    assert files == {*llamas, "tiny_moe", "mixtral_8x7b", "hf"}
     with pytest.raises(ValueError, match=r"model.name_or_path is unset"):
         ModelConfig(**load("hf"))
 
@@ -161,7 +163,7 @@ def test_flops_count_matmuls_and_attention(tied: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "gpt"}, r"model.kind='gpt': choose one of \['llama', 'hf'\]"),
+        ({"kind": "gpt"}, r"model.kind='gpt': choose one of \['llama', 'moe', 'hf'\]"),
         ({"heads": 7}, r"model.heads=7 with model.hidden_size=24: .* allowed heads: \[1, 2, 3, 4, 6, 12\]"),
         ({"heads": 8}, r"model.heads=8 with model.hidden_size=24"),
         ({"hidden_size": 25, "heads": 5}, r"model.hidden_size=25: must be even"),
