@@ -49,7 +49,7 @@ class Checkpoints:
     """
 
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
-        self.config, self._optim = config, optim
+        self.config, self._optim, self._shares = config, optim, sharded.layout.shares > 1
         self._states = States(sharded, optim)
         self._saver: Saver | None = None
         with ExitStack() as self._undo:
@@ -112,7 +112,8 @@ class Checkpoints:
             return ""
 
         self._ranks.agree(take)
-        self._optim.synchronize()  # not before all have taken theirs: values may travel between ranks
+        if self._shares:  # not before all have taken theirs; what overlap=delayed holds back stays so
+            self._optim.synchronize()
         return found[0]
 
     def _find(self, which: str) -> tuple[Path | None, list[str]]:
