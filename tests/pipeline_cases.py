@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import reference
@@ -28,6 +29,7 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.parts import cut_parts
 from dzero.parallel.pipeline import Hidden, Pipeline, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic
+from dzero.zero.tiers import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=4, heads=4, kv_heads=4, ffn_size=48)
 TOKENS = 12
@@ -85,7 +87,12 @@ def build(run: Piped) -> Made:
         model,
         ZeroConfig(stage=run.stage),
         precision=PrecisionConfig(param=run.param),
-        offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
+        offload=OffloadConfig(
+            grad=run.offload,
+            master=run.offload,
+            moments=run.offload,
+            disk=DiskConfig(paths=[gettempdir()], block_bytes=8192),
+        ),
         mesh=mesh,
         microbatches=run.microbatches,
         materialise=fill if tensor is None else tensor.filling(fill),

@@ -172,6 +172,10 @@ class Offload:
         self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
         return grads
 
+    def change_grads(self, unit: str, moves: Sequence[Move]) -> None:
+        """Give gradients of a unit that are on disk other values, from copies of them."""
+        self.staging.visit("grad", unit, partial(_overwrite, moves))
+
     def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's "grad" or "moments" to the device, for an update there."""
         self.staging.load("grad" if what == "grad" else "states", unit)
@@ -256,6 +260,11 @@ class Offload:
 
 def _copies(tensors: Named) -> Named:
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _overwrite(moves: Sequence[Move]) -> None:
+    for there, value in moves:
+        there.copy_(value)
 
 
 def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:

@@ -193,6 +193,8 @@ class UnitGrads:
         """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
         grad = self.values()[name]
         add(grad)
+        if grad is not self.views[name]:  # a copy of what is on disk
+            self._offload.change_grads(self._unit.shape.name, [(self.views[name], grad)])
         self.sums[name] = sum_squares(self._chunk(name, grad))
 
     def on_device(self) -> list[torch.Tensor]:

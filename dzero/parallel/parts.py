@@ -127,6 +127,7 @@ def cut_parts(
     mine = range(rank, count, ranks)
     owned = {index: dict.fromkeys(name for name, _ in modules[index]) for index in mine}
     here = {name for of_part in owned.values() for name in of_part}
+    _check_trained(modules)
     removed = [(name, module) for of_part in modules for name, module in of_part if name not in here]
     for name, _ in removed:
         _replace(model, name)
@@ -193,6 +194,17 @@ def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]])
     if wrong := {names[param]: of_param for param, of_param in tied.items() if of_param != ends}:
         raise ValueError(f"mesh.pp: only the first part and the last may share parameters, and parts share {wrong}")
     return set(tied)
+
+
+def _check_trained(modules: Sequence[Sequence[Named]]) -> None:
+    """Raises ValueError for a part in which everything is frozen: its rank would have nothing to update."""
+    for index, of_part in enumerate(modules):
+        if not any(param.requires_grad for _, module in of_part for param in module.parameters()):
+            names = [name for name, _ in of_part]
+            raise ValueError(
+                f"mesh.pp: every parameter of part {index} of {len(modules)} is frozen ({names}), and backward goes "
+                "through every part; train a parameter of it, or take fewer ranks or parts"
+            )
 
 
 def _replace(model: nn.Module, name: str) -> None:

@@ -27,6 +27,7 @@ RUNS = [
     Piped(stage=1, pp=4, tied=True),
     Piped(stage=3, dp=2, offload="host", tied=True),
     Piped(stage=1, tp=2, offload="host"),
+    Piped(stage=2, offload="disk", tied=True),
     Piped(stage=3, tp=2, recompute="selective"),
     Piped(stage=2, dp=2, tp=2, tied=True),
 ]
@@ -138,6 +139,14 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         cut_parts(nn.Linear(2, 2), 0, 2)
     with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):
         cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
+    frozen = model_of(Piped(stage=0))
+    frozen.layers[2:].requires_grad_(False)
+    for name in ("norm", "head"):
+        frozen.get_submodule(name).requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"every parameter of part 1 of 2 is frozen \(\['layers.2', 'layers.3', 'norm',"
+    ):
+        cut_parts(frozen, 0, 2)
     with torch.device("meta"):
         model = Llama(SHAPE)
         model.layers[2].ffn.up.weight = model.layers[0].ffn.up.weight
