@@ -1,12 +1,13 @@
 """What does each factoring of four ranks cost, against the same built by hand from torch's APIs?
 
     python benchmarks/parallel.py
+    python benchmarks/parallel.py --only dp2.tp2 pp4
     python benchmarks/parallel.py --smoke
 
-Four gloo ranks of one thread each: dp x tp of 4 x 1, 2 x 2 and 1 x 4, at stages 2 and 3. The sides:
-benchmarks/parallel_sides.py; how they are interleaved: benchmarks/harness.py. More ranks than cores share them, so the
-seconds say who does more, not how fast four machines would be. Ranks of tp read the same batch: a step of dp ranks has
-dp of them.
+Four gloo ranks of one thread each, cut over dp, cp, tp, pp and ep (parallel_sides.py), each factoring by itself with
+its sides interleaved (harness.py). More ranks than cores share them, so the seconds say who does more, not how fast
+four machines would be. Ranks that share their sequences read the same batch: a step of dp ranks has dp of them. With
+pp a batch is as many microbatches as it has sequences. Those by hand of ep train the same mixture.
 
 Goal: seconds and peak memory at most 1.02 of what is built by hand.
 """
@@ -15,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict
-from statistics import median
+from dataclasses import asdict, replace
+from statistics import mean, median
 
 from harness import Measured, measure
-from parallel_sides import FACTORINGS, NAMES, RANKS, parts_of
+from parallel_sides import FACTORINGS, RANKS, SIDES
 from report import append_row, plot_bars, table, write_table
 from stats import ratio_of_medians
 from workload import Workload
@@ -31,15 +32,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=2, help="per side and round")
-    parser.add_argument("--samples", type=int, default=2, help="sequences per data-parallel rank and step")
-    parser.add_argument("--smoke", action="store_true", help="one factoring, two rounds; nothing is written")
+    parser.add_argument("--samples", type=int, default=4, help="sequences per data-parallel rank and step")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
+    parser.add_argument("--only", nargs="+", choices=[str(each) for each in FACTORINGS], help="these factorings")
+    parser.add_argument("--smoke", action="store_true", help="two rounds; nothing is written")
     options = parser.parse_args()
-    workload = Workload(samples=options.samples, heads=HEADS)
+    workload = Workload(samples=options.samples, tokens=options.tokens, heads=HEADS)
     rounds = 2 if options.smoke else options.rounds
     results: dict[str, Measured] = {}
-    for dp, tp in FACTORINGS[1:2] if options.smoke else FACTORINGS:  # one by one: so many processes fit no memory
-        names = [name for name in NAMES if parts_of(name)[2:] == (dp, tp)]
-        results |= measure(names, workload, rounds=rounds, steps=options.steps, ranks=RANKS, module="parallel_sides")
+    for cut in FACTORINGS:  # one by one: so many processes fit no memory
+        if options.only and str(cut) not in options.only:
+            continue
+        print(cut, flush=True)
+        names = [side.name for side in SIDES.values() if side.cut == cut]
+        own = replace(workload, model="moe") if cut.ep > 1 else workload
+        results |= measure(names, own, rounds=rounds, steps=options.steps, ranks=RANKS, module="parallel_sides")
     text = _text(workload, results)
     if options.smoke:
         print(text)
@@ -49,7 +56,7 @@ def main() -> None:
     write_table("parallel", text)
     plot_bars(
         "parallel",
-        f"{workload.model}, four gloo ranks on {os.cpu_count()} cores",
+        f"four gloo ranks on {os.cpu_count()} cores",
         {
             "tokens/s": {side: _tokens_per_s(workload, each) for side, each in results.items()},
             "peak memory added, MiB per rank": {side: each.peak_bytes / 2**20 for side, each in results.items()},
@@ -58,38 +65,32 @@ def main() -> None:
 
 
 def _tokens_per_s(workload: Workload, each: Measured) -> float:
-    return parts_of(each.side)[2] * workload.step_tokens / median(each.step_s)
+    return SIDES[each.side].cut.dp * workload.step_tokens / median(each.step_s)
 
 
 def _text(workload: Workload, results: dict[str, Measured]) -> str:
-    header = [
-        "stage",
-        "dp x tp",
-        "tokens/s",
-        "by hand",
-        "seconds, of those by hand",
-        "peak MiB",
-        "by hand",
-        "of it",
-        "met",
-    ]
+    header = ["ranks", "stage", "tokens/s", "by hand", "seconds, of those by hand", "processor time", "peak MiB",
+              "by hand", "of it", "last losses", "by hand", "met"]  # fmt: skip
     rows = []
-    for side, own in results.items():
-        by, stage, dp, tp = parts_of(side)
-        if by != "dzero":
+    for name, own in results.items():
+        side = SIDES[name]
+        if side.by == "hand":
             continue
-        hand = results[side.replace("dzero", "hand")]
+        hand = results[replace(side, by="hand").name]
         ratio, memory = ratio_of_medians(own.step_s, hand.step_s), own.peak_bytes / hand.peak_bytes
         rows.append(
             [
-                stage,
-                f"{dp} x {tp}",
+                str(side.cut).replace(".", " "),
+                side.stage,
                 f"{_tokens_per_s(workload, own):.0f}",
                 f"{_tokens_per_s(workload, hand):.0f}",
                 ratio,
+                f"{median(own.cpu_s) / median(hand.cpu_s):.2f}",
                 f"{own.peak_bytes / 2**20:.0f}",
                 f"{hand.peak_bytes / 2**20:.0f}",
                 f"{memory:.2f}",
+                f"{mean(own.losses[-4:]):.3f}",
+                f"{mean(hand.losses[-4:]):.3f}",
                 "yes" if max(ratio.value, memory) <= BOUND else "no",
             ]
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
+from dzero.models.moe import MoE, MoEShape
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 TEXT_BYTES = 4 << 20
@@ -44,8 +45,9 @@ class Workload:
         config = ModelConfig(**{str(key): value for key, value in values.items()})
         if self.heads is not None:
             config = replace(config, heads=self.heads, kv_heads=self.heads)
+        shape = config.shape(vocab_size=256)
         torch.manual_seed(self.seed)
-        return Llama(config.shape(vocab_size=256))
+        return MoE(shape) if isinstance(shape, MoEShape) else Llama(shape)
 
 
 class Batches:

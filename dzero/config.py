@@ -151,7 +151,7 @@ class RunConfig:
                 "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
         self._check_mesh()
-        self.optim.check_whole({"mesh.tp": self.mesh.tp, "block.tiles": self.block.tiles})
+        self.optim.check_whole({"mesh.tp": self.mesh.tp, "mesh.ep": self.mesh.ep, "block.tiles": self.block.tiles})
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
             raise ValueError(

@@ -243,6 +243,17 @@ def misled(rank: int, ranks: int) -> str:
     return str(told.value)
 
 
+def of_its_own(rank: int, ranks: int) -> dict[str, Tensor]:
+    """A model that every rank draws by itself, as sharded; its parameters and buffers whole."""
+    torch.manual_seed(rank)
+    model, mesh = Mlp(), make_mesh("cpu", tp=2)
+    model.shift = nn.Parameter(torch.rand(2))
+    model.register_buffer("scale", torch.rand(3))
+    parallelize(model, mesh["tp"], PLAN, alike=["norm.*", "shift"])
+    sharded = shard(model, ZeroConfig(), precision=PrecisionConfig(param="fp32"), mesh=mesh)
+    return {name: whole(param) for name, param in sharded.named_params().items()} | dict(sharded.model.named_buffers())
+
+
 def without_its_mesh(rank: int, ranks: int) -> str:
     model = Mlp()
     parallelize(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["*"])

@@ -124,6 +124,8 @@ MISTAKES = {
     # what could not work
     "optim.lr=nan": "optim.lr=nan: must be a number ≥ 0",
     "optim.rule=Adafactor zero.stage=2": "Adafactor is not known to update every element by itself",
+    "optim.rule=Adafactor zero.stage=0 mesh.tp=2": "mesh.tp=2 with optim.rule=Adafactor: it mixes elements of a matrix",
+    "optim.rule=Adafactor zero.stage=0 model=tiny_moe mesh.ep=2": "mesh.ep=2 with optim.rule=Adafactor: it mixes",
     "optim.rule=SGD precision=bf16_remainder": "SGD keeps fp32 masters and its own states",
     "profile=on profile.start_step=500": "the trace ends with step 502, but the run has 200",
     "model=hf model.name_or_path=no/such": "model.name_or_path=no/such: no such folder",

@@ -14,7 +14,7 @@ from dzero.optim.adamw import AdamW
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.muon import Muon, MuonConfig, check_muon, matrices_of, split_by_rule
 from dzero.optim.scaler import ScalerConfig
-from dzero.optim.torch_rule import TorchOptimizer, check_rule
+from dzero.optim.torch_rule import TorchOptimizer, check_rule, mixes
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
@@ -85,10 +85,10 @@ class OptimConfig:
     def check_whole(self, cuts: Mapping[str, int]) -> None:
         """Raises ValueError for a setting that cuts matrices into as many parts, where the rule needs whole ones."""
         for key, parts in cuts.items():
-            if self.rule == "muon" and parts > 1:
+            if parts > 1 and (self.rule == "muon" or (self.rule != "adamw" and mixes(getattr(torch.optim, self.rule)))):
                 raise ValueError(
-                    f"{key}={parts} with optim.rule=muon: matrices that are cut along other axes or into tiles are not "
-                    f"put together; take {key}=1, or optim.rule=adamw"
+                    f"{key}={parts} with optim.rule={self.rule}: it mixes elements of a matrix, and those that are cut "
+                    f"along other axes or into tiles are not put together; take {key}=1, or optim.rule=adamw"
                 )
 
     def check(self, layout: Layout) -> None:

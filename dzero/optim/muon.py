@@ -27,7 +27,7 @@ from dzero.optim.orthogonal import SCALES, MatrixCoefficients
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.storage import MOMENTS, Stored
 from dzero.optim.tiered import Pending
-from dzero.parallel.tile_dicts import tiled
+from dzero.optim.whole import check_whole
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 from dzero.zero.tiers import KINDS
@@ -129,23 +129,12 @@ class Muon(AdamW):
             raise ValueError(
                 "no parameter is Muon's: give a group rule='muon', shorten optim.muon.exclude, or take AdamW"
             )
-        parts = {part for _, cut, names in tiled(self._sharded.model) if cut.dim is not None for part in names}
-        splits = {shape.name: shape.split for unit in self._sharded.shapes for shape in unit.params}
         for name, param in matrices.items():
-            split = splits[name]
             if param.ndim != 2:
                 raise ValueError(
                     f"{name} has {param.ndim} dims, Muon's parameters 2: put it in a group of rule='adamw'"
                 )
-            if split is not None and split.dim is not None:
-                raise ValueError(
-                    f"{name} is cut along the axis {split.axis} as well, and Muon needs whole matrices: take "
-                    f"mesh.{split.axis}=1, or optim.rule=adamw"
-                )
-            if name in parts:
-                raise ValueError(
-                    f"{name} is a tile, and Muon needs whole matrices: take block.tiles=1, or optim.rule=adamw"
-                )
+        check_whole(matrices, self._sharded, "Muon")
 
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS

@@ -21,6 +21,7 @@ from dzero.optim.mastered import Mastered
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
+from dzero.optim.whole import check_whole
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shard import Sharded
@@ -51,6 +52,7 @@ class TorchOptimizer(MasterOptimizer):
         **options: Any,
     ) -> None:
         check_rule(rule, sharded.layout, elementwise)
+        self._mixes = mixes(rule, elementwise)
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
@@ -71,6 +73,12 @@ class TorchOptimizer(MasterOptimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group: classes like SGD keep no count
+
+    def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
+        super()._check_groups(named)
+        if self._mixes:
+            mixed = [self._names[param] for group in self.param_groups for param in group["params"]]
+            check_whole(mixed, self._sharded, "a rule that mixes elements of a parameter")
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
@@ -243,12 +251,20 @@ class TorchOptimizer(MasterOptimizer):
         return totals
 
 
+def mixes(rule: type[torch.optim.Optimizer], elementwise: bool | None = None) -> bool:
+    """Whether it may update an element by others of its parameter."""
+    known = _is_torchs(rule) and rule.__name__ in ELEMENTWISE
+    return not (known if elementwise is None else elementwise)
+
+
+def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
+    return rule.__module__.startswith("torch.optim")
+
+
 def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
     """Raises ValueError where `rule` would go wrong on the table's shards, or keeps states in none of its dtypes."""
-    torchs_own = rule.__module__.startswith("torch.optim")
-    known = torchs_own and rule.__name__ in ELEMENTWISE
-    if not (known if elementwise is None else elementwise) and layout.master.sharded:
-        foreign = "" if torchs_own else ", or pass elementwise=True if it does"
+    if mixes(rule, elementwise) and layout.master.sharded:
+        foreign = "" if _is_torchs(rule) else ", or pass elementwise=True if it does"
         raise ValueError(
             f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
             f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"

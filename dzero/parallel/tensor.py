@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatch
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -50,8 +52,8 @@ def parallelize(
 
     plan: by the names of modules, with wildcards; None for a model of a known kind. Tied parameters stay tied.
     alike: names (wildcards too) of parameters that the plan leaves whole, and that all ranks use on the same inputs.
-    Raises ValueError for a model of another kind, dims that do not divide, parameters that neither names, and ties that
-    the plan cuts in two ways.
+    What has values gets those of the axis's first rank. Raises ValueError for a model of another kind, dims that do not
+    divide, parameters that neither names, and ties that the plan cuts in two ways.
     """
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     if plan is None:
@@ -80,8 +82,22 @@ def parallelize(
             "would find a part of their gradients. Give their modules a style (SequenceParallel for such a part), or "
             "name them in alike= where all ranks see the same"
         )
+    _equalise(model, mesh)
     on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values, and no use here
     return TensorParallel(mesh, on_meta, {whole: places[whole] for whole in on_meta})
+
+
+@torch.no_grad()
+def _equalise(model: nn.Module, mesh: DeviceMesh) -> None:
+    """What the plan leaves whole, parameters and buffers, as the first rank has it; torch scatters what it cuts."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        is_cut = isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
+        if is_cut or tensor.is_meta or not tensor.numel():
+            continue
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(mesh.device_type).contiguous()
+        values = tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+        dist.broadcast(values.view(-1).view(torch.uint8), group=mesh.get_group(), group_src=0)
 
 
 def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> None:

@@ -15,7 +15,7 @@ from tiled_models import sharded_llama
 from torch import nn
 from training import settled
 
-from dzero import OffloadConfig, ZeroConfig, make_mesh, shard
+from dzero import OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
@@ -66,6 +66,18 @@ def groups(sharded: Any, **first: Any) -> list[dict[str, Any]]:
     return [{"params": [p for p in sharded.named_params().values() if p.requires_grad], **first}]
 
 
+def parallel_llama(zero: ZeroConfig, **degrees: int) -> Sharded:
+    with torch.device("meta"):
+        model = Llama(LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48))
+    mesh, materialise = make_mesh("cpu", tp=2, **degrees), Materialiser(model, seed=0, device="cpu")
+    fill = parallelize(model, mesh["tp"]).filling(materialise)
+    return shard(model, zero, mesh=mesh, materialise=fill)
+
+
+def adafactor(sharded: Sharded) -> TorchOptimizer:
+    return TorchOptimizer(sharded, torch.optim.Adafactor, lr=0.1)
+
+
 def mistakes(rank: int, ranks: int) -> dict[str, str]:
     even = sharded_net("even", stage=2)
     told = {
@@ -79,12 +91,10 @@ def mistakes(rank: int, ranks: int) -> dict[str, str]:
     told["tiles"] = said(lambda: Muon(tiled))
     away = sharded_net("even", stage=2, offload=OffloadConfig(master="host"))
     told["host"] = said(lambda: Muon(away))
-    with torch.device("meta"):
-        model = Llama(LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48))
-    mesh, materialise = make_mesh("cpu", tp=2), Materialiser(model, seed=0, device="cpu")
-    fill = parallelize(model, mesh["tp"]).filling(materialise)
-    cut = shard(model, ZeroConfig(stage=1), mesh=mesh, materialise=fill)
+    cut = parallel_llama(ZeroConfig(stage=1))
     told["tp"] = said(lambda: Muon(cut))
+    told["torch's, tp"] = said(lambda: adafactor(parallel_llama(ZeroConfig(stage=0), replicate=1)))
+    told["torch's, tiles"] = said(lambda: adafactor(sharded_llama(BlockConfig(tiles=2), stage=0)))
     both = sharded_net("even", stage=2), sharded_net("even", stage=2)
     one = Muon(both[0])
     named = both[1].named_params()
@@ -106,6 +116,8 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
         "tiles": r"tiles\.0\.\S+ is a tile, .* block\.tiles=1",
         "host": r"offload\.master=host: .* offload\.master=device",
         "tp": r"layers\.0\.\S+ is cut along the axis tp as well, .* mesh\.tp=1",
+        "torch's, tp": r"\S+ is cut along the axis tp as well, and a rule that mixes .* mesh\.tp=1",
+        "torch's, tiles": r"tiles\.0\.\S+ is a tile, and a rule that mixes .* block\.tiles=1",
         "state dict": r"the rules \['adamw', 'muon'\], this optimizer's \['muon', 'adamw'\]",
     }
     assert told.keys() == expected.keys()

@@ -20,6 +20,7 @@ from tensor_cases import (
     kept_whole,
     loaded,
     misled,
+    of_its_own,
     oracle,
     saved,
     trained,
@@ -200,6 +201,16 @@ def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(pool: Pool) -> N
 
 def test_whole_parameters_are_gone_once_they_are_cut(pool: Pool) -> None:
     assert pool.run(kept_whole, 2) == [0, 0]
+
+
+def test_ranks_that_draw_values_of_their_own_begin_with_those_of_the_first(pool: Pool) -> None:
+    torch.manual_seed(0)
+    first = Mlp()
+    expected = {**dict(first.named_parameters()), "shift": torch.rand(2), "scale": torch.rand(3)}
+    for told in pool.run(of_its_own, 2):
+        assert told.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(told[name], value), name
 
 
 def test_the_whole_mesh_is_needed(pool: Pool) -> None:

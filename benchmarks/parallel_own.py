@@ -1,0 +1,113 @@
+"""Factorings by the library, as a user's plain loop would call it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parallel_sides import Factoring, Step
+from sides import ADAM
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dzero import AdamW, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
+from dzero.mesh import context_group
+from dzero.parallel.context import ContextParallel
+from dzero.parallel.parts import Parts, cut_parts
+from dzero.parallel.pipeline import Hidden, Pipeline
+
+
+def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
+    """See parallel_sides."""
+    mesh = make_mesh("cpu", tp=cut.tp, pp=cut.pp)
+    losses: Any = parallelize(model, mesh["tp"]).loss if cut.tp > 1 else nullcontext
+    experts = parallelize_experts(model, mesh, cut.ep) if cut.ep > 1 else None
+    parts = cut_parts(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
+    microbatches = samples if cut.pp > 1 else 1
+    sharded = shard(model, ZeroConfig(stage=stage), mesh=mesh, microbatches=microbatches, parts=parts, experts=experts)
+    optim = AdamW(sharded, **ADAM)
+    context = None
+    if cut.cp > 1:
+        group = context_group(mesh, cut.cp)
+        context = ContextParallel(
+            sharded.model, group, sharded.ledger, attention="all_gather", exact=sharded.layout.exact
+        )
+    if parts is not None:
+        parts.forget()
+        group = mesh.get_group("pp")
+        return _pipelined(sharded, parts, group, optim, context, losses, cut, samples)
+
+    def step(batch: Tensor) -> Tensor:
+        tokens, targets = (each if context is None else context.part(each) for each in (batch[:, :-1], batch[:, 1:]))
+        with sharded.microbatch(), losses():
+            loss = _loss(sharded.model(tokens), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optim.step()
+        return _plain(loss)
+
+    return step
+
+
+def _pipelined(
+    sharded: Sharded,
+    parts: Parts,
+    group: dist.ProcessGroup,
+    optim: AdamW,
+    context: ContextParallel | None,
+    losses: Any,
+    cut: Factoring,
+    samples: int,
+) -> Step:
+    """Microbatches of one sequence."""
+    pipeline: Pipeline | None = None
+
+    def made(tokens: int) -> Pipeline:
+        positions = torch.arange(tokens) if context is None else context.positions(tokens)
+
+        def run(part: nn.Module, x: Tensor) -> Tensor:
+            out: Tensor = part(x, positions)
+            return out
+
+        return Pipeline(
+            parts,
+            group,
+            sharded.ledger,
+            schedule="1f1b",
+            microbatches=samples,
+            hidden=Hidden((1, tokens // cut.tp, parts.width), sharded.layout.param.dtype),
+            device=torch.device("cpu"),
+            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            run=run,
+            loss=lambda part, x, targets: _loss(run(part, x), targets),
+        )
+
+    def step(batch: Tensor) -> Tensor:
+        nonlocal pipeline
+        total = torch.zeros(())
+
+        def take(loss: Tensor) -> Tensor:
+            mean = (loss.to_local() if isinstance(loss, DTensor) else loss) / samples
+            total.add_(mean.detach())
+            return mean
+
+        whole = (batch[:, :-1], batch[:, 1:])
+        tokens, targets = ((each if context is None else context.part(each)).split(1) for each in whole)
+        pipeline = pipeline or made(tokens[0].shape[1])
+        with losses():
+            pipeline.step(tokens, targets, take)
+        optim.step()
+        return total * cut.pp
+
+    return step
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _plain(loss: Tensor) -> Tensor:
+    found = loss.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found
