@@ -22,6 +22,7 @@ from dzero.checkpoint.errors import CheckpointError
 from dzero.config import RunConfig
 from dzero.data.stream import TokenStream
 from dzero.errors import RankLost
+from dzero.mesh import PIPELINE, TENSOR
 from dzero.models.published import describe
 from dzero.monitor.sink import Monitor
 from dzero.optim.master import MasterOptimizer
@@ -70,7 +71,7 @@ class Saves:
         self._stream.load_state_dict(resumed.extra["stream"])
         self._check_batch(resumed)
         self._set_steps(resumed.step)
-        if resumed.local is None:
+        if resumed.local is None or self._shared_otherwise(resumed):
             self.notes.append("resume: other ranks than those that saved; random generators start afresh (dropout)")
         else:
             self._set_generators(resumed.local)
@@ -123,6 +124,11 @@ class Saves:
         torch.set_rng_state(states["rng.cpu"])
         if self._device.type == "cuda" and "rng.cuda" in states:
             torch.cuda.set_rng_state(states["rng.cuda"], self._device)
+
+    def _shared_otherwise(self, resumed: Resumed) -> bool:
+        """Whether other ranks than then share their samples, whose random numbers must be the same."""
+        was: dict[str, Any] = resumed.extra["config"].get("mesh", {})
+        return any(was.get(axis, 1) != getattr(self._config.mesh, axis) for axis in (TENSOR, PIPELINE))
 
     def _set_steps(self, steps: int) -> None:
         """The learning rates are those of this run's settings after `steps`."""

@@ -1,0 +1,23 @@
+"""train.py with matrices shared among ranks, going on where other ranks read the samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pool import Pool
+from training import settled, train, write_text
+
+
+def test_a_model_with_dropout_goes_on_over_other_axes(pool: Pool, tmp_path: Path) -> None:
+    """Two ranks read samples of their own and draw their own masks; then both see the same, and must draw the same."""
+    text = write_text(tmp_path / "text.txt")
+    sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes, "resid_pdrop": 0.1}))
+    unset = [f"model.{key}=null" for key in ("hidden_size", "layers", "heads", "kv_heads", "ffn_size")]
+    settings = ["model=hf", f"model.name_or_path={tmp_path}", "precision=fp32", "train.evaluate_batches=0", *unset]
+    settings += ["train.accumulate=null", "train.global_sequences=4", "train.microbatch_sequences=1"]
+    settings += ["checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}", "resume=auto"]
+    for steps, mesh in ((1, "mesh.dp=2"), (2, "mesh.tp=2"), (3, "mesh.pp=1")):
+        told = pool.run(train, 2, settled(text, *settings, f"train.steps={steps}", mesh), tmp_path, timeout_s=300)
+        assert len(told[0].losses) == 1
