@@ -141,20 +141,21 @@ class Assembled:
             device=self.device,
             backward=lambda part, is_last: sharded.microbatch(is_last, part),
             run=run,
-            loss=lambda part, x, targets: _cross_entropy(run(part, x), targets),
+            loss=lambda part, x, targets: _with_added(_cross_entropy(run(part, x), targets), part),
+            added=_added,
         )
 
     def routed(self, steps: int) -> dict[Entry, Traffic]:
         """Calls and bytes that the run's `steps` should have sent from this rank to experts of others, by the ledger's
         entries, given the rows that tokens made of it."""
-        model, config = self.sharded.model, self._config
+        model, parts, config = self.sharded.model, self.sharded.parts, self._config
         if self.experts is None or not isinstance(model, MoE):
             return {}
         recomputed = config.block.activation_checkpoint != "none"
         return expected_experts(
             ranks=config.mesh.ep,
             experts=model.shape.experts,
-            calls=steps * self.microbatches * model.shape.layers,
+            calls=steps * self.microbatches * (model.shape.layers if parts is None else parts.blocks),
             rows_moved=self.experts.rows_moved // (2 if recomputed else 1),
             row_elems=model.shape.hidden_size,
             dtype=self.sharded.layout.param.dtype,
@@ -174,8 +175,7 @@ class Assembled:
                 loss: Tensor = self.sharded.model(tokens, targets)
             else:
                 loss = _cross_entropy(self.sharded.model(tokens), targets)
-            added = self.sharded.model.balance_loss() if isinstance(self.sharded.model, MoE) else None
-            return loss if added is None else loss + added
+            return _with_added(loss, self.sharded.model)
 
     def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As `loss`, without backward; 0 where another rank of the pipeline has it."""
@@ -185,8 +185,8 @@ class Assembled:
         return torch.zeros((), device=self.device) if loss is None else loss
 
     def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward and backward of a step's microbatches, of tokens and targets each; the mean of their losses, fp32
-        scalar, 0 where another rank of the pipeline has them. scale: of each, before its backward."""
+        """Forward and backward of a step's microbatches, of tokens and targets each; of the mean of their losses, fp32
+        scalar, what this rank's parts make: the last all but what others add. scale: of each, before its backward."""
         assert self.pipeline is not None
         total = torch.zeros((), device=self.device)
         scale(total)  # gradients come scaled, also where no loss is
@@ -204,6 +204,16 @@ class Assembled:
     def _mine(self, tokens: Tensor) -> Tensor:
         """What this rank sees of sequences, on its device."""
         return (tokens if self._context is None else self._context.part(tokens)).to(self.device)
+
+
+def _added(model: nn.Module) -> Tensor | None:
+    """What a model, or a part of one, adds to the loss of its last forward to balance its experts."""
+    return model.balance_loss() if isinstance(model, MoE) else None
+
+
+def _with_added(loss: Tensor, model: nn.Module) -> Tensor:
+    added = _added(model)
+    return loss if added is None else loss + added
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

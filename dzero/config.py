@@ -190,11 +190,6 @@ class RunConfig:
                 f"mesh.pp={mesh.pp} x mesh.tp={mesh.tp} with model.kind={model.kind}: transformers counts positions by "
                 "what comes into a part, which is cut; take mesh.pp=1, mesh.tp=1, or model.kind=llama"
             )
-        if mesh.pp > 1 and model.kind == "moe":
-            raise ValueError(
-                f"mesh.pp={mesh.pp} with model.kind=moe: a pipeline does not carry the balance of experts; take "
-                "mesh.pp=1, or model.kind=llama"
-            )
         self._check_experts()
         if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
             check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)

@@ -13,7 +13,8 @@ cp is no axis of the mesh but a group of its own: cp data-parallel neighbours sh
 part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
 
 Nor is ep an axis of that mesh: ep data-parallel neighbours share the experts of a mixture, each has 1/ep of them whole,
-and states of experts are placed over the other data-parallel ranks, by a mesh of their own (`expert_mesh`):
+and states of experts are placed over the other data-parallel ranks, by a mesh of their own (`expert_mesh`), which with
+pp is that of the ranks with the same layers:
 
     replicate x shard x ep    where shard = shard of all / ep, or at stage 0 replicate = replicate of all / ep
 
@@ -255,15 +256,19 @@ def expert_degrees(replicate: int, shard: int, ep: int) -> tuple[int, int]:
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """All ranks of `mesh` as (replicate, shard, ep): those of ep are neighbours, which share the experts. All call.
+    """The ranks of `mesh` that have the same layers as (replicate, shard, ep): those of ep are neighbours, which share
+    the experts. All ranks call.
 
-    Raises ValueError where ep does not divide, and for a mesh with other axes than the data-parallel ones.
+    Raises ValueError where ep does not divide, and for a mesh with tp or without the data-parallel axes.
     """
-    if mesh.mesh_dim_names != AXES:
-        raise ValueError(f"ep={ep} on a mesh of axes {mesh.mesh_dim_names}: experts are shared on one of {AXES} alone")
-    replicate, shard = expert_degrees(mesh.size(0), mesh.size(1), ep)
-    ranks = mesh.mesh.reshape(replicate, shard, ep)
-    return _limited(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*AXES, EXPERT)))
+    data, names = data_mesh(mesh), mesh.mesh_dim_names or ()
+    if TENSOR in names:
+        raise ValueError(f"ep={ep} on a mesh of axes {names}: experts are not shared beside {TENSOR}")
+    replicate, shard = expert_degrees(data.size(0), data.size(1), ep)
+    outer = names[: names.index(REPLICATE)]
+    ranks = mesh.mesh.reshape(*mesh.shape[: len(outer)], replicate, shard, ep)
+    whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*outer, *AXES, EXPERT))
+    return _limited(whole)[(*AXES, EXPERT)]
 
 
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -103,11 +103,11 @@ class Recorder:
         self._scale = self._optim.scaler.scale
 
     def share(self, loss: torch.Tensor, *, stop: bool) -> Shared:
-        """One small gather along every axis; `loss`: this rank's, on the device, 0 where another rank of its pipeline
-        has it."""
+        """One small gather along every axis; `loss`: this rank's, on the device; where another rank of its pipeline has
+        it, what this one's parts add to that, or 0."""
         bad = torch.where(loss.isfinite(), -1, dist.get_rank())
         asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
-        values = torch.stack([(loss * counts).double(), bad.double(), asked.double(), counts.double()])
+        values = torch.stack([loss.double(), bad.double(), asked.double(), counts.double()])
         for gather in self._across:
             every = gather(values)
             values = torch.stack([every[:, 0].sum(), every[:, 1].max(), every[:, 2].max(), every[:, 3].sum()])

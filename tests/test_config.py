@@ -62,7 +62,6 @@ MISTAKES = {
     "mesh.pp=2 mesh.pp_parts=2": "mesh.pp_parts=2 with mesh.pp_schedule=1f1b: so many parts on a rank are for "
     "['interleaved']",
     "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
-    "mesh.pp=2 train.accumulate=2 model=tiny_moe": "mesh.pp=2 with model.kind=moe",
     "mesh.pp=2 train.accumulate=2 optim.rule=muon": "mesh.pp=2 with optim.rule=muon",
     "mesh.pp=2 train.accumulate=2 block.tiles=2": "block.tiles=2 with mesh.pp=2",
     "mesh.pp=2 train.accumulate=2 offload=host offload.overlap=delayed": "offload.overlap=delayed with mesh.pp=2",
@@ -197,6 +196,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
         "--multirun model=glob(bench*)",
         "--multirun zero={stage:1},{stage:3}",
         "model=tiny_moe mesh.ep=2 zero.stage=3 offload=host mesh.cp=2 block.activation_checkpoint=full",
+        "model=tiny_moe mesh.ep=2 mesh.pp=2 train.accumulate=2 model.balance=loss",
         "zero=auto",
         "zero=auto zero.stage=3 offload=host_all hardware=h100_80g",
         "--multirun zero=auto,given",

@@ -34,9 +34,9 @@ from dzero.parallel.methods import Forward, wrap_method
 class ExpertParallel(CutParams):
     """What `parallelize_experts` did to a model; `shard` takes it.
 
-    mesh: of all ranks, (replicate, shard, ep). ledger: counts what moves, and what `shard` makes to move as well.
-    modules: those that hold experts, by their names. rows_moved: of all forwards with gradients so far, rows that went
-    to other ranks and came from them.
+    mesh: of the ranks with the same layers, (replicate, shard, ep). ledger: counts what moves, and what `shard` makes
+    to move as well. modules: those that hold experts, by their names. rows_moved: of all forwards with gradients so
+    far, rows that went to other ranks and came from them.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ def parallelize_experts(
 ) -> ExpertParallel:
     """Share the experts of `model` among `ep` neighbours, in place. Before `shard`; all ranks of `mesh` call.
 
-    mesh: of `make_mesh`, with the data-parallel axes alone. is_experts: which modules hold experts; by default those of
+    mesh: of `make_mesh`, without tp. is_experts: which modules hold experts; by default those of
     a class named Experts. Such a module is called as `experts(rows, counts)`: rows [n, ...], sorted by their expert,
     counts int64 [experts], how many each has; it gives rows [n, ...]. All its parameters have the experts along dim 0,
     one after the other, and it reads how many there are from `counts`, of which it will get its own.

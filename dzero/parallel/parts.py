@@ -176,9 +176,14 @@ def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[s
 Named = tuple[str, nn.Module]
 
 
-def _elems(module: nn.Module) -> int:
-    """Of what is multiplied."""
-    return sum(param.numel() for param in module.parameters() if param.ndim > 1)
+def _elems(module: nn.Module) -> float:
+    """Of what a token is multiplied with: a part waits for the work of others, so of experts those in use count."""
+    return sum(
+        float(getattr(each, "active_share", 1.0)) * param.numel()
+        for each in module.modules()
+        for param in each.parameters(recurse=False)
+        if param.ndim > 1
+    )
 
 
 def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]]) -> set[nn.Parameter]:
@@ -243,7 +248,7 @@ def plan_for(model: nn.Module) -> PipelinePlan:
 
 _HF = (("model.embed_tokens",), ("model.norm", "lm_head"))
 PLANS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "Llama": (("embedding",), ("norm", "head")),
+    **dict.fromkeys(("Llama", "MoE"), (("embedding",), ("norm", "head"))),
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _HF),
 }
 """By the name of the class: modules before its blocks and after them."""

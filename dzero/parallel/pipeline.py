@@ -11,7 +11,8 @@ sees plain modules, and `backward` is called around every backward with whether 
 ZeRO's table then holds inside every part as it does without a pipeline.
 
 What comes out of the last part is its loss, so no logits wait for their backward. The rest of a microbatch, tokens and
-targets, is looked up by its number.
+targets, is looked up by its number. What other parts add to the loss (to balance their experts) does not travel: its
+backward begins in their own, where the gradient of their hidden states comes in.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dzero.parallel.parts import Part, Parts
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 Backward = Callable[[int, bool], AbstractContextManager[None]]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Added = Callable[[nn.Module], Tensor | None]
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -59,6 +61,7 @@ class Pipeline:
 
     backward: around each backward, given the part's number on this rank and whether it is its last of the step.
     run: a part on its input, tokens or hidden states. loss: of the last part on its input and targets, fp32 scalar.
+    added: by any other part to that, after its `run`, fp32 scalar; None for nothing.
     Raises ValueError for microbatches that the schedule cannot order.
     """
 
@@ -75,10 +78,11 @@ class Pipeline:
         backward: Backward,
         run: Run,
         loss: Loss,
+        added: Added = lambda _: None,
     ) -> None:
         check_microbatches(schedule, microbatches, parts.ranks)
         self._parts, self._group, self._ledger, self._hidden, self._device = parts, group, ledger, hidden, device
-        self._run, self._loss, self._microbatches = run, loss, microbatches
+        self._run, self._loss, self._added, self._microbatches = run, loss, added, microbatches
         self._tokens: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._take: Callable[[Tensor], Tensor] = _same
@@ -93,7 +97,7 @@ class Pipeline:
     def step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> None:
         """Forward and backward of the step's microbatches, on all ranks of the pipeline.
 
-        take: what to call backward on instead of the loss of a microbatch, where the last part is.
+        take: what to call backward on instead of the loss of a microbatch, or what a part adds to it.
         """
         self._tokens, self._targets, self._take = tokens, targets, take
         numbers = torch.arange(self._microbatches)
@@ -118,7 +122,8 @@ class Pipeline:
         x = self._tokens[microbatch] if part.index == 0 else x
         if part.index == self._parts.count - 1:
             return self._take(self._loss(part.module, x, self._targets[microbatch])).reshape(1)
-        return self._run(part.module, x)
+        out, added = self._run(part.module, x), self._added(part.module)
+        return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
     def stage_of(self, part: Part) -> tuple[int, int, dict[str, Any]]:
         """What torch wants to know of a part."""
@@ -179,6 +184,18 @@ class _Plain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._run(self.microbatch, x)
+
+
+class _Adding(torch.autograd.Function):
+    """Hidden states themselves; with their backward begins that of `loss`, fp32 scalar."""
+
+    @staticmethod
+    def forward(_: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), device=grads[0].device)
 
 
 def _same(loss: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ def find_units(
     is_unit: Callable[[nn.Module], bool] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of every unit but the root: all tiles and `experts`, by name, that ranks share; then the others,
-    in the order of the model's modules.
+    """(name, modules) of every unit but the root: all tiles and those of `experts`, by name, that ranks share and the
+    model has; then the others, in the order of the model's modules.
 
     `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
     ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
@@ -44,7 +44,8 @@ def find_units(
         named = _by_class(model, class_names)
     else:
         named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
-    inner = [*find_tiles(model), *(experts or {}).items()]
+    here = {*model.modules()}
+    inner = [*find_tiles(model), *((name, module) for name, module in (experts or {}).items() if module in here)]
     held = {param for _, each in inner for param in each.parameters()}
     named = [(name, module) for name, module in named if {*module.parameters()} - held]
     return [(name, [each]) for name, each in inner] + _joined_by_tied_weights(model, named, held)

@@ -1,0 +1,101 @@
+"""Experts beside a pipeline: the same training as in one process, and states that move."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from expert_axes_cases import config_of, loaded, oracle, overflowed, run_of, saved, trained
+from pool import Pool
+
+from dzero.models.moe import MoE, MoEShape
+from dzero.parallel.parts import cut_parts
+
+FP32 = 1e-5
+"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
+
+HOST = "offload.grad=host offload.master=host offload.moments=host"
+RUNS = [
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
+    f"mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=1 model.balance=loss {HOST}",
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 model.balance=loss mesh.pp_schedule=gpipe",
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3 block.activation_checkpoint=full",
+    "mesh.dp=2 mesh.pp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
+]
+
+
+@pytest.mark.parametrize("line", RUNS)
+def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) -> None:
+    config = config_of(line)
+    told = pool.run(trained, config.worker_count, config, timeout_s=500)
+    want, biases = oracle(run_of(config))
+    for of_rank in told:
+        assert of_rank["losses"] == told[0]["losses"] == pytest.approx(want.losses, rel=FP32)
+        assert of_rank["norms"] == told[0]["norms"] == pytest.approx(want.norms, rel=FP32)
+        assert of_rank["agrees"], "traffic by the formulas"
+    params, found = together([each["params"] for each in told]), together([each["biases"] for each in told])
+    assert params.keys() == want.params.keys()
+    for name, value in want.params.items():
+        assert (params[name] - value).norm() / value.norm() < FP32, name
+    assert found.keys() == (set() if config.model.balance == "loss" else biases.keys())
+    assert all(torch.equal(bias, biases[name]) for name, bias in found.items())
+
+
+def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What all ranks have; those that have the same have the same bits of it."""
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in of_ranks:
+        for name, value in of_rank.items():
+            assert name not in found or torch.equal(found[name], value), f"{name}: ranks differ"
+            found[name] = value
+    return found
+
+
+MESHES = [
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3",
+    "mesh.dp=4 mesh.ep=2 zero.stage=2",
+    "mesh.dp=2 mesh.pp=2 zero.stage=1",
+    "mesh.dp=1 zero.stage=0",
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
+]
+
+
+def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    configs = [config_of(f"{line} precision=bf16") for line in MESHES]
+    for number, (before, after) in enumerate(pairwise(configs)):
+        folder = tmp_path / str(number)
+        want = together(pool.run(saved, before.worker_count, before, folder, timeout_s=300))
+        assert len([name for name in want if name.endswith("router.bias")]) == 2
+        got = together(pool.run(loaded, after.worker_count, after, folder, timeout_s=300))
+        assert got.keys() == want.keys()
+        assert [name for name, value in want.items() if not torch.equal(got[name], value)] == [], MESHES[number]
+
+
+def test_an_overflow_in_one_expert_of_one_rank_is_skipped_by_all(pool: Pool) -> None:
+    config = config_of("mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 precision=fp16 scaler.init=1024")
+    told = pool.run(overflowed, 4, config, timeout_s=300)
+    for culprits, same, next_is_made in told:
+        assert [name.split(" ")[0] for name in culprits] == ["layers.1.ffn.experts.down"]
+        assert same
+        assert next_is_made
+
+
+def test_what_parts_add_to_the_loss_is_scaled_as_the_loss_is(pool: Pool) -> None:
+    line = "zero.stage=0 precision=fp16 model.balance=loss model.balance_rate=1.0 train.steps=2 mesh.dp=1"
+    alone, cut = (config_of(f"{line} {mesh}") for mesh in ("mesh.pp=1", "mesh.pp=2"))
+    (want,), told = pool.run(trained, 1, alone), pool.run(trained, 2, cut)
+    for of_rank in told:
+        assert of_rank["losses"] == pytest.approx(want["losses"], rel=1e-3)
+        assert of_rank["norms"] == pytest.approx(want["norms"], rel=1e-3)
+
+
+def test_a_part_costs_what_a_token_uses_of_its_experts() -> None:
+    """A block multiplies 960 of its 13,056 elements with a token, and the head 1,920: as many as two blocks."""
+    shape = MoEShape(
+        vocab_size=240, hidden_size=8, layers=4, heads=2, kv_heads=2, ffn_size=8, experts=64, top_k=1, balance="none"
+    )
+    with torch.device("meta"):
+        model = MoE(shape)
+    assert [part.blocks for part in cut_parts(model, 0, 2).own] == [3]
