@@ -13,11 +13,21 @@ from sides import ADAM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero import AdamW, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
-from dzero.mesh import context_group
+from dzero import (
+    AdamW,
+    Hidden,
+    Pipeline,
+    Sharded,
+    ZeroConfig,
+    cut_parts,
+    make_mesh,
+    parallelize,
+    parallelize_context,
+    parallelize_experts,
+    shard,
+)
 from dzero.parallel.context import ContextParallel
-from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.pipeline import Hidden, Pipeline
+from dzero.parallel.parts import Parts
 
 
 def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
@@ -31,10 +41,7 @@ def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
     optim = AdamW(sharded, **ADAM)
     context = None
     if cut.cp > 1:
-        group = context_group(mesh, cut.cp)
-        context = ContextParallel(
-            sharded.model, group, sharded.ledger, attention="all_gather", exact=sharded.layout.exact
-        )
+        context = parallelize_context(sharded, mesh, cut.cp)
     if parts is not None:
         parts.forget()
         group = mesh.get_group("pp")
@@ -79,7 +86,7 @@ def _pipelined(
             microbatches=samples,
             hidden=Hidden((1, tokens // cut.tp, parts.width), sharded.layout.param.dtype),
             device=torch.device("cpu"),
-            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            cadence=sharded,
             run=run,
             loss=lambda part, x, targets: _loss(run(part, x), targets),
         )

@@ -24,14 +24,14 @@ from torch.profiler import record_function
 from dzero.checkpoint.imports import blank, fill
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
-from dzero.mesh import AXES, PIPELINE, TENSOR, context_group, data_rank_of, make_mesh
+from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
 from dzero.models.moe import MoE
 from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context import ContextParallel
+from dzero.parallel.context import ContextParallel, parallelize_context
 from dzero.parallel.experts import expected_experts, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Hidden, Pipeline
@@ -73,7 +73,8 @@ class Assembled:
         if self.experts is not None:
             materialise = self.experts.filling(materialise)
         parts = self._cut_layers(config, model) if mesh.pp > 1 else None
-        block = config.block if mesh.ep == 1 else replace(config.block, compile=False)
+        compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
+        block = config.block if compiles else replace(config.block, compile=False)
         apply_blocks(model, block, device.type)
         self.sharded = shard(
             model,
@@ -106,13 +107,8 @@ class Assembled:
         )
 
     def _cut_sequences(self, config: RunConfig) -> ContextParallel:
-        return ContextParallel(
-            self.sharded.model,
-            context_group(self.mesh, config.mesh.cp),
-            self.sharded.ledger,
-            attention=config.mesh.cp_attention,
-            exact=self.sharded.layout.exact,
-        )
+        mesh = config.mesh
+        return parallelize_context(self.sharded, self.mesh, mesh.cp, attention=mesh.cp_attention)
 
     def _hidden(self, config: RunConfig, parts: Parts) -> Hidden:
         train, mesh = config.train, config.mesh
@@ -139,7 +135,7 @@ class Assembled:
             microbatches=self.microbatches,
             hidden=hidden,
             device=self.device,
-            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            cadence=sharded,
             run=run,
             loss=lambda part, x, targets: _with_added(_cross_entropy(run(part, x), targets), part),
             added=_added,

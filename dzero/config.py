@@ -185,6 +185,8 @@ class RunConfig:
                     f"block.{key}={getattr(self.block, key)} with mesh.pp={mesh.pp}: tiles and parts are not cut out "
                     f"of one model yet; take block.{key}=1"
                 )
+        if mesh.pp_schedule == "zero_bubble":
+            self._check_zero_bubble()
         if mesh.pp > 1 and mesh.tp > 1 and model.kind == "hf":
             raise ValueError(
                 f"mesh.pp={mesh.pp} x mesh.tp={mesh.tp} with model.kind={model.kind}: transformers counts positions by "
@@ -193,6 +195,23 @@ class RunConfig:
         self._check_experts()
         if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
             check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
+
+    def _check_zero_bubble(self) -> None:
+        """A backward in two: what is computed again, compiled, or begins a backward of its own is in neither."""
+        refused = {
+            f"block.activation_checkpoint={self.block.activation_checkpoint}": (
+                self.block.activation_checkpoint != "none",
+                "blocks would be computed again for every weight; take block.activation_checkpoint=none",
+            ),
+            "block.compile=true": (self.block.compile, "compiled code has one backward; leave compile unset"),
+            "model.kind=moe": (
+                self.model.kind == "moe",
+                "the balance of experts has a backward of its own; take llama",
+            ),
+        }
+        for setting, (is_set, why) in refused.items():
+            if is_set:
+                raise ValueError(f"{setting} with mesh.pp_schedule=zero_bubble: {why}, or another schedule")
 
     def _check_experts(self) -> None:
         mesh, model, block = self.mesh, self.model, self.block

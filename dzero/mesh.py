@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,7 +42,7 @@ REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp"
 AXES = (REPLICATE, SHARD)
 """Of the data-parallel ranks."""
 CP_ATTENTIONS = ("all_gather", "ulysses")
-PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 """By default, of every schedule of a pipeline."""
 
 
@@ -121,7 +121,7 @@ class MeshConfig:
         start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
         raise ValueError(
             f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many: "
-            f"{_factorings(world, 4)}{start}"
+            f"{_nearest(world, [*degrees.values()])}{start}"
         )
 
     def readers(self, data_ranks: int) -> int:
@@ -282,6 +282,17 @@ def _factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
         return [(number,)]
     divisors = [each for each in range(1, number + 1) if number % each == 0]
     return [(each, *rest) for each in divisors for rest in _factorings(number // each, factors - 1)]
+
+
+def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:
+    """Products that make `number`, those alone that keep most of the `wanted` factors, the simplest first; None, 1: not
+    asked for."""
+    asked = [index for index, each in enumerate(wanted) if each not in (None, 1)]
+    every = _factorings(number, len(wanted))
+    kept = {each: sum(each[index] == wanted[index] for index in asked) for each in every}
+    found = sorted((each for each in every if kept[each] == max(kept.values())), key=lambda each: -each.count(1))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{found[:most]}{more}"
 
 
 def timeout_of_ranks() -> timedelta:

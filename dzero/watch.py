@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,11 +35,15 @@ BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
 STORE_S = 10.0  # in which the store answers, unless it is in the rank that hangs
 TOLD = "told"
+TORCHS_OWN = tuple(
+    f"torch/distributed/{name}.py" for name in ("distributed_c10d", "pipelining/schedules", "_functional_collectives")
+)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was at its last beat. `count`: collectives begun; `ended`: why it left, empty while it runs."""
+    """Where a rank was at its last beat. `count`: collectives begun; `waits`: whether for other ranks; `ended`: why it
+    left, empty while it runs."""
 
     rank: int
     host: str
@@ -47,6 +52,7 @@ class Place:
     count: int = 0
     last: str = "before its first collective"
     ended: str = ""
+    waits: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
@@ -82,7 +88,7 @@ class Watch:
             if isinstance(error, Exception):
                 # Before there is a trail groups are made, and what a lost rank does to that is a RuntimeError.
                 by_others = (RankLost, RuntimeError) if self._starting else (RankLost,)
-                if self._trail.failed or isinstance(error, by_others):
+                if self._trail.failed or isinstance(error, by_others) or _is_of_torchs_own(error):
                     self._tell(error)
                 self._write(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         except dist.DistError as lost:
@@ -105,7 +111,7 @@ class Watch:
     def _write(self, ended: str = "") -> None:
         self._beats += 1
         count, last = self._trail.at
-        place = Place(self._rank, self._host, self._pid, self._beats, count, last, ended)
+        place = Place(self._rank, self._host, self._pid, self._beats, count, last, ended, self._trail.waits)
         self._store.set(str(self._rank), json.dumps(asdict(place)))
 
     def _read(self) -> list[Place | None]:
@@ -125,9 +131,15 @@ class Watch:
         gone = silent(before, places) or [place for place in places if place is not None and place.ended]
         if self._starting and not gone and not isinstance(error, RankLost):
             return  # of its own
-        text = report(places, silent(before, places), self._rank, self._timeout, error)
+        text = report(places, silent(before, places), self._rank, self._timeout, error, self._trail.of_parts)
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
+
+
+def _is_of_torchs_own(error: Exception) -> bool:
+    """Whether it comes from a collective that torch began by itself, between the parts of a pipeline or along tp."""
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    return isinstance(error, RuntimeError) and any(frame.filename.endswith(TORCHS_OWN) for frame in frames)
 
 
 def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[Place]:
@@ -140,12 +152,18 @@ def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[
 
 
 def report(
-    places: Sequence[Place | None], silent: Sequence[Place], rank: int, timeout: timedelta, error: object
+    places: Sequence[Place | None],
+    silent: Sequence[Place],
+    rank: int,
+    timeout: timedelta,
+    error: object,
+    of_parts: bool = False,
 ) -> str:
-    """Who is missing, as rank `rank` sees it; then where every rank is."""
+    """Who is missing, as rank `rank` sees it; then where every rank is. of_parts: of a pipeline (comm/trail.py)."""
     here = places[rank]
     assert here is not None
     ended = [place for place in places if place is not None and place.ended]
+    busy = [place for place in places if place is not None and not place.waits and place != here]
     # At the same number, other ranks must be in the same collective.
     others = [place for place in places if place is not None and place.count == here.count and place.last != here.last]
     behind = [place for place in places if place is not None and place.count < here.count]
@@ -153,6 +171,8 @@ def report(
         why = "; ".join(f"{place} ended with {place.ended}" for place in ended[:3])
     elif silent:
         why = f"{', '.join(map(str, silent[:3]))} gives no sign of life: dead, stopped or hung"
+    elif of_parts:
+        why = f"{', '.join(map(str, busy[:3]))} waits for no other rank" if busy else "every rank is there, and waits"
     elif others:
         why = f"the ranks have diverged: {here} is in {here.last}, {others[0]} in {others[0].last}"
     elif behind:

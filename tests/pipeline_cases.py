@@ -26,7 +26,7 @@ from dzero.mesh import data_rank_of
 from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
 from dzero.parallel.blocks import BlockConfig, apply_blocks
-from dzero.parallel.parts import cut_parts
+from dzero.parallel.parts import PipelinePlan, cut_parts
 from dzero.parallel.pipeline import Hidden, Pipeline, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.tiers import DiskConfig
@@ -83,16 +83,12 @@ def build(run: Piped) -> Made:
     axis = mesh["pp"] if run.pp > 1 else None
     parts = cut_parts(model, axis.get_local_rank(), run.pp, parts_of_a_rank=run.parts) if axis else None
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
+    disk = DiskConfig(paths=[gettempdir()], block_bytes=8192) if run.offload == "disk" else DiskConfig()
     sharded = shard(
         model,
         ZeroConfig(stage=run.stage),
         precision=PrecisionConfig(param=run.param),
-        offload=OffloadConfig(
-            grad=run.offload,
-            master=run.offload,
-            moments=run.offload,
-            disk=DiskConfig(paths=[gettempdir()], block_bytes=8192),
-        ),
+        offload=OffloadConfig(**dict.fromkeys(("grad", "master", "moments"), run.offload), disk=disk),
         mesh=mesh,
         microbatches=run.microbatches,
         materialise=fill if tensor is None else tensor.filling(fill),
@@ -111,7 +107,7 @@ def build(run: Piped) -> Made:
             microbatches=run.microbatches,
             hidden=hidden,
             device=torch.device("cpu"),
-            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            cadence=sharded,
             run=forward,
             loss=lambda part, x, targets: cross_entropy(forward(part, x), targets),
         )
@@ -214,3 +210,60 @@ def loaded(rank: int, ranks: int, run: Piped, folder: Path) -> dict[str, Tensor]
     with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
         checkpoints.resume("auto")
     return states(made.sharded, made.optim)
+
+
+class Own(nn.Module):
+    """Of its own kind: x [batch, 8] -> [batch, 4]. outside: a function between its blocks, of no module."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x).sin() if self.outside else block(x)
+        out: Tensor = self.leave(x)
+        return out
+
+
+def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
+    """As the README has it; parameters after three steps of two microbatches, or why not."""
+    torch.manual_seed(0)
+    model, mesh = Own(outside), make_mesh("cpu", pp=ranks)
+    parts = None
+    if ranks > 1:
+        plan = PipelinePlan(first=("enter",), last=("leave",), width=16)
+        parts = cut_parts(model, mesh["pp"].get_local_rank(), ranks, plan=plan)
+    precision = PrecisionConfig(param="fp32")
+    sharded = shard(model, ZeroConfig(stage=1), mesh=mesh, microbatches=2, parts=parts, precision=precision)
+    optim, pipeline = AdamW(sharded, lr=1e-2), None
+    if parts is not None:
+        try:
+            pipeline = Pipeline(
+                parts,
+                mesh.get_group("pp"),
+                sharded.ledger,
+                schedule="1f1b",
+                microbatches=2,
+                device=torch.device("cpu"),
+                cadence=sharded,
+                hidden=Hidden((4, parts.width), torch.float32),
+                run=lambda part, x: part(x),
+                loss=lambda part, x, targets: F.mse_loss(part(x), targets),
+            )
+        except ValueError as error:
+            return str(error)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = (torch.randn(2, 4, width, generator=generator) for width in (8, 4))
+        if pipeline is not None:
+            pipeline.step(x.unbind(), y.unbind(), lambda loss: loss / 2)
+        else:
+            for index in range(2):
+                with sharded.microbatch(is_last=index == 1):
+                    (F.mse_loss(sharded.model(x[index]), y[index]) / 2).backward()
+        optim.step()
+    return {name: whole(param).clone() for name, param in sharded.named_params().items()}

@@ -53,14 +53,18 @@ MISTAKES = {
     "zero.stage=null": "zero.stage=null: must be a whole number",
     "train.steps=1.5": "train.steps=1.5: must be a whole number",
     "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp, pp) that make "
-    "as many: [(1, 1, 1, 4), (1, 1, 2, 2), (1, 1, 4, 1), (1, 2, 1, 2), (1, 2, 2, 1), (1, 4, 1, 1), (2, 1, 1, 2), "
-    "(2, 1, 2, 1), (2, 2, 1, 1), (4, 1, 1, 1)], or start 6",
+    "as many: [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1)], or start 6",
     "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp, pp) that make as many: [(1, 1, 1, 6)",
-    "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved']",
+    "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved', "
+    "'zero_bubble']",
     "mesh.pp_schedule=gpipe": "mesh.pp_schedule=gpipe has no effect with mesh.pp=1; remove it",
     "mesh.pp_parts=2": "mesh.pp_parts=2 has no effect with mesh.pp=1; remove it",
     "mesh.pp=2 mesh.pp_parts=2": "mesh.pp_parts=2 with mesh.pp_schedule=1f1b: so many parts on a rank are for "
-    "['interleaved']",
+    "['interleaved', 'zero_bubble']",
+    "mesh.pp=2 mesh.pp_schedule=zero_bubble train.accumulate=2 block.activation_checkpoint=full": "block.activation_"
+    "checkpoint=full with mesh.pp_schedule=zero_bubble: blocks would be computed again for every weight",
+    "mesh.pp=2 mesh.pp_schedule=zero_bubble train.accumulate=2 block.compile=true": "block.compile=true with mesh.pp",
+    "mesh.pp=2 mesh.pp_schedule=zero_bubble train.accumulate=2 model=tiny_moe": "model.kind=moe with mesh.pp_schedule=",
     "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
     "mesh.pp=2 train.accumulate=2 optim.rule=muon": "mesh.pp=2 with optim.rule=muon",
     "mesh.pp=2 train.accumulate=2 block.tiles=2": "block.tiles=2 with mesh.pp=2",

@@ -70,6 +70,17 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each
             assert run.log.count("got no answer") == 1
 
 
+def test_a_stopped_rank_of_a_pipeline_is_named_too(text: Path, tmp_path: Path) -> None:
+    """What others wait for then is torch's own, between the parts."""
+    with running(tmp_path, text, *LONG, "mesh.pp=2", "train.accumulate=2", "launch.timeout_s=5") as run:
+        run.until(r"^step=10 ")
+        os.kill(run.workers()[1], signal.SIGSTOP)
+        run.until(
+            r"rank 0 got no answer in #\d+ .* within launch\.timeout_s=5: rank 1 \(pid .* no sign of life", 5 + 20
+        )
+        assert run.end() == 1
+
+
 def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_path: Path) -> None:
     with running(tmp_path, text, *LONG, launcher=HERE) as run:
         run.until(r"^step=10 ")

@@ -13,6 +13,7 @@ stage, tier, kind of master, mesh and tiling reads what any other wrote.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,12 +134,16 @@ class States:
 
 
 def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Of all parts of a pipeline: groups list the parameters of each, states are of every one."""
+    """Of all parts of a pipeline: groups of the same settings are one, states are of every part."""
     every = gather_json(scalars, group)
     for of_part in every[::-1]:
         scalars["states"] = of_part["states"] | scalars["states"]
-    for number, of_group in enumerate(scalars["groups"]):
-        of_group["params"] = [*dict.fromkeys(name for each in every for name in each["groups"][number]["params"])]
+    groups: dict[str, dict[str, Any]] = {}
+    for own in (own for of_part in every for own in of_part["groups"]):
+        settings = json.dumps({key: value for key, value in own.items() if key != "params"}, sort_keys=True)
+        params = groups.setdefault(settings, {**own, "params": []})["params"]
+        params += [name for name in own["params"] if name not in params]
+    scalars["groups"] = [*groups.values()]
     return scalars
 
 

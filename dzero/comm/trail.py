@@ -6,7 +6,8 @@
     any, before data moves           `check`                                    a small gather before every collective
 
 Every rank begins the same collectives in the same order, so a number says the same on all of them: at one number two
-ranks have diverged where their collectives differ, and the rank with the lowest is behind.
+ranks have diverged where their collectives differ, and the rank with the lowest is behind. Not so in a pipeline, whose
+parts begin collectives of their own: there the rank that computes, or hangs, is the one that waits for no other.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class Trail:
     """This rank's collectives of the step, and their checksum (32 bits, exact in fp64).
 
     `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
-    are gone, hang, or do something else.
+    are gone, hang, or do something else. `of_parts`: this rank has a part of a pipeline; `moves`: and waits for
+    another.
     """
 
     def __init__(self) -> None:
-        self.check = self.failed = False
+        self.check = self.failed = self.of_parts = self.moves = self._waits = False
         self.count = self.checksum = 0
         self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
         self.step: deque[Collective] = deque(maxlen=KEPT)
@@ -73,11 +75,19 @@ class Trail:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """For other ranks."""
+        before, self._waits = self._waits, True
         try:
             yield
         except Exception:
             self.failed = True
             raise
+        finally:
+            self._waits = before
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank waits for others, as far as is known. From any thread."""
+        return self._waits or self.moves
 
     def end_step(self) -> None:
         """Forget the step's collectives; the numbers go on."""

@@ -56,7 +56,8 @@ class AcrossParts:
         mine, theirs = grad.contiguous(), torch.empty_like(grad)
         moves = [dist.P2POp(move, each, peer, self._group) for move, each in ((dist.isend, mine), (dist.irecv, theirs))]
         self._ledger.record("reduce", "exchange", PIPELINE, grad.dtype, grad.nbytes)
-        for work in dist.batch_isend_irecv(moves):
-            work.wait()
+        with self._ledger.trail.waiting():
+            for work in dist.batch_isend_irecv(moves):
+                work.wait()
         ordered = (mine, theirs) if is_first else (theirs, mine)
         grad.copy_(ordered[0].float() + ordered[1].float())

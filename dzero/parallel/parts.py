@@ -54,7 +54,8 @@ class Parts:
 
     `own`: its parts, in order, of `count`. `names`: parameters of the whole model, each once. `aliases`: of a tied
     parameter that another part has first, its name there by its name here. `shared`: tied parameters that this rank
-    shares with that at the pipeline's other end. width: of hidden states. removed: modules that are elsewhere.
+    shares with that at the pipeline's other end. width: of hidden states. removed: modules that are elsewhere. empty:
+    the model with none.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Parts:
     shared: tuple[str, ...]
     width: int
     removed: tuple[nn.Module, ...]
+    empty: nn.Module
 
     @property
     def has_first(self) -> bool:
@@ -116,6 +118,8 @@ def cut_parts(
             f"mesh.pp={ranks} with {parts_of_a_rank} parts on each rank: {count} parts of a model of {len(blocks)} "
             f"blocks; take at most {max(1, len(blocks) // parts_of_a_rank)} ranks, or fewer parts"
         )
+    if unknown := [name for name in (*plan.first, *plan.last) if name not in dict(model.named_modules())]:
+        raise ValueError(f"mesh.pp: the plan names {unknown}, which {type(model).__name__} has not as modules")
     before, after = ([(name, model.get_submodule(name)) for name in names] for names in (plan.first, plan.last))
     names = {param: name for name, param in model.named_parameters()}
     attention = 2 * int(getattr(model, "attention_width", None) or 0) * tokens / len(blocks)
@@ -146,6 +150,7 @@ def cut_parts(
         shared=tuple(names[param] for param in left.values() if param in tied) if count > 1 else (),
         width=plan.width,
         removed=tuple(module for _, module in removed),
+        empty=_view(model, here),
     )
 
 
@@ -240,10 +245,15 @@ def plan_for(model: nn.Module) -> PipelinePlan:
             first, last = ([f"{prefix}.{name}".removeprefix(".") for name in names] for names in PLANS[kind])
             sizes: Any = getattr(module, "shape", None) or getattr(module, "config", None)
             return PipelinePlan(tuple(first), tuple(last), int(sizes.hidden_size))
+    kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is model or _has_blocks(module))
     raise ValueError(
-        f"mesh.pp: no parts are known for {type(model).__name__}, only for {sorted(PLANS)}; give cut_parts() a "
-        "PipelinePlan, the modules before its blocks and after them by their names"
+        f"mesh.pp: no parts are known for {' around '.join(kinds)}, only for {sorted(PLANS)}; take mesh.pp=1, or in a "
+        "loop of your own give cut_parts() a PipelinePlan, the modules before its blocks and after them by their names"
     )
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.ModuleList | nn.Sequential) for child in module.children())
 
 
 _HF = (("model.embed_tokens",), ("model.norm", "lm_head"))

@@ -59,6 +59,9 @@ def parallelize(
     if plan is None:
         plan, of_kind = plan_for(model, mesh.size(), axis)
         alike = [*alike, *of_kind]
+    elif unknown := [each for each in plan if not any(fnmatch(name, each) for name, _ in model.named_modules())]:
+        kind = type(model).__name__
+        raise ValueError(f"{axis}={mesh.size()}: the plan names {unknown}, which {kind} has not as modules")
     places: Places = {}
     for owner, attribute, param in own_of(model):
         places.setdefault(param, []).append((owner, attribute))

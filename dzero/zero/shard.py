@@ -37,6 +37,7 @@ from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
+from dzero.zero.late import collect, unsharded_params
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
 from dzero.zero.shapes import UnitShape
@@ -85,6 +86,28 @@ class Sharded:
             yield
         finally:
             self._set(True, self._roots[part])
+
+    @contextmanager
+    def input_gradients(self, part: int) -> Iterator[None]:
+        """Around a backward that leaves the gradients of a part's parameters for `weight_gradients`."""
+        root = self._roots[part]
+        root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(self.layout.cadence(False).reshard)
+        try:
+            yield
+        finally:
+            self._set(True, root)
+
+    @contextmanager
+    def weight_gradients(self, is_last: bool, part: int) -> Iterator[None]:
+        """Around what makes those of one microbatch; afterwards they are reduced, or wait, as the table says."""
+        with self.microbatch(is_last, part):
+            yield
+            collect(self._roots[part])
+
+    def unsharded_params(self, part: int) -> list[nn.Parameter]:
+        """Of a part, those whose gradients are made inside `weight_gradients`, as its forward used them."""
+        return unsharded_params(self._roots[part])
 
     def abandon_step(self) -> None:
         """Called by `zero_grad`; see `Microbatches.abandon`."""

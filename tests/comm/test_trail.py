@@ -91,6 +91,10 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     behind = Place(**{**vars(later[1]), "count": 3, "last": "#3 all_gather of a over shard [8 x float32]"})
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) is behind" in told([later[0], behind], [])
 
+    waiting = [Place(**{**vars(place), "waits": True}) for place in later]
+    of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, TIMEOUT, "Timed out", of_parts=True)
+    assert "within launch.timeout_s=5: rank 1 (pid 101 on host) waits for no other rank" in of_parts
+
     lost = report([*hung], [PLACES[1]], 0, timedelta(seconds=5), RankLost("ck: a rank is gone: Timed out waiting"))
     assert lost.startswith(
         "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, saved, trained
+from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, own_loop, saved, trained
 from pool import Pool
 from torch import nn
 
@@ -30,12 +30,15 @@ RUNS = [
     Piped(stage=2, offload="disk", tied=True),
     Piped(stage=3, tp=2, recompute="selective"),
     Piped(stage=2, dp=2, tp=2, tied=True),
+    Piped(stage=1, schedule="zero_bubble", parts=2),
+    Piped(stage=2, schedule="zero_bubble", parts=2, tp=2),
+    Piped(stage=3, schedule="zero_bubble", parts=2, dp=2, offload="host", tied=True),
 ]
 MORE = [
     Piped(stage=stage, dp=dp, tp=tp, schedule=schedule, parts=parts, offload=offload, tied=True, microbatches=4)
     for stage in range(4)
     for dp, tp in ((2, 1), (1, 2), (2, 2))
-    for schedule, parts in (("1f1b", 1), ("interleaved", 2), ("gpipe", 1))
+    for schedule, parts in (("1f1b", 1), ("interleaved", 2), ("gpipe", 1), ("zero_bubble", 2))
     for offload in ("device", "host")
 ]
 
@@ -60,6 +63,18 @@ def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: 
         assert torch.equal(params[name], value) if only_layers else apart < FP32, f"{name}: {apart:.1e}"
     for of_rank in told:
         assert of_rank["moved"] == of_rank["expected"]
+
+
+def test_a_model_of_its_own_in_a_loop_of_its_own(pool: Pool) -> None:
+    (want,) = pool.run(own_loop, 1, False)
+    got = together(pool.run(own_loop, 2, False))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_a_model_that_does_something_between_its_modules_is_refused(pool: Pool) -> None:
+    for told in pool.run(own_loop, 2, True):
+        assert "mesh.pp=2: the forward of Own changes hidden states outside of its modules" in told
 
 
 MESHES = [
@@ -139,6 +154,8 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
         cut_parts(nn.Linear(2, 2), 0, 2)
     with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):
         cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
+    with pytest.raises(ValueError, match=r"the plan names \['embd'\], which Llama has not as modules"):
+        cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embd",), ("norm", "head"), SHAPE.hidden_size))
     frozen = model_of(Piped(stage=0))
     frozen.layers[2:].requires_grad_(False)
     for name in ("norm", "head"):

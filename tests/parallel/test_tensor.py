@@ -194,6 +194,14 @@ def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
         parallelize(Mlp(), make_mesh("cpu", tp=2)["tp"], PLAN)
 
 
+def test_a_plan_that_names_no_module_is_refused() -> None:
+    told = r"tp=2: the plan names \['upp', 'layers\.\*\.down'\], which Mlp has not as modules"
+    with fake_group(2), pytest.raises(ValueError, match=told):
+        parallelize(
+            Mlp(), make_mesh("cpu", tp=2)["tp"], {"upp": PLAN["up"], "layers.*.down": PLAN["down"]}, alike=["*"]
+        )
+
+
 def test_a_plan_that_is_wrong_of_one_is_found_at_the_first_step(pool: Pool) -> None:
     for told in pool.run(misled, 2):
         assert "ranks of tp found different gradients of norm.weight, of which each has a copy" in told

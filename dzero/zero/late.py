@@ -1,0 +1,38 @@
+"""Gradients of parameters that are made after the backward of their inputs, as zero-bubble pipelines make them.
+
+FSDP2 looks for gradients when those of a unit's inputs are there. What comes later lies in `.grad` of its unsharded
+parameters, also after they were freed; `collect` makes it look again. Both need what FSDP2 keeps to itself, as
+torch.distributed.pipelining does for the same purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def unsharded_params(root: FSDPModule) -> list[nn.Parameter]:
+    """What the last forward of all units below `root` computed with, trained parameters alone."""
+    held = [each for group in _groups(root) for each in group.fsdp_params]
+    return [each.unsharded_param for each in held if each.unsharded_param.requires_grad]
+
+
+def collect(root: FSDPModule) -> None:
+    """As at the end of a backward: of all units below `root`, the last first, accumulate or reduce, and free."""
+    for group in reversed(_groups(root)):
+        group.post_backward()
+    _state(root)._root_post_backward_final_callback()
+
+
+def _state(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _groups(root: FSDPModule) -> list[Any]:
+    """Of every unit, in the order in which they were made; torch before 2.13 has one for each."""
+    found: list[Any] = []
+    for state in _state(root)._state_ctx.all_states:
+        found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in found if group is not None]
