@@ -6,7 +6,6 @@ doors, no other file knows Hydra.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -250,8 +249,7 @@ class RunConfig:
         Raises ValueError for more than there are GPUs.
         """
         wanted = self.launch.workers or self.mesh.ranks
-        sharing = -(-self.mesh.ep // self.mesh.tp)
-        inner = math.lcm(self.mesh.cp, sharing) * self.mesh.tp * self.mesh.pp
+        inner = self.mesh.sharing * self.mesh.pp
         if wanted is None and self.launch.device_type == "cpu" and inner > 1:
             wanted = inner
         return replace(self.launch, workers=wanted).worker_count

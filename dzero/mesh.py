@@ -104,6 +104,11 @@ class MeshConfig:
         return self.cp * self.tp * self.pp
 
     @property
+    def sharing(self) -> int:
+        """The fewest ranks with the same layers that share experts, sequences and matrices among themselves."""
+        return math.lcm(self.cp, -(-self.ep // self.tp)) * self.tp
+
+    @property
     def ranks(self) -> int | None:
         """How many the degrees make; None where dp is what is left."""
         return None if self.dp is None else self.dp * self.inner
