@@ -74,9 +74,7 @@ def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 MESHES = [
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3",
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
-    "mesh.dp=4 mesh.ep=2 zero.stage=2",
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 mesh.pp=2 zero.stage=1",
-    "mesh.dp=2 mesh.pp=2 zero.stage=1",
     "mesh.dp=1 zero.stage=0",
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
 ]
