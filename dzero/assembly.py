@@ -1,8 +1,8 @@
 """From a run's settings to its model on this rank, cut along every axis of the mesh, and how a loss is taken of it.
 
 axis             what is cut                       before or after shard()
-tp               matrices, logits                  before: FSDP2 cuts what is left (parallel/tensor.py)
 ep               experts                           before: they are units of their own (parallel/experts.py)
+tp               matrices, logits                  before: FSDP2 cuts what is left (parallel/tensor.py)
 pp               layers, the step's schedule       before: a rank has no others (parallel/parts.py, pipeline.py)
 replicate, shard states, by the table              zero/shard.py
 cp               sequences, by each loss           after: it needs the ledger (parallel/context.py)
@@ -66,12 +66,10 @@ class Assembled:
         materialise: Materialise = Materialiser(
             model, seed=config.train.seed, device=device, weights=blank(model, weights)
         )
-        self._tensor = parallelize(model, self.mesh[TENSOR]) if mesh.tp > 1 else None
-        if self._tensor is not None:
-            materialise = self._tensor.filling(materialise)
         self.experts = parallelize_experts(model, self.mesh, mesh.ep) if mesh.ep > 1 else None
-        if self.experts is not None:
-            materialise = self.experts.filling(materialise)
+        self._tensor = parallelize(model, self.mesh[TENSOR]) if mesh.tp > 1 else None
+        for cut in (self.experts, self._tensor):
+            materialise = materialise if cut is None else cut.filling(materialise)
         parts = self._cut_layers(config, model) if mesh.pp > 1 else None
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
         block = config.block if compiles else replace(config.block, compile=False)
@@ -88,6 +86,7 @@ class Assembled:
             experts=self.experts,
         )
         groups = {axis: self.sharded.mesh.get_group(axis) for axis in AXES}
+        groups |= {axis: group for axis, group in self.sharded.model_groups.items() if axis == TENSOR}
         self.balance = Balance(self.sharded.model, groups, self.sharded.ledger)
         if weights:
             fill(self.sharded, weights)
@@ -188,7 +187,7 @@ class Assembled:
         scale(total)  # gradients come scaled, also where no loss is
 
         def take(loss: Tensor) -> Tensor:
-            mean = (loss.to_local() if isinstance(loss, DTensor) else loss) / len(batches)
+            mean = loss / len(batches)
             total.add_(mean.detach())
             return scale(mean)
 
@@ -213,4 +212,5 @@ def _with_added(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -6,7 +6,6 @@ doors, no other file knows Hydra.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -216,14 +215,16 @@ class RunConfig:
     def _check_experts(self) -> None:
         mesh, model, block = self.mesh, self.model, self.block
         if model.kind == "moe":
-            refused = {"mesh.tp": mesh.tp, "block.tiles": block.tiles}
-            for key in (key for key, value in refused.items() if value > 1):
-                raise ValueError(f"{key}={refused[key]} with model.kind=moe: it cuts no experts; take {key}=1")
+            if block.tiles > 1:
+                raise ValueError(
+                    f"block.tiles={block.tiles} with model.kind=moe: it cuts no experts; take block.tiles=1"
+                )
             if self.optim.rule == "muon":
                 raise ValueError(
                     "optim.rule=muon with model.kind=moe: experts' matrices are stacked in one, which would be "
                     "orthogonalised as a whole; take optim.rule=adamw"
                 )
+            self._check_experts_of_tensors()
         if mesh.ep == 1:
             return
         if model.kind != "moe" or model.experts is None:
@@ -250,6 +251,16 @@ class RunConfig:
                 "was never tried off the device; take offload.activations=device"
             )
 
+    def _check_experts_of_tensors(self) -> None:
+        mesh, experts = self.mesh, self.model.experts or 0
+        if mesh.ep % mesh.tp:
+            allowed = [each for each in range(mesh.tp, experts + 1, mesh.tp) if experts % each == 0]
+            raise ValueError(
+                f"mesh.ep={mesh.ep} with mesh.tp={mesh.tp} and model.kind=moe: ranks of tp have tokens of their own "
+                f"between blocks and share experts as others do, so mesh.ep counts them; of model.experts={experts} "
+                f"allowed: mesh.ep in {allowed}, or mesh.tp=1"
+            )
+
     @property
     def worker_count(self) -> int:
         """Ranks of a plain run on this machine: launch.workers, or as many as the mesh says, or as devices.
@@ -257,7 +268,7 @@ class RunConfig:
         Raises ValueError for more than there are GPUs.
         """
         wanted = self.launch.workers or self.mesh.ranks
-        inner = math.lcm(self.mesh.cp, self.mesh.ep) * self.mesh.tp * self.mesh.pp
+        inner = self.mesh.sharing * self.mesh.pp
         if wanted is None and self.launch.device_type == "cpu" and inner > 1:
             wanted = inner
         return replace(self.launch, workers=wanted).worker_count

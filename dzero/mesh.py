@@ -12,11 +12,11 @@ placement in the table (`zero/layout.py`) is a pair over them. Ranks of the othe
 cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
 part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
 
-Nor is ep an axis of that mesh: ep data-parallel neighbours share the experts of a mixture, each has 1/ep of them whole,
-and states of experts are placed over the other data-parallel ranks, by a mesh of their own (`expert_mesh`), which with
-pp is that of the ranks with the same layers:
+Nor is ep an axis of that mesh: ep neighbours share the experts of a mixture, each has 1/ep of them whole, and states of
+experts are placed over the others, by a mesh of their own (`expert_mesh`), which with pp is that of the ranks with the
+same layers. Neighbours are data-parallel ranks, and with tp those first, whose tokens between blocks are their own:
 
-    replicate x shard x ep    where shard = shard of all / ep, or at stage 0 replicate = replicate of all / ep
+    replicate x shard x ep    where shard = shard of all * tp / ep, or at stage 0 replicate = replicate of all * tp / ep
 
 Neighbouring ranks lie on the last axis, and groups of them on the one before it: (pp, replicate, shard, tp). With tp,
 or shard x tp, the ranks of a node, the heaviest traffic stays inside it; the lightest, of pp, goes farthest.
@@ -54,9 +54,9 @@ class MeshConfig:
     the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
     them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
     how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
-    sequence parallelism). `ep`: data-parallel ranks, of the dp x cp, that share the experts (expert parallelism).
-    `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model; `pp_schedule`: in
-    which order they run them (parallel/pipeline.py).
+    sequence parallelism). `ep`: ranks, of the dp x cp x tp, that share the experts (expert parallelism); those of tp
+    are among them. `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model;
+    `pp_schedule`: in which order they run them (parallel/pipeline.py).
     """
 
     dp: int | None = None
@@ -74,10 +74,6 @@ class MeshConfig:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
-        if self.ep > 1 and self.tp > 1:
-            raise ValueError(
-                f"mesh.ep={self.ep} with mesh.tp={self.tp}: matrices of experts are not cut; take mesh.tp=1"
-            )
         if self.cp_attention not in CP_ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
         if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
@@ -106,6 +102,11 @@ class MeshConfig:
     def inner(self) -> int:
         """Ranks that one sequence needs."""
         return self.cp * self.tp * self.pp
+
+    @property
+    def sharing(self) -> int:
+        """The fewest ranks with the same layers that share experts, sequences and matrices among themselves."""
+        return math.lcm(self.cp, -(-self.ep // self.tp)) * self.tp
 
     @property
     def ranks(self) -> int | None:
@@ -241,17 +242,19 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
     return group
 
 
-def expert_degrees(replicate: int, shard: int, ep: int) -> tuple[int, int]:
-    """(replicate, shard) of what `ep` neighbours share. Raises ValueError where they are not within one of the axes."""
-    if shard % ep == 0:
-        return replicate, shard // ep
-    if shard == 1 and replicate % ep == 0:
-        return replicate // ep, 1
+def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[int, int]:
+    """(replicate, shard) of what `ep` neighbours share, of whom `tp` are one data-parallel rank.
+
+    Raises ValueError where they are not within one of the axes, or share with a part of such a rank."""
     axis, ranks = (REPLICATE, replicate) if shard == 1 else (SHARD, shard)
-    allowed = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    if ep % tp == 0 and ranks % (ep // tp) == 0:
+        others = ranks * tp // ep
+        return (others, 1) if shard == 1 else (replicate, others)
+    allowed = [tp * each for each in range(1, ranks + 1) if ranks % each == 0]
+    told = f" x mesh.tp={tp}, all of which share them" if tp > 1 else ""
     raise ValueError(
-        f"mesh.ep={ep} does not divide the {ranks} data-parallel ranks of axis {axis}, of which experts are shared by "
-        f"neighbours; allowed: {allowed}"
+        f"mesh.ep={ep} does not divide the {ranks} data-parallel ranks of axis {axis}{told}, of which experts are "
+        f"shared by neighbours; allowed: {allowed}"
     )
 
 
@@ -259,16 +262,19 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
     """The ranks of `mesh` that have the same layers as (replicate, shard, ep): those of ep are neighbours, which share
     the experts. All ranks call.
 
-    Raises ValueError where ep does not divide, and for a mesh with tp or without the data-parallel axes.
+    Raises ValueError where ep does not divide, and for a mesh without the data-parallel axes.
     """
     data, names = data_mesh(mesh), mesh.mesh_dim_names or ()
-    if TENSOR in names:
-        raise ValueError(f"ep={ep} on a mesh of axes {names}: experts are not shared beside {TENSOR}")
-    replicate, shard = expert_degrees(data.size(0), data.size(1), ep)
+    replicate, shard = expert_degrees(data.size(0), data.size(1), ep, tensor_ranks(mesh))
     outer = names[: names.index(REPLICATE)]
     ranks = mesh.mesh.reshape(*mesh.shape[: len(outer)], replicate, shard, ep)
     whole = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=(*outer, *AXES, EXPERT))
     return _limited(whole)[(*AXES, EXPERT)]
+
+
+def tensor_ranks(mesh: DeviceMesh) -> int:
+    """Ranks along tp."""
+    return mesh[TENSOR].size() if TENSOR in (mesh.mesh_dim_names or ()) else 1
 
 
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -1,13 +1,13 @@
 """The model of a run's settings as one of its ranks has it, on meta, where only shapes and operators are asked of it.
 
-axis    how it gets there
-tp, cp  cut, and attending, as a rank of a fake group of as many
-pp      cut as the rank with some part
+axis        how it gets there
+tp, cp, ep  cut, attending, and with its experts, as a rank of a fake group of as many
+pp          cut as the rank with some part
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,7 @@ from dzero.models.build import build
 from dzero.models.llama import Llama
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
+from dzero.parallel.experts import parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Hidden, expected_pipeline, order_of
 from dzero.parallel.tensor import parallelize
@@ -39,10 +40,12 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 @dataclass(frozen=True)
 class OnRank:
-    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on."""
+    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on. `experts`: the
+    modules of those that ranks share, by their names."""
 
     parts: Parts | None
     ledger: Ledger
+    experts: Mapping[str, nn.Module]
 
 
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
@@ -58,23 +61,24 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
 
 def units_of(config: RunConfig, model: nn.Module, rank: OnRank | None = None) -> list[UnitShape]:
     """Its units, the root last. rank: whose model it is."""
-    parts = None if rank is None else rank.parts
-    units = [*find_units(model, config.zero.units), (ROOT, [model])]
+    parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
+    units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
     return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None))
 
 
 @contextmanager
 def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[OnRank]:
-    """Inside, `model` is what a rank of `mesh.tp` has of it, with that part of `mesh.pp`, and attends as one of
-    `mesh.cp` does; only shapes and operators may be asked of it.
+    """Inside, `model` is what a rank of `mesh.tp` and `mesh.ep` has of it, with that part of `mesh.pp`, and attends as
+    one of `mesh.cp` does; only shapes and operators may be asked of it.
 
     Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
     """
     mesh, ledger = config.mesh, Ledger()
     with ExitStack() as inside:
-        if mesh.tp * mesh.cp > 1:
-            inside.enter_context(fake_group(mesh.tp * mesh.cp))
+        if mesh.sharing > 1:
+            inside.enter_context(fake_group(mesh.sharing))
         with user_errors():
+            experts = parallelize_experts(model, make_mesh("cpu", tp=mesh.tp), mesh.ep) if mesh.ep > 1 else None
             tensor = parallelize(model, make_mesh("cpu", tp=mesh.tp)[TENSOR]) if mesh.tp > 1 else None
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
@@ -82,7 +86,7 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
             parts = cut_parts(model, part, mesh.pp, tokens=config.train.sequence_tokens) if mesh.pp > 1 else None
         if tensor is not None:
             inside.enter_context(tensor.loss())
-        yield OnRank(parts, ledger)
+        yield OnRank(parts, ledger, {} if experts is None else experts.modules)
 
 
 def parts_of(config: RunConfig) -> Sequence[int]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
@@ -18,8 +19,11 @@ from dzero.hardware import format_bytes
 from dzero.launch import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
+from dzero.models.moe import MoE
 from dzero.monitor.board import TensorBoardSink
 from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
+from dzero.parallel.experts import expected_experts
+from dzero.parallel.parts import Parts
 from dzero.plan.explain import actions, tables
 from dzero.plan.forecast import Forecast, forecast
 from dzero.plan.machine import HardwareConfig
@@ -46,28 +50,45 @@ def layout_of(config: RunConfig, device_type: str) -> Layout:
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
-    """What a run with these settings is and does; and its actions off the device, a line each.
-
-    Raises RunError for experts that ranks share.
-    """
-    if (ep := config.mesh.ep) > 1:
-        raise RunError(f"what mesh.ep={ep} leaves of the experts on each rank is not explained; it is with mesh.ep=1")
+    """What a run with these settings is and does; and its actions off the device, a line each."""
     layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
     told = [sources(config, settings, conf), stands_for(config, layout)]
-    told += [*tables(layout, units), _passed_on(context_traffic(config, model, layout, rank.parts))]
+    told += [
+        *tables(layout, units),
+        _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
+        _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
+    ]
     return [table for table in told if table.rows], actions(layout, units)
 
 
-def _passed_on(traffic: Mapping[Entry, Traffic]) -> Table:
+def _routed_alike(config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None) -> dict[Entry, Traffic]:
+    """Of a step, per rank. What a run moves follows from what its tokens choose."""
+    mesh, train = config.mesh, config.train
+    if mesh.ep == 1 or not isinstance(model, MoE):
+        return {}
+    calls = layout.microbatches * (model.shape.layers if parts is None else parts.blocks)
+    rows = train.microbatch_sequences * train.sequence_tokens // (mesh.cp * mesh.tp) * model.shape.top_k
+    return expected_experts(
+        ranks=mesh.ep,
+        experts=model.shape.experts,
+        calls=calls,
+        rows_moved=calls * 2 * rows * (mesh.ep - 1) // mesh.ep,
+        row_elems=model.shape.hidden_size,
+        dtype=layout.param.dtype,
+        recomputed=config.block.activation_checkpoint != "none",
+    )
+
+
+def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
     rows = tuple(
         (entry.kind, entry.axis, entry.dtype, str(each.calls), format_bytes(each.sent_bytes))
         for entry, each in traffic.items()
     )
     header = ("collective", "axis", "dtype", "calls", "a rank sends")
-    return Table("what attention passes on in a step, in forward and backward of every block", header, rows, left=3)
+    return Table(f"{what} in a step, in forward and backward of every block", header, rows, left=3)
 
 
 def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:

@@ -111,7 +111,7 @@ class Places:
         for axis, group in groups.items():
             if axis == REPLICATE and shape.name in self._parted:
                 continue
-            if shape.split is None or shape.split.dim is None or shape.split.axis != axis:
+            if not shape.is_cut_by(axis):
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy
 

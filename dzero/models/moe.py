@@ -14,8 +14,9 @@ Note: balance. Tokens choose their experts, and without more than the loss all c
                           expert's load is how often it was chosen, in all microbatches on all ranks of that step.
     loss                  rate * experts * sum_e share_e * score_e  is added to the loss, for each layer (Switch
                           Transformer, eq. 4): share_e of the choices are expert e, its mean score is score_e, both of
-                          the microbatch of one rank. It is 1 * rate where all are chosen alike. A product of two means
-                          is not the mean of products: more ranks or microbatches make another loss of the same data.
+                          the microbatch of one rank, or of those of tp, which share it. It is 1 * rate where all are
+                          chosen alike. A product of two means is not the mean of products: more ranks or microbatches
+                          make another loss of the same data.
     none                  Nothing.
 
 Loads are counted in backward: once for each microbatch, whether or not its forward was computed twice, and never for
@@ -126,10 +127,15 @@ class Mixture(nn.Module):
         of_choices = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)
         out: Tensor = (of_choices * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
         if self.loss_rate and torch.is_grad_enabled():
-            out = self._with_loss(out, balance_loss(scores, counts) * self.loss_rate)
+            sums = self.over_tokens(token_sums(scores, counts))
+            out = self._with_loss(out, balance_loss(sums, self.top_k) * self.loss_rate)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x)
+
+    def over_tokens(self, sums: Tensor) -> Tensor:
+        """Of sums over this call's tokens those over all of its loss: replaced where other ranks have some of them."""
+        return sums
 
     def _with_loss(self, out: Tensor, loss: Tensor) -> Tensor:
         """Backward through the loss must not begin before that through `out`, with which FSDP2 gathers parameters."""
@@ -223,11 +229,19 @@ def grouped_linear(rows: Tensor, stacked: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([F.linear(part, weight) for part, weight in parts])
 
 
-def balance_loss(scores: Tensor, counts: Tensor) -> Tensor:
-    """experts * sum_e share_e * score_e, before its rate. scores fp32 [n, experts], counts int64 [experts]."""
-    share = counts / counts.sum()
-    mean_score = (scores / scores.sum(-1, keepdim=True)).mean(0)
-    return counts.numel() * (share * mean_score).sum()
+def token_sums(scores: Tensor, counts: Tensor) -> Tensor:
+    """fp32 [2, experts]: choices, and scores that sum to 1 for each token. scores fp32 [n, experts], counts int64
+    [experts]."""
+    return torch.stack((counts.float(), (scores / scores.sum(-1, keepdim=True)).sum(0)))
+
+
+def balance_loss(sums: Tensor, top_k: int) -> Tensor:
+    """experts * sum_e share_e * score_e, before its rate, of `token_sums`."""
+    choices, scores = sums
+    share = choices / choices.sum()
+    mean_score = scores / (choices.sum() / top_k)
+    of_all: Tensor = choices.numel() * (share * mean_score).sum()
+    return of_all
 
 
 class _Counted(torch.autograd.Function):

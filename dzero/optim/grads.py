@@ -62,8 +62,7 @@ class Gradients:
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
         """[owned]: which parameters the axis cuts."""
-        splits = {param.name: param.split for unit in sharded.shapes for param in unit.params}
-        cut = {name for name, each in splits.items() if each is not None and each.axis == axis and each.dim is not None}
+        cut = {param.name for unit in sharded.shapes for param in unit.params if param.is_cut_by(axis)}
         return [name in cut for name in self._owned]
 
     def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:

@@ -24,7 +24,8 @@ class Balanced(Protocol):
 
 
 class Balance:
-    """Of all balanced modules of a model. groups: of the data-parallel axes, over which loads are summed.
+    """Of all balanced modules of a model. groups: of the axes along which ranks see tokens of their own, over which
+    loads are summed.
 
     Sums are whole numbers, so that ranks never drift apart.
     """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
@@ -52,6 +53,21 @@ def part_of(like: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> nn.Par
         local = part.clone(memory_format=torch.contiguous_format)
     made = DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
     return nn.Parameter(made, like.requires_grad)
+
+
+@contextmanager
+def local_params(module: nn.Module, grads: Sequence[Placement] | None = None) -> Iterator[list[torch.Tensor]]:
+    """Inside, its parameters are what this rank has of them, plain tensors through which gradients flow back; they are
+    placed as `grads` says, or as the parameters are."""
+    kept = [(owner, attribute, param) for owner, attribute, param in own_of(module) if isinstance(param, DTensor)]
+    params = [param.to_local(grad_placements=grads) for _, _, param in kept]
+    try:
+        for (owner, attribute, _), local in zip(kept, params, strict=True):
+            owner._parameters[attribute] = local  # type: ignore[assignment]
+        yield params
+    finally:
+        for owner, attribute, param in kept:
+            owner._parameters[attribute] = param
 
 
 def own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Expert parallelism: data-parallel neighbours share the experts of a mixture, and tokens travel to theirs.
+"""Expert parallelism: neighbours share the experts of a mixture, and tokens travel to theirs.
 
     rows, sorted by expert -> to the rank that has the expert -> sorted by expert there -> its experts -> back again
 
@@ -7,15 +7,15 @@ that have the same experts (`Layout.of_unit`): modules of experts are units of t
 
 A rank's loss is the mean over its own tokens, so the whole loss is the mean over all data-parallel ranks, over which
 gradients are averaged. Experts find gradients of the tokens of ep ranks, and are averaged over 1/ep as many: what comes
-to them from the loss is therefore divided by ep, and what goes on to the tokens multiplied by it.
+to them from the loss is therefore divided by ep, and what goes on to the tokens multiplied by it. Ranks of tp have
+parts of the same sequences and one loss together, so with them it is ep / tp: the losses that ep ranks have.
 
 All ranks take part in every exchange, with however few rows, and experts without rows have gradients of zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dzero.comm.expert_exchange import PHASE, ExpertExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
-from dzero.mesh import EXPERT, expert_mesh
-from dzero.parallel.cut_params import CutParams, Places, own_of, part_of
+from dzero.mesh import EXPERT, expert_mesh, tensor_ranks
+from dzero.parallel.cut_params import CutParams, Places, local_params, own_of, part_of
 from dzero.parallel.methods import Forward, wrap_method
 
 
@@ -36,18 +36,19 @@ class ExpertParallel(CutParams):
 
     mesh: of the ranks with the same layers, (replicate, shard, ep). ledger: counts what moves, and what `shard` makes
     to move as well. modules: those that hold experts, by their names. rows_moved: of all forwards with gradients so
-    far, rows that went to other ranks and came from them.
+    far, rows that went to other ranks and came from them. losses: that the ranks of ep have between them.
     """
 
     def __init__(
         self,
         mesh: DeviceMesh,
+        losses: int,
         modules: dict[str, nn.Module],
         made: dict[nn.Parameter, nn.Parameter],
         places: Places,
     ) -> None:
         super().__init__(mesh[EXPERT], made, places)
-        self.mesh, self.modules, self.ledger, self.rows_moved = mesh, modules, Ledger(), 0
+        self.mesh, self.losses, self.modules, self.ledger, self.rows_moved = mesh, losses, modules, Ledger(), 0
         self.exchange = ExpertExchange(mesh.get_group(EXPERT), EXPERT, self.ledger)
 
 
@@ -56,10 +57,11 @@ def parallelize_experts(
 ) -> ExpertParallel:
     """Share the experts of `model` among `ep` neighbours, in place. Before `shard`; all ranks of `mesh` call.
 
-    mesh: of `make_mesh`, without tp. is_experts: which modules hold experts; by default those of
-    a class named Experts. Such a module is called as `experts(rows, counts)`: rows [n, ...], sorted by their expert,
-    counts int64 [experts], how many each has; it gives rows [n, ...]. All its parameters have the experts along dim 0,
-    one after the other, and it reads how many there are from `counts`, of which it will get its own.
+    mesh: of `make_mesh`; with tp, whose ranks are then among the `ep`, `parallelize` comes after it. is_experts: which
+    modules hold experts; by default those of a class named Experts. Such a module is called as `experts(rows, counts)`:
+    rows [n, ...], sorted by their expert, counts int64 [experts], how many each has; it gives rows [n, ...]. All its
+    parameters have the experts along dim 0, one after the other, and it reads how many there are from `counts`, of
+    which it will get its own.
 
     Raises ValueError where ep divides neither the ranks nor every parameter, for a model without such a module, and
     parameters of theirs that others use too.
@@ -72,7 +74,7 @@ def parallelize_experts(
             "(model=tiny_moe), or say which modules they are with is_experts="
         )
     whole_mesh = expert_mesh(mesh, ep)
-    axis = whole_mesh[EXPERT]
+    axis, losses = whole_mesh[EXPERT], ep // tensor_ranks(mesh)
     places: Places = {}
     for owner, attribute, param in own_of(model):
         places.setdefault(param, []).append((owner, attribute))
@@ -87,7 +89,7 @@ def parallelize_experts(
         setattr(owner, attribute, part)
         if whole.is_meta:
             made[whole] = part
-    experts = ExpertParallel(whole_mesh, found, made, {whole: places[whole] for whole in made})
+    experts = ExpertParallel(whole_mesh, losses, found, made, {whole: places[whole] for whole in made})
     wrap_method([*found.values()], "forward", _travelling(experts))
     return experts
 
@@ -129,34 +131,20 @@ def _travelling(experts: ExpertParallel) -> Callable[[Forward], Forward]:
             give, take = given.sum(1).tolist(), taken.sum(1).tolist()
             if torch.is_grad_enabled():
                 experts.rows_moved += sum(give) + sum(take) - give[exchange.rank] - take[exchange.rank]
-            came: Tensor = _Travel.apply(rows, exchange, give, take, float(exchange.ranks))  # type: ignore[no-untyped-call]
+            came: Tensor = _Travel.apply(rows, exchange, give, take, float(experts.losses))  # type: ignore[no-untyped-call]
             own = torch.arange(taken.shape[1], device=rows.device).repeat(exchange.ranks)
             order = own.repeat_interleave(taken.flatten()).argsort(stable=True)
-            with _local_params(self) as params:
+            with local_params(self) as params:
                 out = forward(self, came[order], taken.sum(0))
             if not sum(take):
                 out = _Used.apply(out, *params)  # type: ignore[no-untyped-call]
             back = torch.empty_like(out).index_copy(0, order, out)
-            gone: Tensor = _Travel.apply(back, exchange, take, give, 1.0 / exchange.ranks)  # type: ignore[no-untyped-call]
+            gone: Tensor = _Travel.apply(back, exchange, take, give, 1.0 / experts.losses)  # type: ignore[no-untyped-call]
             return gone
 
         return of_all
 
     return wrap
-
-
-@contextmanager
-def _local_params(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, its parameters are what this rank has of them, plain tensors through which gradients flow back."""
-    kept = [(owner, attribute, param) for owner, attribute, param in own_of(module) if isinstance(param, DTensor)]
-    params = [param.to_local() for _, _, param in kept]
-    try:
-        for (owner, attribute, _), local in zip(kept, params, strict=True):
-            owner._parameters[attribute] = local  # type: ignore[assignment]
-        yield params
-    finally:
-        for owner, attribute, param in kept:
-            owner._parameters[attribute] = param
 
 
 class _Travel(torch.autograd.Function):

@@ -4,7 +4,7 @@
     columns of the result               query, key, value, gate, up, head    heads or features of its own
     rows of what comes in               out, down                            a part of a sum: reduce-scattered
     rows of the vocabulary              embedding                            a part of a sum: reduce-scattered
-    everything                          norms                                its part of the sequence
+    everything                          norms, routers of experts            its part of the sequence
 
 Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice; what comes into them
 is gathered. Logits stay cut along the vocabulary, and `TensorParallel.loss` makes cross-entropy of them.
@@ -48,7 +48,8 @@ class TensorParallel(CutParams):
 def parallelize(
     model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, *, alike: Sequence[str] = ()
 ) -> TensorParallel:
-    """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`.
+    """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`, and after
+    `parallelize_experts`, whose parameters it leaves alone.
 
     plan: by the names of modules, with wildcards; None for a model of a known kind. Tied parameters stay tied.
     alike: names (wildcards too) of parameters that the plan leaves whole, and that all ranks use on the same inputs.
@@ -64,7 +65,8 @@ def parallelize(
         raise ValueError(f"{axis}={mesh.size()}: the plan names {unknown}, which {kind} has not as modules")
     places: Places = {}
     for owner, attribute, param in own_of(model):
-        places.setdefault(param, []).append((owner, attribute))
+        if not isinstance(param, DTensor):
+            places.setdefault(param, []).append((owner, attribute))
     names = {param: name for name, param in model.named_parameters()}
     parallelize_module(model, mesh, dict(plan))
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -83,7 +85,7 @@ def parallelize(
         raise ValueError(
             f"{axis}={mesh.size()}: the plan says nothing of {unsaid}; where a rank sees a part of their input, it "
             "would find a part of their gradients. Give their modules a style (SequenceParallel for such a part), or "
-            "name them in alike= where all ranks see the same"
+            "name them in alike= where all ranks see the same; experts are shared before (parallelize_experts)"
         )
     _equalise(model, mesh)
     on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values, and no use here

@@ -17,13 +17,14 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from dzero.parallel.conv1d import Columns, Fused, FusedInput, Rows
+from dzero.parallel.mixture_styles import OwnTokens, Routing
 
-SEQUENCE, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
+SEQUENCE, WHOLE, VOCABULARY, TOKENS = Shard(1), Replicate(), Shard(-1), Shard(0)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the ranks of an axis must divide, by the name of the setting."""
+    """What the ranks of an axis must divide, by the name of the setting; 0 of what a model does not have."""
 
     heads: int
     kv_heads: int
@@ -35,8 +36,8 @@ class Sizes:
         wrong = {name: size for name, size in vars(self).items() if size % ranks}
         if wrong:
             told = ", ".join(f"{name}={size}" for name, size in wrong.items())
-            most = min(vars(self).values())
-            allowed = [each for each in range(1, most + 1) if not any(size % each for size in vars(self).values())]
+            sizes = [size for size in vars(self).values() if size]
+            allowed = [each for each in range(1, min(sizes) + 1) if not any(size % each for size in sizes)]
             raise ValueError(f"{axis}={ranks} does not divide the model's {told}; allowed: {allowed}")
 
 
@@ -57,20 +58,45 @@ def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, Paralle
 
 
 def _llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    shape, block = model.shape, "layers.*"
-    sizes = Sizes(shape.heads, shape.kv_heads, shape.ffn_size, shape.vocab_size)
-    return sizes, {
+    sizes = _sizes_of(model.shape, model.shape.ffn_size)
+    return sizes, _around_ffn() | _swiglu("layers.*.ffn", SEQUENCE)
+
+
+def _moe(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """As Llama, but the tokens of a rank's part of the sequence go to experts as they are. What all tokens share is cut
+    as a dense part is, and gathers them as rows."""
+    shape, mixture = model.shape, "layers.*.ffn"
+    shared = shape.shared_experts * shape.ffn_size
+    styles = {mixture: OwnTokens(SEQUENCE), f"{mixture}.router": Routing()}
+    plan = _around_ffn() | styles | (_swiglu(f"{mixture}.shared", TOKENS) if shared else {})
+    return _sizes_of(shape, shared), plan
+
+
+def _sizes_of(shape: Any, ffn_size: int) -> Sizes:
+    return Sizes(shape.heads, shape.kv_heads, ffn_size, shape.vocab_size)
+
+
+def _around_ffn() -> dict[str, ParallelStyle]:
+    """Of the project's decoders all but the feed-forward parts."""
+    block = "layers.*"
+    return {
         "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),
         f"{block}.attention_norm": SequenceParallel(),
         f"{block}.attention": _gathered(SEQUENCE, None, None),
         **{f"{block}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
         f"{block}.attention.out": RowwiseParallel(output_layouts=SEQUENCE),
         f"{block}.ffn_norm": SequenceParallel(),
-        f"{block}.ffn": _gathered(SEQUENCE),
-        **{f"{block}.ffn.{name}": ColwiseParallel() for name in ("gate", "up")},
-        f"{block}.ffn.down": RowwiseParallel(output_layouts=SEQUENCE),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _swiglu(name: str, layout: Shard) -> dict[str, ParallelStyle]:
+    """Features cut; what comes in is cut along tokens as `layout` says, and so is what goes out."""
+    return {
+        name: _gathered(layout),
+        **{f"{name}.{each}": ColwiseParallel() for each in ("gate", "up")},
+        f"{name}.down": RowwiseParallel(output_layouts=layout),
     }
 
 
@@ -139,6 +165,7 @@ def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
 
 PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
     "Llama": _llama,
+    "MoE": _moe,
     "LlamaForCausalLM": _hf_llama,
     "MistralForCausalLM": _hf_llama,
     "Qwen2ForCausalLM": _hf_llama,

@@ -34,25 +34,27 @@ def phase_of(direction: str, microbatch: int, microbatches: int) -> str:
 
 
 def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collective]:
-    """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them."""
-    *blocks, root = units
-    n, copies, microbatches = layout.shard, layout.replicate, layout.microbatches
-    inner = n if layout.reshard_after_forward in (True, False) else int(layout.reshard_after_forward)
-    itemsize = layout.param.dtype.itemsize
+    """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them; experts
+    that ranks share beside the block that has them."""
+    *blocks, root = _nested(units)
+    microbatches, itemsize = layout.microbatches, layout.param.dtype.itemsize
+    tables = {unit.name: layout.of_unit(unit) for unit in units}
 
     def one(phase: str, kind: str, axis: str, unit: UnitShape, ranks: int, owned_bytes: int) -> Iterator[Collective]:
         if ranks > 1 and owned_bytes:
             yield Collective(phase, kind, axis, unit.name, unit.name, (ranks - 1) * owned_bytes)
 
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[Collective]:
+        own = tables[unit.name]
+        n, copies, hop = own.shard, own.replicate, own.replicate_wire
         trained = unit.shard_elems(n, trainable_only=True)
         yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
         if last and layout.shares > 1:
             part = unit.shard_elems(n, copies, trainable_only=True)
-            yield from one(phase, "reduce_scatter", REPLICATE, unit, copies, part * layout.replicate_wire.itemsize)
+            yield from one(phase, "reduce_scatter", REPLICATE, unit, copies, part * hop.itemsize)
         elif last:
-            back = layout.grad.dtype if layout.exact else layout.replicate_wire
-            owned = -(-trained // copies) * (layout.replicate_wire.itemsize + back.itemsize)
+            back = layout.grad.dtype if layout.exact else hop
+            owned = -(-trained // copies) * (hop.itemsize + back.itemsize)
             yield from one(phase, "all_reduce", REPLICATE, unit, copies, owned)
 
     for index in range(microbatches):
@@ -60,10 +62,13 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
         forward, backward = (phase_of(direction, index, microbatches) for direction in ("forward", "backward"))
         if layout.param.sharded or index == 0:
             for unit in (root, *blocks):
+                n = tables[unit.name].shard
                 yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
         again = layout.param.sharded and layout.reshard_after_forward is not False
         for unit in (root, *reversed(blocks)):
             if again:
+                n = tables[unit.name].shard
+                inner = n if isinstance(layout.reshard_after_forward, bool) else layout.reshard_after_forward
                 owned = unit.shard_elems(inner) * itemsize
                 yield from one(backward, "all_gather", SHARD, unit, inner, owned)
             if layout.cadence(last).reduce and unit is not root:
@@ -71,8 +76,17 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
         if layout.cadence(last).reduce:
             yield from reduced(backward, root, last)
     for unit in units if layout.shares > 1 else ():
-        part = unit.shard_elems(n, copies, trainable_only=True)
-        yield from one("update", "all_gather", REPLICATE, unit, copies, part * itemsize)
+        part = unit.shard_elems(layout.shard, layout.replicate, trainable_only=True)
+        yield from one("update", "all_gather", REPLICATE, unit, layout.replicate, part * itemsize)
+
+
+def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
+    """Experts, which are listed first, after the unit that has them."""
+    experts = [unit for unit in units if unit.shared_by > 1]
+    others = [unit for unit in units if unit.shared_by == 1]
+    inside = {unit.name: [each for each in experts if each.name.startswith(f"{unit.name}.")] for unit in others}
+    left = [each for each in experts if not any(each in of_unit for of_unit in inside.values())]
+    return left + [each for unit in others for each in (unit, *inside[unit.name])]
 
 
 def folded(found: Iterator[Collective]) -> list[Collective]:
@@ -80,7 +94,7 @@ def folded(found: Iterator[Collective]) -> list[Collective]:
     rows: list[Collective] = []
     for each in found:
         like = (each.phase, each.kind, each.axis, each.sent_bytes)
-        for number, row in enumerate(reversed(rows[-3:]), 1):
+        for number, row in enumerate(reversed(rows[-6:]), 1):  # of a block, and of its experts: three kinds each
             if (row.phase, row.kind, row.axis, row.sent_bytes) == like:
                 rows[-number] = replace(row, last_unit=each.unit, count=row.count + 1)
                 break
@@ -119,7 +133,7 @@ def _units(layout: Layout, units: Sequence[UnitShape]) -> Table:
     """Neighbours of one size as one row."""
     rows: list[tuple[str, str, int, int, int]] = []
     for unit in units:
-        size = len(unit.params), sum(p.elems for p in unit.params), unit.shard_elems(layout.shard)
+        size = len(unit.params), sum(p.elems for p in unit.params), unit.shard_elems(layout.of_unit(unit).shard)
         if rows and rows[-1][2:] == size:
             first, _, *_ = rows[-1]
             rows[-1] = (first, unit.name, *size)

@@ -169,7 +169,7 @@ class Layout:
         pipeline_ranks: int = 1,
         expert_ranks: int = 1,
     ) -> Layout:
-        """Fill the table. expert_ranks: data-parallel ones that share experts, of which `of_unit` makes a table.
+        """Fill the table. expert_ranks: those that share experts, of which `of_unit` makes a table.
 
         Raises ValueError for combinations that cannot take effect."""
         offload = offload or OffloadConfig()
@@ -183,7 +183,8 @@ class Layout:
         _check_cut(zero, offload, "a model that is", model_ranks, "tp")
         _check_cut(zero, offload, "experts that are", expert_ranks, "ep")
         _check_pipeline(offload, pipeline_ranks)
-        expert_degrees(replicate, shard, expert_ranks)
+        if expert_ranks > 1:
+            expert_degrees(replicate, shard, expert_ranks, model_ranks)
         param = dtype_of(precision.param)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
         grad = torch.float32 if fp32_grad else param
@@ -223,7 +224,7 @@ class Layout:
         """The table of one unit: what ranks share of experts is copied and cut over the other ranks only."""
         if unit.shared_by == 1:
             return self
-        replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by)
+        replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by, self.model_ranks)
         after_forward = self.reshard_after_forward if self.param.sharded else shard == 1
         return replace(self, replicate=replicate, shard=shard, reshard_after_forward=after_forward)
 

@@ -30,15 +30,19 @@ def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *
         )
 
 
-def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None) -> None:
-    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks."""
+def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None, model_ranks: int) -> None:
+    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks, of which
+    `mesh` has one of each `model_ranks`."""
     shared = [unit for unit in units if unit.shared_by > 1]
     if shared and experts is None:
         raise ValueError(
             f"{shared[0].shared_by} ranks share experts of unit {shared[0].name}: pass what parallelize_experts "
             "returned as experts="
         )
-    if experts is not None and not torch.equal(experts.mesh.mesh.flatten(), mesh.mesh.flatten()):
+    if experts is None:
+        return
+    over = experts.mesh.mesh
+    if over.numel() != mesh.size() * model_ranks or not torch.isin(mesh.mesh, over).all():
         raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
 
 

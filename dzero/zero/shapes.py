@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dzero.mesh import EXPERT
+from dzero.mesh import EXPERT, TENSOR
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ class ParamShape:
         sizes = tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
         return (*sizes[:-2], sizes[-2] * sizes[-1]) if self.fused else sizes
 
+    def is_cut_by(self, axis: str) -> bool:
+        """Whether ranks along `axis` have parts of it, not copies; those of tp have experts of their own."""
+        if self.split is None or self.split.dim is None:
+            return False
+        return axis == self.split.axis or (axis, self.split.axis) == (TENSOR, EXPERT)
+
     @property
     def row_elems(self) -> int:
         """Elements of one index of dim 0."""
@@ -72,7 +78,7 @@ class UnitShape:
 
     @property
     def shared_by(self) -> int:
-        """Data-parallel ranks of which each has a part of the unit, being one of experts; else 1."""
+        """Ranks of which each has a part of the unit, being one of experts; else 1."""
         return max((p.split.count for p in self.params if p.split is not None and p.split.axis == EXPERT), default=1)
 
     def shard_elems(self, ranks: int, shares: int = 1, *, trainable_only: bool = False) -> int:

@@ -257,7 +257,7 @@ class _Sharder:
         shapes, tiled = [*self.shapes.values()], bool(find_tiles(model))
         check_tables(layout, shapes, tiled=tiled)
         check_splits(shapes, groups_of_model, tiled=tiled)
-        check_experts(shapes, mesh, experts)
+        check_experts(shapes, mesh, experts, layout.model_ranks)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         rank = mesh.get_local_rank(SHARD)
         self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)

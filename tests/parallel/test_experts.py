@@ -162,6 +162,11 @@ def test_experts_need_their_handle(pool: Pool) -> None:
 
 def test_what_ep_does_not_divide_is_named() -> None:
     assert [expert_degrees(1, 8, 2), expert_degrees(8, 1, 4), expert_degrees(2, 4, 4)] == [(1, 4), (2, 1), (2, 1)]
+    assert [expert_degrees(1, 8, 8, 4), expert_degrees(8, 1, 4, 4), expert_degrees(2, 4, 4, 2)] == [
+        (1, 4),
+        (8, 1),
+        (2, 2),
+    ]
     with pytest.raises(ValueError, match=r"mesh.ep=4 does not divide the 2 .* of axis shard, .* allowed: \[1, 2\]"):
         expert_degrees(2, 2, 4)
     with fake_group(2), torch.device("meta"):
@@ -174,5 +179,5 @@ def test_what_ep_does_not_divide_is_named() -> None:
         tied.layers[1].ffn.experts.gate = tied.layers[0].ffn.experts.gate  # type: ignore[union-attr, assignment]
         with pytest.raises(ValueError, match=r"layers.0.ffn.experts.gate of experts is used elsewhere too"):
             parallelize_experts(tied, mesh, 2)
-    with fake_group(4), pytest.raises(ValueError, match="experts are not shared beside tp"):
-        parallelize_experts(MoE(SHAPE), make_mesh("cpu", tp=2), 2)
+    with fake_group(4), pytest.raises(ValueError, match=r"ranks of axis shard x mesh.tp=2, .* allowed: \[2, 4\]"):
+        parallelize_experts(MoE(SHAPE), make_mesh("cpu", tp=2), 1)

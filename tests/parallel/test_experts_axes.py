@@ -1,17 +1,23 @@
-"""Experts beside a pipeline: the same training as in one process, and states that move."""
+"""Experts beside a pipeline and matrices that are cut: the same training as in one process, and states that move."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from expert_axes_cases import config_of, loaded, oracle, overflowed, run_of, saved, trained
+from mixtures import SHAPE
 from pool import Pool
 
+from dzero.mesh import make_mesh
 from dzero.models.moe import MoE, MoEShape
 from dzero.parallel.parts import cut_parts
+from dzero.parallel.tensor import parallelize
+from dzero.parallel.tensor_plans import plan_for
+from dzero.plan.fake import fake_group
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
@@ -23,10 +29,22 @@ RUNS = [
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 model.balance=loss mesh.pp_schedule=gpipe",
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3 block.activation_checkpoint=full",
     "mesh.dp=2 mesh.pp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
+    "mesh.dp=1 mesh.ep=2 mesh.tp=2 zero.stage=1 model.balance=loss",
+    f"mesh.dp=2 mesh.ep=2 mesh.tp=2 zero.stage=3 model.balance=loss {HOST}",
+    "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
+    "mesh.dp=1 mesh.ep=2 mesh.tp=2 mesh.pp=2 zero.stage=2 model.balance=loss",
+]
+MORE = [
+    "mesh.dp=1 mesh.ep=2 mesh.tp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
+    "mesh.dp=2 mesh.ep=2 mesh.tp=2 zero.stage=1",
+    "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=1 model.balance=loss",
+    "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=0",
+    "mesh.dp=1 mesh.cp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
+    "mesh.dp=2 mesh.ep=4 mesh.tp=2 mesh.pp=2 zero.stage=1 model.balance=loss",
 ]
 
 
-@pytest.mark.parametrize("line", RUNS)
+@pytest.mark.parametrize("line", [*RUNS, *(pytest.param(line, marks=pytest.mark.slow) for line in MORE)])
 def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) -> None:
     config = config_of(line)
     told = pool.run(trained, config.worker_count, config, timeout_s=500)
@@ -55,8 +73,8 @@ def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
 
 MESHES = [
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3",
-    "mesh.dp=4 mesh.ep=2 zero.stage=2",
-    "mesh.dp=2 mesh.pp=2 zero.stage=1",
+    "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
+    "mesh.dp=1 mesh.ep=2 mesh.tp=2 mesh.pp=2 zero.stage=1",
     "mesh.dp=1 zero.stage=0",
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
 ]
@@ -73,11 +91,12 @@ def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) 
         assert [name for name, value in want.items() if not torch.equal(got[name], value)] == [], MESHES[number]
 
 
-def test_an_overflow_in_one_expert_of_one_rank_is_skipped_by_all(pool: Pool) -> None:
-    config = config_of("mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 precision=fp16 scaler.init=1024")
-    told = pool.run(overflowed, 4, config, timeout_s=300)
+@pytest.mark.parametrize("line", ["mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2", "mesh.dp=2 mesh.ep=2 mesh.tp=2"])
+def test_an_overflow_in_one_expert_of_one_rank_is_skipped_by_all(pool: Pool, line: str) -> None:
+    config = config_of(f"{line} precision=fp16 scaler.init=1024")
+    told, layers = pool.run(overflowed, 4, config, timeout_s=300), (1,) if config.mesh.pp > 1 else (0, 1)
     for culprits, same, next_is_made in told:
-        assert [name.split(" ")[0] for name in culprits] == ["layers.1.ffn.experts.down"]
+        assert {name.split(" ")[0] for name in culprits} == {f"layers.{index}.ffn.experts.down" for index in layers}
         assert same
         assert next_is_made
 
@@ -99,3 +118,18 @@ def test_a_part_costs_what_a_token_uses_of_its_experts() -> None:
     with torch.device("meta"):
         model = MoE(shape)
     assert [part.blocks for part in cut_parts(model, 0, 2).own] == [3]
+
+
+def test_a_mixture_is_cut_by_tp_once_its_experts_are_shared() -> None:
+    with torch.device("meta"):
+        model = MoE(replace(SHAPE, shared_experts=0))
+    plan, _ = plan_for(model, 2, "tp")
+    assert "layers.*.ffn.router" in plan
+    assert not [name for name in plan if "shared" in name]
+    with pytest.raises(
+        ValueError, match=r"does not divide the model's heads=4, kv_heads=4, vocab_size=64; allowed: \[1, "
+    ):
+        plan_for(model, 3, "tp")
+    told = r"says nothing of \['layers.0.ffn.experts.gate', .* experts are shared before \(parallelize_experts\)"
+    with fake_group(2), pytest.raises(ValueError, match=told):
+        parallelize(model, make_mesh("cpu", tp=2)["tp"])

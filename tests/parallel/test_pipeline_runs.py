@@ -18,6 +18,8 @@ LINES = [
     "mesh.pp=2 mesh.dp=2 zero.stage=2 precision=bf16 train.accumulate=2 offload=host offload.overlap=forward",
     "model=tiny_moe model.layers=4 model.balance=loss mesh.pp=2 mesh.dp=2 mesh.ep=2 mesh.pp_schedule=interleaved "
     "zero.stage=1 precision=fp32 train.accumulate=2",
+    "model=tiny_moe model.kv_heads=2 model.balance=loss mesh.pp=2 mesh.tp=2 mesh.ep=2 zero.stage=2 precision=fp32 "
+    "train.accumulate=2",
 ]
 
 

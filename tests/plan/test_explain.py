@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from dzero.command_line import composed
-from dzero.on_a_rank import model_of, units_of
+from dzero.hardware import format_bytes
+from dzero.on_a_rank import as_on_a_rank, model_of, units_of
 from dzero.plan.explain import collectives, folded
-from dzero.planning import layout_of
+from dzero.planning import explained, layout_of
 from dzero.sources import sources, stands_for
 from dzero.zero.account import expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=5", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
@@ -32,11 +35,44 @@ LAYOUTS = [
 ]
 
 
+SHARED = [
+    "mesh.ep=4 zero.stage=3",
+    "mesh.ep=8 zero.stage=2 train.accumulate=2",
+    "mesh.ep=4 zero.stage=0",
+    "mesh.ep=4 mesh.tp=2 zero.stage=1 model.kv_heads=2 train.accumulate=2",
+    "mesh.ep=2 mesh.replicate=2 mesh.pp=2 zero.stage=3 train.accumulate=2",
+]
+
+
 @pytest.mark.parametrize("settings", LAYOUTS)
 def test_the_collectives_told_one_by_one_add_up_to_the_table(settings: str) -> None:
     config = composed([*SMALL, "mesh.dp=16", *settings.split()], CONF, here=False)
-    layout = layout_of(config, "cpu")
-    units = units_of(config, model_of(config))
+    check(layout_of(config, "cpu"), units_of(config, model_of(config)))
+
+
+@pytest.mark.parametrize("settings", SHARED)
+def test_those_of_experts_that_ranks_share_do_so_too(settings: str) -> None:
+    config = composed(["model=tiny_moe", "mesh.dp=8", *settings.split()], CONF, here=False)
+    model = model_of(config)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
+    experts = [unit for unit in units if unit.shared_by > 1]
+    assert len(experts) == 4 // config.mesh.pp
+    assert experts[0].params[0].shape == (8 // config.mesh.ep * 160, 192)
+    check(layout_of(config, "cpu"), units)
+
+
+def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> None:
+    settings = ["model=tiny_moe", "mesh.dp=2", "mesh.ep=2", "train.microbatch_sequences=1", "train.sequence_tokens=64"]
+    tables, _ = explained(composed(settings, CONF, here=False), settings, CONF)
+    told = {row[2]: row[3:] for row in tables[-1].rows}
+    assert tables[-1].title.startswith("what tokens move to experts, all chosen alike,")
+    assert told["int64"] == ("4", format_bytes(4 * 4 * 8)), "counts of 4 experts for the other rank, in 4 layers"
+    rows = 64 * 2 // 2  # half of two choices each; as many come, and both go back, forward and in backward
+    assert told["bfloat16"] == ("16", format_bytes(4 * 4 * rows * 192 * 2))
+
+
+def check(layout: Layout, units: list[UnitShape]) -> None:
     calls, sent = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for each in folded(collectives(layout, units)):
         calls[each.kind, each.axis] += each.count

@@ -20,7 +20,7 @@ from dzero.fitting import UnforeseenError, check_memory, needed, settled, sugges
 from dzero.hardware import format_bytes
 from dzero.plan.forecast import tiers_of
 from dzero.plan.scenario import Scenario
-from dzero.planning import explained, planned
+from dzero.planning import planned
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -140,5 +140,3 @@ def test_what_tokens_decide_is_not_foreseen() -> None:
             foresee()
     with pytest.raises(ValueError, match="what its experts get follows from the tokens, and is not simulated"):
         Scenario(model=run.model, ranks=2, sequences=1, tokens=8)
-    with pytest.raises(RunError, match=r"mesh.ep=2 leaves of the experts on each rank is not explained"):
-        explained(run_of("model=tiny_moe", "mesh.ep=2"), [], CONF)
