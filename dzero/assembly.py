@@ -31,11 +31,13 @@ from dzero.models.materialise import Materialiser
 from dzero.models.moe import MoE
 from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context import ContextParallel, parallelize_context
+from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import expected_experts, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.pipeline import Hidden, Pipeline
+from dzero.parallel.pipeline import Pipeline
+from dzero.parallel.schedules import Hidden
 from dzero.parallel.tensor import parallelize
+from dzero.zero.sequences import parallelize_context
 from dzero.zero.shard import Sharded, shard
 from dzero.zero.values import Materialise
 

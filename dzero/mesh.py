@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -36,124 +35,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from dzero.degrees import factorings
 from dzero.meeting import meet
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
 """Of the data-parallel ranks."""
-CP_ATTENTIONS = ("all_gather", "ulysses")
-PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
-"""By default, of every schedule of a pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Degrees of the axes; dp x cp x tp x pp is the number of ranks.
-
-    `dp`: ranks, or groups of them, that read sequences of their own; None for all that are left. `replicate`: copies of
-    the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
-    them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
-    how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
-    sequence parallelism). `ep`: ranks, of the dp x cp x tp, that share the experts (expert parallelism); those of tp
-    are among them. `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model;
-    `pp_schedule`: in which order they run them (parallel/pipeline.py).
-    """
-
-    dp: int | None = None
-    replicate: int = 1
-    cp: int = 1
-    cp_attention: str = "all_gather"
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    pp_schedule: str = "1f1b"
-    pp_parts: int | None = None
-
-    def __post_init__(self) -> None:
-        for key in ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
-        if self.cp_attention not in CP_ATTENTIONS:
-            raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
-        if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
-            raise ValueError(f"mesh.cp_attention={self.cp_attention} has no effect with mesh.cp=1; remove it")
-        self._check_schedule()
-
-    def _check_schedule(self) -> None:
-        schedule, parts = self.pp_schedule, self.pp_parts
-        if schedule not in PARTS_OF_A_RANK:
-            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*PARTS_OF_A_RANK]}")
-        for key, value, default in (("pp_schedule", schedule, "1f1b"), ("pp_parts", parts, None)):
-            if self.pp == 1 and value != default:
-                raise ValueError(f"mesh.{key}={value} has no effect with mesh.pp=1; remove it")
-        if parts is not None and (parts == 1) != (PARTS_OF_A_RANK[schedule] == 1):
-            many = [each for each in PARTS_OF_A_RANK if (PARTS_OF_A_RANK[each] == 1) == (parts == 1)]
-            raise ValueError(
-                f"mesh.pp_parts={parts} with mesh.pp_schedule={schedule}: so many parts on a rank are for {many}"
-            )
-
-    @property
-    def parts_of_a_rank(self) -> int:
-        """Of the model, where it is cut between its layers."""
-        return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
-
-    @property
-    def inner(self) -> int:
-        """Ranks that one sequence needs."""
-        return self.cp * self.tp * self.pp
-
-    @property
-    def sharing(self) -> int:
-        """The fewest ranks with the same layers that share experts, sequences and matrices among themselves."""
-        return math.lcm(self.cp, -(-self.ep // self.tp)) * self.tp
-
-    @property
-    def ranks(self) -> int | None:
-        """How many the degrees make; None where dp is what is left."""
-        return None if self.dp is None else self.dp * self.inner
-
-    def data_ranks(self, world: int) -> int:
-        """Of `world` ranks. Raises ValueError where the degrees do not make them."""
-        if world % self.inner == 0 and self.dp in (None, world // self.inner):
-            return world // (self.tp * self.pp)
-        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        given = " x ".join(f"mesh.{key}={value}" for key, value in degrees.items() if value not in (None, 1))
-        start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
-        raise ValueError(
-            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many: "
-            f"{_nearest(world, [*degrees.values()])}{start}"
-        )
-
-    def readers(self, data_ranks: int) -> int:
-        """Of so many data-parallel ranks, the groups that read sequences of their own."""
-        return data_ranks // self.cp
-
-    def check_tokens(self, tokens: int) -> None:
-        """Of a sequence. Raises ValueError where a rank's part of it would be none."""
-        unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
-        if tokens % unit:
-            parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
-            cutting = {f"mesh.{key}={degree}": parts[key] for key in parts if (degree := getattr(self, key)) > 1}
-            raise ValueError(
-                f"{' x '.join(cutting)} does not divide train.sequence_tokens={tokens}: a rank has "
-                f"{', '.join(cutting.values())}; take a multiple of {unit}, as train.sequence_tokens="
-                f"{tokens // unit * unit or unit}"
-            )
-
-    def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
-        """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
-        if stage == 0:
-            if self.replicate != 1:
-                raise ValueError(
-                    f"mesh.replicate={self.replicate} has no effect at zero.stage=0, which replicates over all "
-                    f"{ranks} ranks; remove it, or take zero.stage=1, 2 or 3"
-                )
-            return ranks, 1
-        if ranks % self.replicate:
-            allowed = [d for d in range(1, ranks + 1) if ranks % d == 0]
-            raise ValueError(f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}")
-        return self.replicate, ranks // self.replicate
 
 
 def local_rank() -> int:
@@ -197,7 +84,7 @@ def make_mesh(
     if math.prod(degrees.values()) != world:
         given = " * ".join(f"{axis}={each}" for axis, each in degrees.items())
         fixed = {number: size for number, (axis, size) in enumerate(degrees.items()) if axis not in AXES}
-        every = _factorings(world, len(degrees))
+        every = factorings(world, len(degrees))
         allowed = [each for each in every if all(each[number] == size for number, size in fixed.items())] or every
         raise ValueError(f"{given} is not the world size {world}; ({', '.join(degrees)}) may be one of {allowed}")
     return _limited(init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees)))
@@ -280,25 +167,6 @@ def tensor_ranks(mesh: DeviceMesh) -> int:
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """This rank's groups along the axes that are not data-parallel."""
     return {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis not in AXES}
-
-
-def _factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
-    """All ordered products of so many whole numbers that make `number`."""
-    if factors == 1:
-        return [(number,)]
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    return [(each, *rest) for each in divisors for rest in _factorings(number // each, factors - 1)]
-
-
-def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:
-    """Products that make `number`, those alone that keep most of the `wanted` factors, the simplest first; None, 1: not
-    asked for."""
-    asked = [index for index, each in enumerate(wanted) if each not in (None, 1)]
-    every = _factorings(number, len(wanted))
-    kept = {each: sum(each[index] == wanted[index] for index in asked) for each in every}
-    found = sorted((each for each in every if kept[each] == max(kept.values())), key=lambda each: -each.count(1))
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return f"{found[:most]}{more}"
 
 
 def timeout_of_ranks() -> timedelta:

@@ -28,7 +28,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.pipeline import Hidden, expected_pipeline, order_of
+from dzero.parallel.schedules import Hidden, expected_pipeline, order_of
 from dzero.parallel.tensor import parallelize
 from dzero.plan.costs import Costs, costs_of
 from dzero.plan.fake import fake_group

@@ -25,7 +25,7 @@ from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
 from dzero.parallel.context import AttentionSizes, expected_context
 from dzero.parallel.parts import Parts
-from dzero.parallel.pipeline import Hidden, expected_pipeline
+from dzero.parallel.schedules import Hidden, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded

@@ -27,7 +27,8 @@ from dzero.models.llama import Llama, LlamaShape
 from dzero.models.materialise import Materialiser
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.parts import PipelinePlan, cut_parts
-from dzero.parallel.pipeline import Hidden, Pipeline, expected_pipeline
+from dzero.parallel.pipeline import Pipeline
+from dzero.parallel.schedules import Hidden, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.tiers import DiskConfig
 

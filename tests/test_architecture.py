@@ -14,7 +14,7 @@ PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
 errors hardware host terminal scratch data models
-meeting mesh stopping endings launch
+meeting degrees mesh stopping endings launch
 comm watch
 parallel
 zero
@@ -23,7 +23,7 @@ optim
 plan
 checkpoint
 monitor
-config command_line
+together config command_line
 assembly recorder saves sources on_a_rank planning trainer choosing fitting verify
 __main__
 """

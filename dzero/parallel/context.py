@@ -17,23 +17,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.exchange import Exact, Native
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
-from dzero.mesh import CONTEXT, context_group
+from dzero.mesh import CONTEXT
 from dzero.parallel.attention import ATTENTIONS, Attention
 from dzero.parallel.methods import Forward, wrap_method
 from dzero.parallel.zigzag import Zigzag
-
-if TYPE_CHECKING:
-    from dzero.zero.shard import Sharded
 
 
 class ContextParallel:
@@ -72,17 +68,6 @@ class ContextParallel:
     def positions(self, tokens: int) -> Tensor:
         """In their sequences, of so many that this rank has of each: int64 [tokens]."""
         return self._zigzag.positions(tokens)
-
-
-def parallelize_context(
-    sharded: Sharded, mesh: DeviceMesh, cp: int, *, attention: str = "all_gather"
-) -> ContextParallel:
-    """Cut every sequence over `cp` data-parallel neighbours of `mesh`, all axes of it. After `shard`; all ranks call.
-
-    Raises ValueError as `ContextParallel`, and where cp does not divide the data-parallel ranks.
-    """
-    group, exact = context_group(mesh, cp), sharded.layout.exact
-    return ContextParallel(sharded.model, group, sharded.ledger, attention=attention, exact=exact)
 
 
 def _attending(attention: Attention) -> Callable[[Forward], Forward]:

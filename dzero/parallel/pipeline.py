@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,9 +35,11 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
-from dzero.mesh import PARTS_OF_A_RANK, PIPELINE
+from dzero.comm.ledger import Ledger
+from dzero.degrees import PARTS_OF_A_RANK
+from dzero.mesh import PIPELINE
 from dzero.parallel.parts import Part, Parts
+from dzero.parallel.schedules import Hidden, check_microbatches
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -65,23 +66,6 @@ class Cadence(Protocol):
 
     def unsharded_params(self, part: int) -> list[nn.Parameter]:
         """The weights, as forward used them."""
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What travels between parts: hidden states of one microbatch, as a rank has them."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Of one microbatch."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def on(self, device: torch.device | str) -> Tensor:
-        """Room for them."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Pipeline:
@@ -284,44 +268,3 @@ def _same(loss: Tensor) -> Tensor:
 
 def _loss_is_output(output: Tensor, _: Tensor) -> Tensor:
     return output
-
-
-def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
-    """Raises ValueError where the schedule cannot order so many over so many ranks."""
-    rounds = max(1, microbatches // ranks)
-    fitting = {
-        "gpipe": True,
-        "1f1b": microbatches >= ranks,
-        **dict.fromkeys(("interleaved", "zero_bubble"), microbatches >= ranks and microbatches % rounds == 0),
-    }
-    if not fitting[schedule]:
-        repair = f"a multiple of {ranks}" if PARTS_OF_A_RANK[schedule] > 1 else f"at least {ranks}"
-        raise ValueError(
-            f"mesh.pp_schedule={schedule} over mesh.pp={ranks} ranks with {microbatches} microbatches to a step: take "
-            f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "
-            "of all"
-        )
-
-
-def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:
-    """What a rank with one part runs: ("forward" or "backward", microbatch), in order. With one part in all, a backward
-    follows its forward. Raises ValueError for a schedule of several parts."""
-    if schedule not in ("1f1b", "gpipe"):
-        raise ValueError(f"mesh.pp_schedule={schedule}: only of 1f1b and gpipe is the order known beforehand")
-    ahead = microbatches if schedule == "gpipe" else min(microbatches, parts - part)
-    order = [("forward", index) for index in range(ahead)]
-    for index in range(microbatches):
-        order.append(("backward", index))
-        if ahead + index < microbatches:
-            order.append(("forward", ahead + index))
-    return order
-
-
-def expected_pipeline(parts: Parts, hidden: Hidden, *, microbatches: int) -> dict[Entry, Traffic]:
-    """Calls and bytes that this rank sends in a step, by the ledger's entries (phase pipeline): the hidden states of
-    every microbatch forward from each part but the last, their gradients back from each but the first."""
-    forward = sum(part.index < parts.count - 1 for part in parts.own)
-    back = sum(part.index > 0 for part in parts.own)
-    calls = (forward + back) * microbatches
-    entry = Entry("pipeline", "send", PIPELINE, dtype_key(hidden.dtype))
-    return {entry: Traffic(calls, calls * hidden.bytes)} if calls else {}

@@ -12,12 +12,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import is_exact
-from dzero.mesh import TENSOR, MeshConfig
+from dzero.degrees import MeshConfig
+from dzero.mesh import TENSOR
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.pipeline import Hidden, order_of
+from dzero.parallel.schedules import Hidden, order_of
 from dzero.parallel.tensor import parallelize
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig

@@ -40,7 +40,7 @@ from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
 from dzero.optim.adamw import AdamW
 from dzero.parallel.parts import Parts
-from dzero.parallel.pipeline import expected_pipeline
+from dzero.parallel.schedules import expected_pipeline
 from dzero.plan.absent import Absent, with_brought
 from dzero.plan.fake import fake_group
 from dzero.plan.observe import Action, Observed, Passes, observe

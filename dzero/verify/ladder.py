@@ -31,8 +31,8 @@ import torch
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.collectives import is_exact
 from dzero.config import RunConfig
+from dzero.degrees import MeshConfig
 from dzero.hardware import dtype_name
-from dzero.mesh import MeshConfig
 from dzero.monitor.profile import ProfileConfig
 from dzero.optim.build import OURS
 from dzero.verify.compare import Gap

@@ -29,7 +29,8 @@ from training import settled, train, write_text
 
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import ConfigError
-from dzero.mesh import CP_ATTENTIONS, MeshConfig, context_group, make_mesh
+from dzero.degrees import CP_ATTENTIONS, MeshConfig
+from dzero.mesh import context_group, make_mesh
 from dzero.models.llama import Llama
 from dzero.parallel.attention import ATTENTIONS, check_heads
 from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context

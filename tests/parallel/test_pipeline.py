@@ -13,7 +13,7 @@ from torch import nn
 
 from dzero.models.llama import Llama
 from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
-from dzero.parallel.pipeline import check_microbatches
+from dzero.parallel.schedules import check_microbatches
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere;

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dzero.mesh import MeshConfig
+from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig
 from dzero.plan.scenario import Scenario

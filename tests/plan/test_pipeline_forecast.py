@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from training import settled
 
+from dzero.degrees import MeshConfig
 from dzero.errors import RunError
-from dzero.mesh import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig
 from dzero.plan.measure import unmeasured

@@ -12,7 +12,7 @@ from pool import Pool
 from rank_cases import piped, really
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.mesh import MeshConfig
+from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.blocks import BlockConfig
 from dzero.plan.observe import Observed

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from dzero import PrecisionConfig, ZeroConfig
-from dzero.mesh import MeshConfig
+from dzero.degrees import MeshConfig
 from dzero.zero.account import expected_traffic, resting_bytes
 from dzero.zero.layout import Cadence, Layout
 from dzero.zero.shapes import ParamShape, Split, UnitShape
