@@ -13,21 +13,12 @@ from sides import ADAM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero import (
-    AdamW,
-    Hidden,
-    Pipeline,
-    Sharded,
-    ZeroConfig,
-    cut_parts,
-    make_mesh,
-    parallelize,
-    parallelize_context,
-    parallelize_experts,
-    shard,
-)
+from dzero import AdamW, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
 from dzero.parallel.context import ContextParallel
-from dzero.parallel.parts import Parts
+from dzero.parallel.parts import Parts, cut_parts
+from dzero.parallel.pipeline import Pipeline
+from dzero.parallel.schedules import Hidden
+from dzero.zero.sequences import parallelize_context
 
 
 def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
