@@ -138,7 +138,8 @@ class Pipeline:
         """What travels on: hidden states, or the loss [1] of the last part."""
         x = self._tokens[microbatch] if part.index == 0 else x
         if part.index == self._parts.count - 1:
-            return self._take(self._loss(part.module, x, self._targets[microbatch])).expand(1).clone()
+            loss = self._take(self._loss(part.module, x, self._targets[microbatch]))
+            return loss.expand(1).clone()  # no view: torch may detach it in place
         out, added = self._run(part.module, x), self._added(part.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
