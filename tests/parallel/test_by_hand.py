@@ -6,7 +6,7 @@ import pytest
 from pool import Pool
 from side_cases import losses_of
 
-FACTORINGS = ["2_dp2.tp2", "3_cp2.pp2", "2_dp4.ep2"]
+FACTORINGS = ["3_cp2.pp2", "2_dp4.ep2"]
 MORE = [
     "3_dp4",
     "1_tp4",

@@ -24,17 +24,17 @@ FP32 = 1e-5
 
 HOST = "offload.grad=host offload.master=host offload.moments=host"
 RUNS = [
-    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
     f"mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=1 model.balance=loss {HOST}",
-    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 model.balance=loss mesh.pp_schedule=gpipe",
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=3 block.activation_checkpoint=full",
-    "mesh.dp=2 mesh.pp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 zero.stage=1 model.balance=loss",
-    f"mesh.dp=2 mesh.ep=2 mesh.tp=2 zero.stage=3 model.balance=loss {HOST}",
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 mesh.pp=2 zero.stage=2 model.balance=loss",
 ]
 MORE = [
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
+    "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 model.balance=loss mesh.pp_schedule=gpipe",
+    "mesh.dp=2 mesh.pp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
+    f"mesh.dp=2 mesh.ep=2 mesh.tp=2 zero.stage=3 model.balance=loss {HOST}",
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 zero.stage=3 model.balance=loss block.activation_checkpoint=full",
     "mesh.dp=2 mesh.ep=2 mesh.tp=2 zero.stage=1",
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=1 model.balance=loss",

@@ -31,7 +31,6 @@ RUNS = [
     Piped(stage=3, tp=2, recompute="selective"),
     Piped(stage=2, dp=2, tp=2, tied=True),
     Piped(stage=1, schedule="zero_bubble", parts=2),
-    Piped(stage=2, schedule="zero_bubble", parts=2, tp=2),
     Piped(stage=3, schedule="zero_bubble", parts=2, dp=2, offload="host", tied=True),
 ]
 MORE = [
