@@ -8,6 +8,7 @@ from side_cases import losses_of
 
 FACTORINGS = ["3_cp2.pp2", "2_dp4.ep2"]
 MORE = [
+    "2_dp2.tp2",
     "3_dp4",
     "1_tp4",
     "2_dp2.cp2",
