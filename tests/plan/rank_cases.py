@@ -80,7 +80,7 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
             microbatches=microbatches,
             hidden=scenario.hidden(parts),
             device=torch.device("cpu"),
-            backward=lambda part, is_last: sharded.microbatch(is_last, part),
+            cadence=sharded,
             run=run,
             loss=loss,
         )
