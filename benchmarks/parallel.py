@@ -15,9 +15,12 @@ Goal: seconds and peak memory at most 1.02 of what is built by hand.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from harness import Measured, measure
 from parallel_sides import FACTORINGS, RANKS, SIDES
@@ -34,26 +37,35 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="per side and round")
     parser.add_argument("--samples", type=int, default=4, help="sequences per data-parallel rank and step")
     parser.add_argument("--tokens", type=int, default=128, help="of a sequence")
-    parser.add_argument("--only", nargs="+", choices=[str(each) for each in FACTORINGS], help="these factorings")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[str(each) for each in FACTORINGS],
+        help="these factorings; the table keeps the others",
+    )
     parser.add_argument("--smoke", action="store_true", help="two rounds; nothing is written")
     options = parser.parse_args()
     workload = Workload(samples=options.samples, tokens=options.tokens, heads=HEADS)
     rounds = 2 if options.smoke else options.rounds
-    results: dict[str, Measured] = {}
+    config = {**asdict(workload), "ranks": RANKS, "threads": 1, "clipping": None, "steps": options.steps}
     for cut in FACTORINGS:  # one by one: so many processes fit no memory
         if options.only and str(cut) not in options.only:
             continue
         print(cut, flush=True)
         names = [side.name for side in SIDES.values() if side.cut == cut]
         own = replace(workload, model="moe") if cut.ep > 1 else workload
-        results |= measure(names, own, rounds=rounds, steps=options.steps, ranks=RANKS, module="parallel_sides")
-    text = _text(workload, results)
-    if options.smoke:
-        print(text)
-        return
-    config = {**asdict(workload), "ranks": RANKS, "threads": 1, "clipping": None, "steps": options.steps}
-    append_row("parallel", {"config": config, "sides": {side: asdict(each) for side, each in results.items()}})
-    write_table("parallel", text)
+        results = measure(names, own, rounds=rounds, steps=options.steps, ranks=RANKS, module="parallel_sides")
+        if options.smoke:
+            print(_text(workload, results))
+        else:
+            sides = {side: asdict(each) for side, each in results.items()}
+            _show(workload, append_row("parallel", {"config": config, "sides": sides}), config)
+
+
+def _show(workload: Workload, rows: Path, config: dict[str, Any]) -> None:
+    """Table and plot of all that was measured so far."""
+    results = _latest(rows, config)
+    write_table("parallel", _text(workload, results))
     plot_bars(
         "parallel",
         f"four gloo ranks on {os.cpu_count()} cores",
@@ -62,6 +74,15 @@ def main() -> None:
             "peak memory added, MiB per rank": {side: each.peak_bytes / 2**20 for side, each in results.items()},
         },
     )
+
+
+def _latest(rows: Path, config: dict[str, Any]) -> dict[str, Measured]:
+    """Of every side what was measured last with this configuration; pairs are always of one run."""
+    found: dict[str, Any] = {}
+    for row in map(json.loads, rows.read_text().splitlines()):
+        if row["config"] == config:
+            found |= row["sides"]
+    return {name: Measured(**found[name]) for name in SIDES if name in found}
 
 
 def _tokens_per_s(workload: Workload, each: Measured) -> float:
