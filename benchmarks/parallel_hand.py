@@ -103,14 +103,17 @@ class _Loop:
         self.model.forward = partial(self.model.forward, positions=positions)  # type: ignore[method-assign]
         shape = (1, tokens.shape[1] // self.cut.tp, parts.width)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        logits = torch.empty(1, tokens.shape[1], 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+        goes = hidden
+        if parts.has_last:
+            vocabulary = self.model.get_parameter("head.weight").shape[0]
+            goes = torch.empty(1, tokens.shape[1], vocabulary, dtype=torch.bfloat16, device="meta", requires_grad=True)
         stage = PipelineStage(
             self.model,
             parts.rank,
             parts.count,
             torch.device("cpu"),
             input_args=tokens[:1].to("meta") if parts.has_first else hidden,
-            output_args=logits if parts.has_last else hidden,
+            output_args=goes,
             group=self.group,
         )
         return Schedule1F1B(stage, self.samples, loss_fn=_loss)

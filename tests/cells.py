@@ -193,3 +193,13 @@ def differences(got: dict[str, Any], want: reference.History) -> list[str]:
 def same_numbers(a: list[float], b: list[float]) -> bool:
     """Equal, or both not finite."""
     return len(a) == len(b) and all(x == y or (x - x != 0 and y - y != 0) for x, y in zip(a, b, strict=True))
+
+
+def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What all ranks have; those that have the same have the same bits of it."""
+    found: dict[str, torch.Tensor] = {}
+    for of_rank in of_ranks:
+        for name, value in of_rank.items():
+            assert name not in found or torch.equal(found[name], value), f"{name}: ranks differ"
+            found[name] = value
+    return found

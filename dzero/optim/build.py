@@ -82,10 +82,15 @@ class OptimConfig:
         states = [each for each in optimizer.state[param].values() if isinstance(each, torch.Tensor)]
         return sum(each.numel() == param.numel() for each in states)
 
+    @property
+    def _mixes(self) -> bool:
+        """Whether the rule updates elements of a matrix by others of it."""
+        return self.rule == "muon" if self.rule in OURS else mixes(getattr(torch.optim, self.rule))
+
     def check_whole(self, cuts: Mapping[str, int]) -> None:
         """Raises ValueError for a setting that cuts matrices into as many parts, where the rule needs whole ones."""
         for key, parts in cuts.items():
-            if parts > 1 and (self.rule == "muon" or (self.rule != "adamw" and mixes(getattr(torch.optim, self.rule)))):
+            if parts > 1 and self._mixes:
                 raise ValueError(
                     f"{key}={parts} with optim.rule={self.rule}: it mixes elements of a matrix, and those that are cut "
                     f"along other axes or into tiles are not put together; take {key}=1, or optim.rule=adamw"

@@ -114,11 +114,14 @@ def cut_parts(
     count = ranks * parts_of_a_rank
     blocks = find_blocks(model)
     if len(blocks) < count:
+        several = count > ranks
+        of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
         raise ValueError(
-            f"mesh.pp={ranks} with {parts_of_a_rank} parts on each rank: {count} parts of a model of {len(blocks)} "
-            f"blocks; take at most {max(1, len(blocks) // parts_of_a_rank)} ranks, or fewer parts"
+            f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {len(blocks)} blocks; take at most "
+            f"{max(1, len(blocks) // parts_of_a_rank)} ranks{', or fewer parts' if several else ''}"
         )
-    if unknown := [name for name in (*plan.first, *plan.last) if name not in dict(model.named_modules())]:
+    modules_of_model = dict(model.named_modules())
+    if unknown := [name for name in (*plan.first, *plan.last) if name not in modules_of_model]:
         raise ValueError(f"mesh.pp: the plan names {unknown}, which {type(model).__name__} has not as modules")
     before, after = ([(name, model.get_submodule(name)) for name in names] for names in (plan.first, plan.last))
     names = {param: name for name, param in model.named_parameters()}
@@ -198,7 +201,10 @@ def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]])
         for param in {param for _, module in of_part for param in module.parameters()}:
             parts[param].append(index)
     if left := [names[param] for param, of_param in parts.items() if not of_param]:
-        raise ValueError(f"mesh.pp: no part of the pipeline has {left}; name their modules in the plan's first or last")
+        raise ValueError(
+            f"mesh.pp: no part of the pipeline has {left}; name their modules in the plan's first or last (what the "
+            "model itself holds goes into a module of its own)"
+        )
     tied = {param: of_param for param, of_param in parts.items() if len(of_param) > 1}
     ends = [0, len(modules) - 1]
     if wrong := {names[param]: of_param for param, of_param in tied.items() if of_param != ends}:

@@ -118,7 +118,7 @@ class Pipeline:
         try:
             self._schedule.step(*inputs, target=numbers if self._parts.has_last else None, losses=[])
         finally:
-            self._ledger.trail.moves = False
+            self.compute()
         self._tokens, self._targets, self._take = (), (), _same
 
     @torch.no_grad()

@@ -91,8 +91,8 @@ class Sharded:
     def input_gradients(self, part: int) -> Iterator[None]:
         """Around a backward that leaves the gradients of a part's parameters for `weight_gradients`."""
         root = self._roots[part]
+        self._set(False, root)
         root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(self.layout.cadence(False).reshard)
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import together
 from expert_axes_cases import config_of, loaded, oracle, overflowed, run_of, saved, trained
 from mixtures import SHAPE
 from pool import Pool
@@ -59,16 +60,6 @@ def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) ->
         assert (params[name] - value).norm() / value.norm() < FP32, name
     assert found.keys() == (set() if config.model.balance == "loss" else biases.keys())
     assert all(torch.equal(bias, biases[name]) for name, bias in found.items())
-
-
-def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """What all ranks have; those that have the same have the same bits of it."""
-    found: dict[str, torch.Tensor] = {}
-    for of_rank in of_ranks:
-        for name, value in of_rank.items():
-            assert name not in found or torch.equal(found[name], value), f"{name}: ranks differ"
-            found[name] = value
-    return found
 
 
 MESHES = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import together
 from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, own_loop, saved, trained
 from pool import Pool
 from torch import nn
@@ -94,15 +95,6 @@ def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) 
         assert got.keys() == want.keys()
         for name, value in want.items():
             assert torch.equal(got[name], value), (before, after, name)
-
-
-def together(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for of_rank in of_ranks:
-        for name, value in of_rank.items():
-            assert name not in found or torch.equal(found[name], value), f"{name}: ranks differ"
-            found[name] = value
-    return found
 
 
 @pytest.mark.parametrize(
