@@ -148,7 +148,7 @@ def test_each_size_has_the_parameters_its_file_says(name: str, elems: int) -> No
 def test_every_size_is_counted() -> None:
     files = {file.stem for file in CONF.glob("*.yaml")}
     llamas = {"tiny", "bench_21m", "bench_118m", "gpt2_124m", "llama_1b", "llama_8b", "llama_70b", "llama_1t"}
-    assert files == {*llamas, "tiny_moe", "mixtral_8x7b", "hf"}
+    assert files == {*llamas, "tiny_moe", "bench_moe", "mixtral_8x7b", "hf"}
     with pytest.raises(ValueError, match=r"model.name_or_path is unset"):
         ModelConfig(**load("hf"))
 

@@ -149,7 +149,11 @@ def test_flops_count_the_experts_that_a_token_uses() -> None:
 
 @pytest.mark.parametrize(
     ("name", "params", "active"),
-    [("tiny_moe", 3_768_000, 1_556_160), ("mixtral_8x7b", 46_702_792_704, 12_879_925_248)],
+    [
+        ("tiny_moe", 3_768_000, 1_556_160),
+        ("bench_moe", 31_095_168, 16_054_656),
+        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+    ],
 )
 def test_the_sizes_are_those_that_are_written(name: str, params: int, active: int) -> None:
     text = (CONF / f"{name}.yaml").read_text()
