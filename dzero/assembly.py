@@ -58,7 +58,7 @@ class Assembled:
         replicate, degree = mesh.degrees(ranks, stage=config.zero.stage)
         self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=mesh.tp, pp=mesh.pp)
         data_rank = data_rank_of(self.mesh)
-        self.reader = data_rank // mesh.cp
+        self.reader = data_rank // mesh.to_a_sequence
         torch.manual_seed(config.train.seed + data_rank)  # dropout; weights and data have seeds of their own
 
         model = build(config.model, vocab_size)

@@ -64,6 +64,11 @@ class MeshConfig:
         return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
 
     @property
+    def to_a_sequence(self) -> int:
+        """Neighbouring data-parallel ranks that read the same sequences."""
+        return self.cp
+
+    @property
     def inner(self) -> int:
         """Ranks that one sequence needs."""
         return self.cp * self.tp * self.pp
@@ -92,7 +97,7 @@ class MeshConfig:
 
     def readers(self, data_ranks: int) -> int:
         """Of so many data-parallel ranks, the groups that read sequences of their own."""
-        return data_ranks // self.cp
+        return data_ranks // self.to_a_sequence
 
     def check_tokens(self, tokens: int) -> None:
         """Of a sequence. Raises ValueError where a rank's part of it would be none."""

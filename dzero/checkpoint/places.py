@@ -24,20 +24,16 @@ from dzero.zero.unit import Unit
 
 
 @dataclass(frozen=True)
-class Place:
-    """A parameter of the sharded model, and this rank's box of the tensor `name` of `shape`.
+class Held:
+    """What a rank has of the tensor `name` of `shape`, itself of the shape `held`.
 
-    `boxes`: that one, or of a fused parameter one for each of its results that this rank has something of. `held`: the
-    shape of what it has. `saves`: whether this rank saves it, and no copy of it elsewhere.
+    `boxes`: where that lies; several of a fused parameter, one for each of its results that this rank has something of.
     """
 
-    param: nn.Parameter
-    own_name: str
     name: str
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     held: tuple[int, ...]
-    saves: bool
 
     @property
     def is_fused(self) -> bool:
@@ -58,6 +54,15 @@ class Place:
         if not self.is_fused:
             return values[0]
         return torch.stack([*values], -2) if values else torch.empty(self.held)
+
+
+@dataclass(frozen=True)
+class Place(Held):
+    """`own_name`: of the parameter in the sharded model. `saves`: whether this rank saves it, and no copy elsewhere."""
+
+    param: nn.Parameter
+    own_name: str
+    saves: bool
 
 
 class Places:
@@ -87,20 +92,17 @@ class Places:
         copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
         for shape in unit.shape.params:
             own = shards.rank(), shards.size()
-            first, rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
-            offset = [first, *(0 for _ in shape.shape[1:])]
-            size = [rows, *shape.shape[1:]]
+            rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
+            offset, size = corner(shape, *rows)
             whole, name = [*shape.whole], shape.name
-            if shape.split is not None and shape.split.dim is not None:
-                offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
             if name in self._tiles:
                 name, dim, start, total = self._tiles[name]
                 if dim is not None:
                     offset[dim] += start
                     whole[dim] = total
-            boxes = _boxes_of_results(shape, offset, size) if shape.fused else (Box(tuple(offset), tuple(size)),)
+            boxes = boxes_of(shape, offset, size)
             saves = self._saves(shape, copies)
-            yield Place(unit.params[shape.name], shape.name, name, tuple(whole), boxes, tuple(size), saves)
+            yield Place(name, tuple(whole), boxes, tuple(size), unit.params[shape.name], shape.name, saves)
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
         """Ranks that have the same take turns; of a tied parameter, those of the first part. groups: of those that
@@ -116,8 +118,20 @@ class Places:
         return self._number[shape.name] % copies == copy
 
 
-def _boxes_of_results(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
-    """The box at `offset` of `size` in [..., results, columns], as boxes of [..., results * columns]."""
+def corner(shape: ParamShape, first: int, rows: int) -> tuple[list[int], list[int]]:
+    """(offset, size) in the whole of so many rows, from `first` on, of what the ranks of one data-parallel group have
+    of a parameter."""
+    offset = [first, *(0 for _ in shape.shape[1:])]
+    if shape.split is not None and shape.split.dim is not None:
+        offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
+    return offset, [rows, *shape.shape[1:]]
+
+
+def boxes_of(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
+    """The box at `offset` of `size`; of a fused parameter that in [..., results, columns], as boxes of [..., results *
+    columns]."""
+    if not shape.fused:
+        return (Box(tuple(offset), tuple(size)),)
     columns = shape.whole[-1] // shape.shape[-2]
     return tuple(
         Box((*offset[:-2], result * columns + offset[-1]), (*size[:-2], size[-1]))

@@ -59,6 +59,7 @@ class Gradients:
             if axis != PIPELINE
         ]
         self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
+        self._is_complete = False
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
         """[owned]: which parameters the axis cuts."""
@@ -87,16 +88,24 @@ class Gradients:
         """Those of `named` that lie on the device."""
         return [grad for unit in self._units for grad in unit.on_device()]
 
+    def complete(self) -> None:
+        """Wait for every unit's, and add what both ends of a pipeline found of tied parameters; once in a step."""
+        if self._is_complete:
+            return
+        for unit in self._units:
+            unit.settle()
+        if self._parts is not None:
+            self._parts.complete()
+        self._is_complete = True
+
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
         """Global norm, finite check and clipping coefficient; the same on every rank. One small collective along each
         axis.
 
         Raises RuntimeError on every rank where ranks reduced their units in different orders.
         """
-        for unit in self._units:
-            unit.settle()
-        if self._parts is not None:
-            self._parts.complete()
+        self.complete()
+        self._is_complete = False  # a step that ends here, without gradients, may be followed by others
         sums = {name: value for unit in self._units for name, value in unit.sums.items()}
         values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
         gathered = _vector(values, self._device)
@@ -153,6 +162,7 @@ class Gradients:
         """Free the gradients."""
         for unit in self._units:
             unit.clear()
+        self._is_complete = False
         self._trail.end_step()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace
+from dzero.checkpoint.boxes import Box
+from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace, of_all_ranks
 from dzero.zero.units import ROOT
 
 
@@ -62,19 +64,19 @@ class Apart:
 def first_difference(one: Trace, other: Trace, device: torch.device) -> Mark | None:
     """The first mark in which the traces differ on any rank; None where none does. Collective."""
     marks = one.ordered()
-    differing = (index for index, mark in enumerate(marks) if one.marks[mark] != other.marks.get(mark))
-    first = int(_over_ranks([next(differing, len(marks))], dist.ReduceOp.MIN, device)[0])
+    differing = (index for index, mark in enumerate(marks) if one.marks.get(mark) != other.marks.get(mark))
+    first = int(_most([next(differing, len(marks))], device, dist.ReduceOp.MIN)[0])
     return marks[first] if first < len(marks) else None
 
 
 def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> Apart:
     """What differs at `mark`, which both traces kept. Collective."""
     if not mark.unit:
-        return Apart(mark, largest=_over_ranks([_scalar_gap(mark, one, other)], dist.ReduceOp.MAX, device)[0])
-    names = [*one.kept]
-    pairs = [(one.kept[name], other.kept[name]) for name in names]
-    ulps = _over_ranks([_most_ulps(*pair) for pair in pairs], dist.ReduceOp.MAX, device)
-    largest = _over_ranks([_largest(*pair) for pair in pairs], dist.ReduceOp.MAX, device)
+        return Apart(mark, largest=_most([_scalar_gap(mark, one, other)], device)[0])
+    names = [*_named_anywhere(dict.fromkeys(one.kept))]
+    pairs = [(one.kept.get(name), other.kept.get(name)) for name in names]
+    ulps = _most([_most_ulps(*pair) for pair in pairs], device)
+    largest = _most([_largest(*pair) for pair in pairs], device)
     for name, most, by in zip(names, ulps, largest, strict=True):
         if most:
             return Apart(mark, name, by, int(most))
@@ -86,28 +88,50 @@ def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = No
 
     allowed: where a unit's gradient norm is further off, the first such step counts alone: later ones only inherit it.
     """
-    names = [name for name in one.masters if name in other.masters]
-    squares = [float((one.masters[name] - other.masters[name]).double().square().sum()) for name in names]
-    moved = [one.moved[name] for name in names]
-    totals = _over_ranks([*squares, *moved], dist.ReduceOp.SUM, device)
-    pairs = zip(totals[: len(names)], totals[len(names) :], strict=True)
-    masters, param = max(
-        ((_ratio(math.sqrt(apart), math.sqrt(by)), name) for name, (apart, by) in zip(names, pairs, strict=True)),
-        default=(0.0, ""),
-    )
-    alike = one.sharing == other.sharing
-    pair = (one.losses, other.losses) if alike else (one.means, other.means)
-    losses = _over_ranks([_worst(*pair)], dist.ReduceOp.MAX, device)
+    masters, param = _masters(one, other, device)
+    pair = (one.losses, other.losses) if one.mesh == other.mesh else (one.means, other.means)
+    losses = _most([_worst(*pair)], device)
     unit_norm, unit, step = _unit_norms(one, other, device, allowed.unit_norm if allowed else math.inf)
     return Gap(losses[0], _worst(one.norms, other.norms), unit_norm, masters, param if masters else "", unit, step)
 
 
+def _masters(one: Trace, other: Trace, device: torch.device) -> tuple[float, str]:
+    """The largest difference, by how far `one` moved, and of which parameter."""
+    of_one, of_other = (_named_anywhere({n: held.shape for n, held in trace.places.items()}) for trace in (one, other))
+    shapes = {name: shape for name, shape in of_one.items() if name in of_other}
+    moved = _summed([one.moved.get(name, 0.0) for name in shapes], device)
+    if one.mesh == other.mesh:  # the same rows
+        mine = [_squared(one.masters[name] - other.masters[name]) if name in one.places else 0.0 for name in shapes]
+        apart = _summed(mine, device)
+    else:
+        wholes = ([_whole(trace, name, shape, device) for trace in (one, other)] for name, shape in shapes.items())
+        apart = [_squared(whole - its) for whole, its in wholes]
+    found = zip(apart, moved, shapes, strict=True)
+    return max(((_ratio(math.sqrt(by), math.sqrt(way)), name) for by, way, name in found), default=(0.0, ""))
+
+
+def _whole(trace: Trace, name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A parameter's masters [shape, fp32], of which each element counts on one rank."""
+    whole = torch.zeros(*shape)
+    if (held := trace.places.get(name)) is not None:
+        for box, values in zip(held.boxes, held.apart(trace.masters[name]), strict=True):
+            whole[box.slices(Box.whole(tuple(shape)))] = values.view(box.size)
+    whole = whole.to(device)
+    dist.all_reduce(whole)
+    return whole
+
+
+def _squared(apart: torch.Tensor) -> float:
+    return float(apart.double().square().sum())
+
+
 def _unit_norms(one: Trace, other: Trace, device: torch.device, limit: float) -> tuple[float, str, int]:
     """The largest difference, of which unit, in which step; of the first step with one over `limit`, if any is."""
-    both = [unit for unit in one.squares[0] if unit in other.squares[0]]
+    of_one, of_other = (_named_anywhere(trace.squares[0]) for trace in (one, other))
+    both = [unit for unit in of_one if unit in of_other]
     places = [(unit, step) for step in range(1, len(one.squares) + 1) for unit in both]
     squares = [total for trace in (one, other) for step in trace.squares for total in _by_unit(step, both)]
-    norms = [math.sqrt(total) for total in _over_ranks(squares, dist.ReduceOp.SUM, device)]
+    norms = [math.sqrt(total) for total in _summed(squares, device)]
     pairs = zip(norms[: len(places)], norms[len(places) :], strict=True)
     found = [(_relative(*pair), *place) for pair, place in zip(pairs, places, strict=True)]
     first = next((step for size, _, step in found if size > limit), None)
@@ -151,14 +175,16 @@ def _ratio(part: float, whole: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
-    if not one.numel():
+def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or not one.numel():
         return 0.0
     return float((one.double() - other.double()).abs().nan_to_num(nan=math.inf).max())
 
 
-def _most_ulps(one: torch.Tensor, other: torch.Tensor) -> int:
-    return int((_places(one) - _places(other)).abs().max()) if one.numel() else 0
+def _most_ulps(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
+    if one is None or other is None or not one.numel():
+        return 0
+    return int((_places(one) - _places(other)).abs().max())
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,8 +193,23 @@ def _places(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).to(torch.int64)
 
 
-def _over_ranks(values: Sequence[float], how: dist.ReduceOp.RedOpType, device: torch.device) -> list[float]:
-    """`values` [n] of all ranks as one list, the same on every rank."""
+def _named_anywhere(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON takes, by the names that any rank has, in one order."""
+    return {name: value for of_rank in of_all_ranks(dict(values)) for name, value in of_rank.items()}
+
+
+def _summed(values: Sequence[float], device: torch.device) -> list[float]:
+    """`values` [n] of all ranks, added in their order: alike where the values are, wherever in the list they stand."""
+    mine = torch.tensor([*values], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return [float(value) for value in torch.stack(every).cumsum(0)[-1].tolist()]
+
+
+def _most(
+    values: Sequence[float], device: torch.device, how: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
+) -> list[float]:
+    """The largest, or as `how` says, of `values` [n] of all ranks: one list, the same on every rank."""
     reduced = torch.tensor([*values], dtype=torch.float64, device=device)
     dist.all_reduce(reduced, how)
     return [float(value) for value in reduced.tolist()]

@@ -9,13 +9,15 @@ before it.
     stage 0 on the device        (it runs twice)                                    the same bits
     ... with its tiles           partial sums of an MLP, of logits                  a tolerance
     ... over cut sequences       partial sums of attention, tokens of a mean        a tolerance
+    ... over cut matrices        partial sums of products; experts that are shared  a tolerance
+    ... over a pipeline          ranks over which a gradient is a mean              a tolerance
     stage s on the device        when gradients are reduced, in how many hops,      a tolerance
                                  how 8-bit moments are cut into blocks
     ... a step late              overlap=delayed, once its warm-up is over          a tolerance
     the configuration            placement alone: stage, tiers, overlap             the same bits
 
-Where sequences are cut, the rungs below have them whole: each rank reads a cp-th of those that cp ranks share above, so
-that a step has the same ones.
+Where an axis cuts sequences or the model, the rungs below have them whole: each of the ranks that share them above does
+all of it, for the same sequences, so that a step is the mean of the same ones.
 
 Rungs that change nothing are left out, so most configurations are compared with the baseline itself. Bits are expected
 of the last rung where the design promises them: with exact reductions, one kind of update kernel, and AdamW.
@@ -23,7 +25,7 @@ of the last rung where the design promises them: with exact reductions, one kind
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,11 +33,11 @@ import torch
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.collectives import is_exact
 from dzero.config import RunConfig
-from dzero.degrees import MeshConfig
 from dzero.hardware import dtype_name
 from dzero.monitor.profile import ProfileConfig
 from dzero.optim.build import OURS
 from dzero.verify.compare import Gap
+from dzero.verify.config import WHY, VerifyRun, meshes_to
 from dzero.zero.layout import Layout
 from dzero.zero.tiers import OffloadConfig
 
@@ -50,31 +52,6 @@ is off by 1. A unit's gradient norm moves by up to 1.4e-3 in bf16, 1e-4 in fp16 
 rank of 16 too many in its divisor moves it by 6e-2."""
 STALE = Gap(loss=0.1, norm=0.5, unit_norm=0.5, masters=0.5)
 """What gradients of weights that are one update old may do."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
-    """`steps`: how many are compared; of the run's own schedule, whose length stays train.steps."""
-
-    steps: int = 5
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"verify.steps={self.steps}: must be a whole number ≥ 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyRun(RunConfig):
-    """A run's configuration, and how it is verified."""
-
-    verify: VerifyConfig = field(default_factory=VerifyConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.verify.steps > self.train.steps:
-            raise ValueError(
-                f"verify.steps={self.verify.steps} exceeds train.steps={self.train.steps}; lower it, or raise that"
-            )
 
 
 @dataclass(frozen=True)
@@ -110,23 +87,15 @@ def order_of(layout: Layout) -> Order:
 
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
-    """The runs that are made of `run` on `ranks` data-parallel ranks, the baseline first, `run` itself last."""
-    if run.mesh.tp > 1:
-        raise ValueError(
-            f"mesh.tp={run.mesh.tp}: verify compares rows of parameters, and tensor parallelism cuts columns too; "
-            "take mesh.tp=1"
-        )
-    for key in ("pp", "ep"):
-        if (degree := getattr(run.mesh, key)) > 1:
-            raise ValueError(f"mesh.{key}={degree}: verify compares whole models on every rank; take mesh.{key}=1")
+    """The runs that are made of `run` on `ranks` ranks, the baseline first, `run` itself last."""
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = run.launch.device_type
+    (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
         zero=replace(config.zero, stage=0, reshard_after_forward=True, states_over="shard"),
-        mesh=_whole(config.mesh),
-        train=replace(config.train, microbatch_sequences=_share(config)),
+        mesh=whole,
         offload=OffloadConfig(),
         block=replace(config.block, tiles=1, loss_tiles=1),
     )
@@ -146,12 +115,8 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         rounding,
         "tiles add partial sums, rounded once",
     )
-    climb(
-        f"{BASELINE} over cut sequences",
-        replace(rungs[-1].config, mesh=replace(config.mesh, replicate=1), train=config.train),
-        rounding,
-        "attention over parts of a sequence adds partial sums, and gradients are means over other tokens first",
-    )
+    for name, mesh in meshes:
+        climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, WHY[name])
     order = order_of(layout)
     if order != order_of(layout_of(base, ranks)):
         stage = 2 if order.early else 1
@@ -170,33 +135,22 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
 
 
 def layout_of(config: RunConfig, ranks: int) -> Layout:
-    """The table of a run on `ranks` data-parallel ranks. Raises ValueError as the table does."""
-    replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
+    """The table of a run on `ranks` ranks. Raises ValueError as the table does."""
+    mesh = config.mesh
+    data = mesh.data_ranks(ranks)
+    replicate, shard = mesh.degrees(data, stage=config.zero.stage)
     return Layout.of(
         config.zero,
         config.precision,
         config.offload,
         replicate=replicate,
         shard=shard,
-        microbatches=config.train.microbatches(config.mesh.readers(ranks)),
+        microbatches=config.train.microbatches(mesh.readers(data)),
         exact=is_exact(config.zero.reduction, config.launch.device_type),
+        model_ranks=mesh.tp,
+        pipeline_ranks=mesh.pp,
+        expert_ranks=mesh.ep,
     )
-
-
-def _whole(mesh: MeshConfig) -> MeshConfig:
-    """The same ranks, each with sequences of its own, and no copies of shards."""
-    return MeshConfig(dp=None if mesh.dp is None else mesh.dp * mesh.cp)
-
-
-def _share(config: RunConfig) -> int:
-    """Of a microbatch's sequences, those of each of the ranks that share them. Raises ValueError."""
-    sequences, cp = config.train.microbatch_sequences, config.mesh.cp
-    if sequences % cp:
-        raise ValueError(
-            f"train.microbatch_sequences={sequences} with mesh.cp={cp}: verify compares with a run in which each rank "
-            f"has whole ones, and they cannot be shared out; take a multiple of {cp}"
-        )
-    return sequences // cp
 
 
 def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:

@@ -15,29 +15,36 @@ Of each unit's reduced gradients the sum of squares is kept besides, for runs th
 The first mark that differs is where a fault shows first: a unit that was not updated or is stale is the only one that
 forward reads otherwise, one that is reduced wrongly the only one whose gradients differ. No mark waits for updates that
 training itself does not wait for, so that what comes too late is seen. A mark is 64 bits; of a unit it is a hash of
-this rank's rows, the same rows in every run, whether it holds them alone or all.
+this rank's rows (rows.py), the same in every run of one mesh, whether it holds them alone or all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from struct import pack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import xxhash
 from torch import nn
 
+from dzero.checkpoint.places import Held
+from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
+from dzero.degrees import MeshConfig
 from dzero.monitor.sink import Monitor
 from dzero.optim.shards import read
 from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
+from dzero.verify.rows import Rows
+from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of
-from dzero.zero.shapes import rows_of
 from dzero.zero.unit import Unit, as_module
+from dzero.zero.units import ROOT
 
 READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM = "read", "loss", "mean", "grad", "norm", "scale", "master", "param"
 ORDER = (READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM)
@@ -51,23 +58,17 @@ class Mark(NamedTuple):
     unit: str = ""
 
 
-class Rows(NamedTuple):
-    """Of every parameter what a rank has by cuts (rank, ranks): of the shard axis, then of a shard's copies."""
-
-    shard: tuple[int, int]
-    copy: tuple[int, int] = (0, 1)
-
-
 @dataclass
 class Trace:
     """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
 
-    sharing: ranks to a sequence. squares: by step, of each unit's reduced gradients, the sum over this rank's rows;
-    unscaled, unclipped, fp64. masters: this rank's rows at the end, flat fp32 in host memory, by parameter. moved: the
-    squared distance from where they began. kept: the tensors behind one mark, by parameter.
+    mesh: what cuts the run, copies of shards aside. squares: by step, of each unit's reduced gradients, the sum over
+    this rank's rows that count; unscaled, unclipped, fp64. masters: this rank's rows at the end, flat fp32 in host
+    memory, by parameter; of those that count, `places`, and `moved`: the squared distance from where they began. kept:
+    the tensors behind one mark, by parameter.
     """
 
-    sharing: int = 1
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     marks: dict[Mark, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -75,11 +76,13 @@ class Trace:
     squares: list[dict[str, float]] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    places: dict[str, Held] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def ordered(self) -> list[Mark]:
-        """The marks by step, by kind, and in the order of the units: on every rank the same."""
-        return sorted(self.marks, key=lambda mark: (mark.step, ORDER.index(mark.what)))
+        """The marks of all ranks by step, by kind, in the order of the units, the same on every rank. Collective."""
+        every = dict.fromkeys(Mark(*mark) for of_rank in of_all_ranks([*self.marks]) for mark in of_rank)
+        return sorted(every, key=lambda mark: (mark.step, ORDER.index(mark.what)))
 
 
 class Silent(Monitor):
@@ -90,13 +93,20 @@ class Silent(Monitor):
 
 
 class Followed(Trainer):
-    """A trainer that marks what it does. keep: the mark whose tensors are kept."""
+    """A trainer that marks what it does. layout: the configuration's, by which ranks answer for rows. keep: the mark
+    whose tensors are kept."""
 
-    def __init__(self, config: RunConfig, folder: Path, device: torch.device, rows: Rows, keep: Mark | None) -> None:
+    def __init__(
+        self, config: RunConfig, folder: Path, device: torch.device, layout: Layout, keep: Mark | None
+    ) -> None:
         super().__init__(config, folder, device)
-        self.trace = Trace(sharing=config.mesh.cp)
-        self._rows, self._keep, self._at = rows, keep, 0
-        self._shapes = {shape.name: shape for unit in self.sharded.shapes for shape in unit.params}
+        self._rows, self._keep, self._at = Rows(self.sharded, layout), keep, 0
+        self.trace = Trace(mesh=replace(config.mesh, dp=None, replicate=1))
+        self._slots = {
+            param: (module, attribute)
+            for module in self.sharded.model.modules()
+            for attribute, param in module.named_parameters(recurse=False)
+        }
         self._hooks = [
             # After FSDP2's own hook, which comes first in the row: the parameters are whole.
             as_module(unit.modules[0]).register_forward_pre_hook(partial(self._before_forward, unit))
@@ -124,30 +134,38 @@ class Followed(Trainer):
             hook.remove()
         self.optim.synchronize()
         self.trace.masters = end = self._masters()
-        self.trace.moved = {name: float((end[name] - begin[name]).double().square().sum()) for name in end}
+        counted = [name for name in end if name in self._rows.counting]
+        self.trace.moved = {name: float((end[name] - begin[name]).double().square().sum()) for name in counted}
+        self.trace.places = {name: self._rows.held[name] for name in counted}
         for unit in self.sharded.units:
             self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
-            self._mark_all(PARAM, unit, {name: self._mine(name, _local(param)) for name, param in unit.params.items()})
+            self._mark_all(
+                PARAM, unit, {name: self._rows.mine(name, _local(param)) for name, param in unit.params.items()}
+            )
         return self.trace
 
     def _microbatches(self) -> torch.Tensor:
         loss = super()._microbatches()
         self.trace.losses.append(float(loss))
         self._mark(LOSS, "", _bits(float(loss)))
+        self.optim.gradients.complete()
         grads = self.optim.gradients.named()
-        squares: dict[str, float] = {}
+        squares: defaultdict[str, float] = defaultdict(float)
         for unit in self.sharded.units:
-            mine = {name: self._mine(name, grads[name]) for name in unit.params if name in grads}
+            mine = {name: self._rows.mine(name, grads[name]) for name in unit.params if name in grads}
             self._mark_all(GRAD, unit, mine)
-            scaled = sum(float(sum_squares(grad)) for grad in mine.values())
-            squares[unit.shape.name] = scaled / self.optim.scaler.scale**2
+            scaled = sum(float(sum_squares(grad)) for name, grad in mine.items() if name in self._rows.counting)
+            root, _, number = unit.shape.name.rpartition(".")  # of each part of a pipeline one, of the model as well
+            name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit.shape.name
+            squares[name] += scaled / self.optim.scaler.scale**2
         self.trace.squares.append(squares)
         return loss
 
     @torch.no_grad()
     def _before_forward(self, unit: Unit, *_: object) -> None:
-        for name in unit.params:
-            whole = self.sharded.model.get_parameter(name)
+        for name, param in unit.params.items():
+            owner, attribute = self._slots[param]
+            whole = local_of(getattr(owner, attribute))
             self._reads[unit.shape.name].update(_bytes_of(whole))
             if self._keep == Mark(self._at, READ, unit.shape.name):
                 before = [self.trace.kept[name]] if name in self.trace.kept else []
@@ -159,21 +177,11 @@ class Followed(Trainer):
 
         def put(name: str, key: str, tensor: torch.Tensor) -> None:
             if key == "master":
-                masters[name] = self._mine(name, tensor).to("cpu", torch.float32, copy=True)
+                masters[name] = self._rows.mine(name, tensor).to("cpu", torch.float32, copy=True)
 
         for unit in self.sharded.units:
             self.optim.carry(unit, put)
         return masters
-
-    def _mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of what it holds of a parameter, flat: the whole, a shard, or a part of one."""
-        shape, held = self._shapes[name], flat.numel()
-        left: tuple[tuple[int, int], ...] = self._rows
-        for cuts in ((), (self._rows.shard,), self._rows):
-            if held == rows_of(shape.shape[0], *cuts)[1] * shape.row_elems:
-                left = self._rows[len(cuts) :]
-        first, rows = rows_of(held // shape.row_elems, *left)
-        return flat[first * shape.row_elems : (first + rows) * shape.row_elems]
 
     def _mark_all(self, what: str, unit: Unit, tensors: dict[str, torch.Tensor]) -> None:
         digest = xxhash.xxh3_64()
@@ -187,6 +195,13 @@ class Followed(Trainer):
         mark = Mark(self._at, what, unit)
         self.trace.marks[mark] = bits
         return mark
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What JSON takes, of every rank."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return gather_json(value, everyone)
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:

@@ -27,9 +27,10 @@ from dzero.errors import RunError, user_errors
 from dzero.launch import start
 from dzero.terminal import show
 from dzero.verify.compare import Apart, by_how_much, first_difference, gap
-from dzero.verify.ladder import Rung, VerifyRun, ladder, layout_of
+from dzero.verify.config import VerifyRun
+from dzero.verify.ladder import Rung, ladder, layout_of
 from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
-from dzero.verify.trace import Followed, Mark, Rows, Trace
+from dzero.verify.trace import Followed, Mark, Trace
 from dzero.watch import Watch
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -68,12 +69,10 @@ class Verifier:
 
     def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watch | None = None) -> None:
         self._steps, self._folder, self._device, self._watch = run.verify.steps, folder, device, watch
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._ranks = dist.get_world_size()
         with user_errors():
             self._rungs = ladder(run, self._ranks)
-            layout = layout_of(run, self._ranks)
-        copy, own = divmod(self._rank, layout.shard)  # neighbouring ranks lie on the shard axis
-        self._rows = Rows((own, layout.shard), (copy, layout.shares) if layout.shares > 1 else (0, 1))
+            self._layout = layout_of(run, self._ranks)
 
     def report(self) -> Report:
         """Run the baseline twice, then every other rung."""
@@ -104,7 +103,7 @@ class Verifier:
     def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
         gc.collect()  # the last trainer refers to itself, and this one needs its memory
         with user_errors():
-            trainer = Followed(rung.config, self._folder, self._device, self._rows, keep)
+            trainer = Followed(rung.config, self._folder, self._device, self._layout, keep)
         if self._watch is not None:
             self._watch.follow(trainer.sharded.ledger.trail)
         return trainer.follow(self._steps if keep is None else keep.step)

@@ -10,13 +10,15 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dzero import assembly, trainer
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
+from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import UnitGrads
-from dzero.verify.ladder import VerifyRun
+from dzero.verify.config import VerifyRun
 from dzero.verify.report import Report
 from dzero.verify.verify import Verifier
 
@@ -98,6 +100,24 @@ def lonely_keys() -> Planted:
     return patch.object(ContextExchange, "add", lambda self, parts: parts[self.rank].clone())
 
 
+def lonely_ends() -> Planted:
+    """Both ends of a pipeline keep their own gradients of tied parameters."""
+    return patch.object(AcrossParts, "complete", lambda self: None)
+
+
+def loud_rank(module: str) -> Planted:
+    """Where matrices are cut, the first rank gives a 16th more of its part of a sum."""
+
+    def wrongly(model: nn.Module, mesh: DeviceMesh) -> Any:
+        cut = rightly(model, mesh)
+        if mesh.get_local_rank() == 0:
+            model.get_submodule(module).register_forward_pre_hook(lambda _, args: (args[0] * 1.0625,))
+        return cut
+
+    rightly = assembly.parallelize
+    return patch.object(assembly, "parallelize", wrongly)
+
+
 @contextmanager
 def noise(*planted: Any) -> Iterator[None]:
     """A block's output has noise in it, from a generator that nobody seeds; and another fault with its arguments."""
@@ -126,4 +146,6 @@ FAULTS: dict[str, Callable[..., Planted]] = {
     "not updated": not_updated,
     "noise": noise,
     "lonely keys": lonely_keys,
+    "lonely ends": lonely_ends,
+    "loud rank": loud_rank,
 }

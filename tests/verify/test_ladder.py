@@ -6,7 +6,8 @@ import pytest
 from training import CONF
 
 from dzero.command_line import composed
-from dzero.verify.ladder import BASELINE, VerifyRun, ladder
+from dzero.verify.config import VerifyRun
+from dzero.verify.ladder import BASELINE, ladder
 from dzero.zero.tiers import OffloadConfig
 
 ITSELF = "the configuration"
@@ -56,6 +57,20 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
                 (ITSELF, True),
             ],
         ),
+        ("zero.stage=3 mesh.tp=2", 2, [(f"{BASELINE} over cut matrices", False), (ITSELF, True)]),
+        ("zero.stage=0 mesh.pp=2 train.accumulate=2", 2, [(ITSELF, False)]),
+        ("zero.stage=1 mesh.ep=2 model=tiny_moe", 2, [(f"{BASELINE} over cut matrices", False), (ITSELF, True)]),
+        (
+            "zero.stage=3 mesh.dp=2 mesh.replicate=2 mesh.cp=2 mesh.tp=2 mesh.pp=2 train.accumulate=2",
+            16,
+            [
+                (f"{BASELINE} over cut sequences", False),
+                (f"{BASELINE} over cut matrices", False),
+                (f"{BASELINE} over a pipeline", False),
+                ("stage 2 on the device", False),
+                (ITSELF, True),
+            ],
+        ),
         ("zero.stage=3 checkpoint.every=7 resume=auto profile=on", 2, [(ITSELF, True)]),
     ],
 )
@@ -63,25 +78,20 @@ def test_every_other_order_of_additions_is_a_rung(line: str, ranks: int, expecte
     assert rungs(line, ranks) == expected
 
 
-def test_below_cut_sequences_each_rank_has_a_part_of_the_whole_ones() -> None:
-    line = "mesh.dp=2 mesh.cp=2 mesh.cp_attention=ulysses train.global_sequences=8"
-    run = composed([*line.split(), "launch.workers=4"], CONF, VerifyRun)
-    base = ladder(run, 4)[0].config
-    assert (base.mesh.cp, base.mesh.dp, base.train.microbatch_sequences) == (1, 4, 2)
-    assert base.train.sequences(4) == run.train.sequences(2) == 8
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("mesh.cp=2 train.microbatch_sequences=3", "take a multiple of 2"),
-        ("mesh.tp=2", "mesh.tp=2: verify compares rows of parameters"),
-    ],
-)
-def test_what_cannot_be_compared_is_refused(line: str, told: str) -> None:
-    run = composed([*line.split(), "launch.workers=2"], CONF, VerifyRun)
-    with pytest.raises(ValueError, match=told):
-        ladder(run, 2)
+def test_ranks_that_share_something_do_all_of_it_below_and_a_step_stays_the_same() -> None:
+    line = "zero.stage=0 mesh.dp=2 mesh.cp=2 mesh.tp=2 mesh.pp=2 mesh.pp_schedule=gpipe train.accumulate=2"
+    run = composed([*line.split(), "train.microbatch_sequences=2", "launch.workers=16"], CONF, VerifyRun)
+    meshes = [rung.config.mesh for rung in ladder(run, 16)]
+    degrees = [(mesh.dp, mesh.cp, mesh.tp, mesh.pp, mesh.pp_schedule) for mesh in meshes]
+    assert degrees == [
+        (None, 1, 1, 1, "1f1b"),
+        (None, 2, 1, 1, "1f1b"),
+        (None, 2, 2, 1, "1f1b"),
+        (2, 2, 2, 2, "gpipe"),
+    ]
+    for rung, mesh in zip(ladder(run, 16), meshes, strict=True):
+        assert mesh.readers(mesh.data_ranks(16)) == 2
+        assert rung.config.train == run.train
 
 
 def test_the_baseline_keeps_all_but_what_places_shards_and_tiles() -> None:

@@ -14,7 +14,8 @@ from pool import Pool
 from training import CONF, ROOT, SMALL, write_text
 
 from dzero.command_line import composed
-from dzero.verify.ladder import CONFIGURATION, VerifyRun
+from dzero.verify.config import VerifyRun
+from dzero.verify.ladder import CONFIGURATION
 from dzero.verify.report import Report, table, verdict
 from dzero.verify.trace import GRAD, LOSS, MASTER, READ, Mark
 from dzero.verify.verify import AGREES, NOT_COMPARED, verify
@@ -98,7 +99,53 @@ def test_cut_sequences_agree_with_whole_ones_and_placement_changes_nothing(
     assert last.allowed is None
 
 
+TENSOR = "mesh.tp=2 model.kv_heads=2 zero.stage=3 precision=fp32"
+PIPELINE = "mesh.pp=2 zero.stage=3 precision=fp32 train.accumulate=2"
+EXPERTS = "model=tiny_moe mesh.ep=2 zero.stage=3 precision=fp32"
+OVER = {TENSOR: "cut matrices", PIPELINE: "a pipeline", EXPERTS: "cut matrices"}
+
+
+@pytest.mark.parametrize(
+    ("line", "over", "ranks"),
+    [
+        *((line, over, 2) for line, over in OVER.items()),
+        (f"{PIPELINE} mesh.pp_schedule=interleaved model.layers=4", "a pipeline", 2),
+        pytest.param(f"{TENSOR} mesh.dp=2 mesh.replicate=2 offload=host", "cut matrices", 4, marks=pytest.mark.slow),
+        pytest.param(f"{PIPELINE} mesh.tp=2 model.kv_heads=2", "a pipeline", 4, marks=pytest.mark.slow),
+        pytest.param(f"{EXPERTS} mesh.tp=2 model.kv_heads=2 mesh.cp=2", "cut matrices", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_is_cut_agrees_with_whole_ones_and_placement_changes_nothing(
+    pool: Pool, text: Path, tmp_path: Path, line: str, over: str, ranks: int
+) -> None:
+    report = report_of(pool, text, tmp_path, line, ranks=ranks)
+    assert report.agrees, verdict(report)
+    itself, *rungs, last = report.findings
+    assert itself.gap.sizes == (0, 0, 0, 0)
+    assert last.allowed is None
+    cut = next(finding for finding in rungs if finding.rung.name.endswith(f"over {over}"))
+    print(cut.gap)
+    assert 0 < cut.gap.unit_norm < 1e-6
+    assert 0 < cut.gap.masters < 1e-3
+
+
 # What is wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "unit"),
+    [(TENSOR, ("loud rank", "layers.1.ffn.down"), "layers.1"), (PIPELINE, ("lonely ends",), "root")],
+)
+def test_what_is_wrong_along_one_axis_is_found_where_it_begins(
+    pool: Pool, text: Path, tmp_path: Path, line: str, fault: tuple[str, ...], unit: str
+) -> None:
+    report = report_of(pool, text, tmp_path, line, *fault)
+    itself, cut, *others = report.findings
+    assert itself.agrees
+    assert not cut.agrees
+    assert all(finding.agrees for finding in others)
+    assert (cut.gap.unit, cut.gap.step) == (unit, 1)
+    assert f"over {OVER[line]} from stage 0 on the device: " in verdict(report)
 
 
 def test_keys_whose_gradients_stay_on_their_rank_are_found(pool: Pool, text: Path, tmp_path: Path) -> None:
