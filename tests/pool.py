@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from pool_worker import IDLE, RELEASE, Call, Outcome, dumps, serve
@@ -58,7 +59,8 @@ class Pool:
 
         `fn` is a module-level function of an importable module. Arguments and results are anything that
         pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0.
-        Raises WorkerError for the rank that failed first, TimeoutError when `timeout_s` have passed.
+        Raises WorkerError for the rank that failed first, and where the run's groups outlive it, since the threads of
+        one that is kept wake up a hundred times a second; TimeoutError when `timeout_s` have passed.
         """
         self._runs += 1
         messages = [dumps((sys.path, dumps(self._call(fn, args, rank, ranks)))) for rank in range(ranks)]
@@ -72,7 +74,11 @@ class Pool:
             raise
         self._drop([worker for rank, worker in enumerate(workers) if rank not in outcomes])
         self._release([worker for rank, worker in enumerate(workers) if rank in outcomes])
-        return results(outcomes, ranks, timeout_s)
+        found = results(outcomes, ranks, timeout_s)
+        if kept := [rank for rank, worker in enumerate(workers) if has_group(worker)]:
+            self._drop(workers)
+            raise WorkerError(f"{fn.__qualname__}: something on ranks {kept} keeps the run's process groups alive")
+        return found
 
     @property
     def pids(self) -> list[int | None]:
@@ -136,6 +142,12 @@ class Pool:
         for worker in workers:
             worker.kill()
         self._workers = [worker for worker in self._workers if worker not in workers]
+
+
+def has_group(worker: Worker) -> bool:
+    """Whether gloo's threads run in an idle worker."""
+    threads = Path(f"/proc/{worker.process.pid}/task")
+    return any("gloo_tcp_loop" in (thread / "comm").read_text() for thread in threads.iterdir())
 
 
 def collect(workers: Sequence[Worker], timeout_s: float) -> dict[int, Outcome]:

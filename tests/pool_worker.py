@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
-from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import _collective_utils, _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
@@ -84,6 +84,7 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def outcome_of(message: bytes) -> bytes:

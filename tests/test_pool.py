@@ -61,6 +61,18 @@ def one_dies(rank: int, ranks: int) -> None:
     dist.barrier()
 
 
+KEPT: list[Any] = []
+
+
+def keeping(rank: int, ranks: int) -> None:
+    if rank == 1:
+        KEPT.append(dist.group.WORLD)
+
+
+def ranks_of(rank: int, ranks: int) -> int:
+    return dist.get_world_size()
+
+
 def sleeps(rank: int, ranks: int) -> None:
     time.sleep(60)
 
@@ -140,6 +152,12 @@ def test_a_dead_worker_is_named_with_its_exit_code(pool: Pool) -> None:
 def test_a_run_that_takes_too_long_is_ended(pool: Pool) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[0\] of 1 did not return within 0.5 s"):
         pool.run(sleeps, 1, timeout_s=0.5)
+
+
+def test_groups_that_outlive_their_run_are_told(pool: Pool) -> None:
+    with pytest.raises(WorkerError, match=r"keeping: something on ranks \[1\] keeps the run's process groups alive"):
+        pool.run(keeping, 2)
+    assert pool.run(ranks_of, 2) == [2, 2]
 
 
 def test_a_function_without_an_importable_name_is_refused(pool: Pool) -> None:

@@ -90,7 +90,9 @@ def parallelize_experts(
         if whole.is_meta:
             made[whole] = part
     experts = ExpertParallel(whole_mesh, losses, found, made, {whole: places[whole] for whole in made})
-    wrap_method([*found.values()], "forward", _travelling(experts))
+    for module in found.values():
+        module.expert_parallel = experts
+    wrap_method([*found.values()], "forward", _travelling)
     return experts
 
 
@@ -118,33 +120,30 @@ def _part(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     return like if whole.is_meta else part_of(like, values, mesh)
 
 
-def _travelling(experts: ExpertParallel) -> Callable[[Forward], Forward]:
-    exchange = experts.exchange
+def _travelling(forward: Forward) -> Forward:
+    def of_all(self: Any, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows [n, ...] of this rank, counts [experts] of all of them -> [n, ...]."""
+        experts: ExpertParallel = self.expert_parallel
+        exchange = experts.exchange
+        if counts.numel() % exchange.ranks:
+            raise ValueError(f"mesh.ep={exchange.ranks} does not divide the {counts.numel()} experts of a mixture")
+        given = counts.view(exchange.ranks, -1)
+        taken = exchange.counts(given)
+        give, take = given.sum(1).tolist(), taken.sum(1).tolist()
+        if torch.is_grad_enabled():
+            experts.rows_moved += sum(give) + sum(take) - give[exchange.rank] - take[exchange.rank]
+        came: Tensor = _Travel.apply(rows, exchange, give, take, float(experts.losses))  # type: ignore[no-untyped-call]
+        own = torch.arange(taken.shape[1], device=rows.device).repeat(exchange.ranks)
+        order = own.repeat_interleave(taken.flatten()).argsort(stable=True)
+        with local_params(self) as params:
+            out = forward(self, came[order], taken.sum(0))
+        if not sum(take):
+            out = _Used.apply(out, *params)  # type: ignore[no-untyped-call]
+        back = torch.empty_like(out).index_copy(0, order, out)
+        gone: Tensor = _Travel.apply(back, exchange, take, give, 1.0 / experts.losses)  # type: ignore[no-untyped-call]
+        return gone
 
-    def wrap(forward: Forward) -> Forward:
-        def of_all(self: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-            """rows [n, ...] of this rank, counts [experts] of all of them -> [n, ...]."""
-            if counts.numel() % exchange.ranks:
-                raise ValueError(f"mesh.ep={exchange.ranks} does not divide the {counts.numel()} experts of a mixture")
-            given = counts.view(exchange.ranks, -1)
-            taken = exchange.counts(given)
-            give, take = given.sum(1).tolist(), taken.sum(1).tolist()
-            if torch.is_grad_enabled():
-                experts.rows_moved += sum(give) + sum(take) - give[exchange.rank] - take[exchange.rank]
-            came: Tensor = _Travel.apply(rows, exchange, give, take, float(experts.losses))  # type: ignore[no-untyped-call]
-            own = torch.arange(taken.shape[1], device=rows.device).repeat(exchange.ranks)
-            order = own.repeat_interleave(taken.flatten()).argsort(stable=True)
-            with local_params(self) as params:
-                out = forward(self, came[order], taken.sum(0))
-            if not sum(take):
-                out = _Used.apply(out, *params)  # type: ignore[no-untyped-call]
-            back = torch.empty_like(out).index_copy(0, order, out)
-            gone: Tensor = _Travel.apply(back, exchange, take, give, 1.0 / experts.losses)  # type: ignore[no-untyped-call]
-            return gone
-
-        return of_all
-
-    return wrap
+    return of_all
 
 
 class _Travel(torch.autograd.Function):

@@ -15,7 +15,11 @@ Forward = Callable[..., Any]
 
 
 def wrap_method(modules: Sequence[nn.Module], method: str, wrap: Callable[[Forward], Forward]) -> None:
-    """Give each module a subclass whose `method` is wrapped: one per class, so that equal ones share a compilation."""
+    """Give each module a subclass whose `method` is wrapped: one per class, so that equal ones share a compilation.
+
+    What a wrapped method needs of one run lies on its module, not in a closure: FSDP2 remembers every class that it has
+    cut for as long as the process lives, and with it all that its methods refer to.
+    """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for module in dict.fromkeys(modules):
         cls = type(module)
