@@ -13,7 +13,7 @@ from sides import ADAM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero import AdamW, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
+from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Pipeline
@@ -27,8 +27,15 @@ def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
     losses: Any = parallelize(model, mesh["tp"]).loss if cut.tp > 1 else nullcontext
     experts = parallelize_experts(model, mesh, cut.ep) if cut.ep > 1 else None
     parts = cut_parts(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
-    microbatches = samples if cut.pp > 1 else 1
-    sharded = shard(model, ZeroConfig(stage=stage), mesh=mesh, microbatches=microbatches, parts=parts, experts=experts)
+    sharded = shard(
+        model,
+        ZeroConfig(stage=stage),
+        precision=PrecisionConfig(grad="bf16"),  # as by hand; by itself it adds microbatches in fp32
+        mesh=mesh,
+        microbatches=samples if cut.pp > 1 else 1,
+        parts=parts,
+        experts=experts,
+    )
     optim = AdamW(sharded, **ADAM)
     context = None
     if cut.cp > 1:
