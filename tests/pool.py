@@ -17,6 +17,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -54,11 +55,14 @@ class Pool:
         self._store: TCPStore | None = None
         self._runs = 0
 
-    def run(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0, breaks: bool = False
+    ) -> list[Any]:
         """`fn(rank, ranks, *args)` on `ranks` processes in a fresh gloo group; the results in rank order.
 
         `fn` is a module-level function of an importable module. Arguments and results are anything that
-        pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0.
+        pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0. breaks: it
+        leaves a backward half done, which nobody can undo: its workers are not used again.
         Raises WorkerError for the rank that failed first, and where the run's groups outlive it, since the threads of
         one that is kept wake up a hundred times a second; TimeoutError when `timeout_s` have passed.
         """
@@ -77,7 +81,8 @@ class Pool:
         found = results(outcomes, ranks, timeout_s)
         if kept := [rank for rank, worker in enumerate(workers) if has_group(worker)]:
             self._drop(workers)
-            raise WorkerError(f"{fn.__qualname__}: something on ranks {kept} keeps the run's process groups alive")
+            if not breaks:
+                raise WorkerError(f"{fn.__qualname__}: something on ranks {kept} keeps the run's process groups alive")
         return found
 
     @property
@@ -146,8 +151,11 @@ class Pool:
 
 def has_group(worker: Worker) -> bool:
     """Whether gloo's threads run in an idle worker."""
-    threads = Path(f"/proc/{worker.process.pid}/task")
-    return any("gloo_tcp_loop" in (thread / "comm").read_text() for thread in threads.iterdir())
+    names = []
+    for thread in Path(f"/proc/{worker.process.pid}/task").glob("*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append((thread / "comm").read_text().strip())
+    return "gloo_tcp_loop" in names
 
 
 def collect(workers: Sequence[Worker], timeout_s: float) -> dict[int, Outcome]:

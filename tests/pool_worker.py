@@ -13,7 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
+from functools import _lru_cache_wrapper, reduce
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,11 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch leaves it out of __all__
-from torch.distributed.tensor import _collective_utils, _redistribute
+from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 IDLE, RELEASE = b"idle", b"release"
+CACHES = [
+    each
+    for each in gc.get_objects()
+    if type(each) is _lru_cache_wrapper and str(each.__module__).startswith("torch.distributed.tensor")
+]
+"""DTensor's, of which many know meshes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +89,8 @@ def forget_meshes() -> None:
     that is kept keeps gloo's threads, which wake up a hundred times a second."""
     _clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    for cache in CACHES:
+        cache.cache_clear()
 
 
 def outcome_of(message: bytes) -> bytes:

@@ -15,7 +15,7 @@ The model is plain torch: one module has `features(tokens, positions)`, others `
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,9 @@ class ContextParallel:
             raise ValueError(f"mesh.cp_attention={attention!r}: choose one of {[*ATTENTIONS]}")
         self._zigzag = Zigzag(group.rank(), group.size())
         exchange = ContextExchange((Exact if exact else Native)(group), group.rank(), CONTEXT, ledger)
-        for method, wrap in (
-            ("attend", _attending(ATTENTIONS[attention](exchange))),
-            ("features", _positioned(self._zigzag)),
+        for method, wrap, key, needs in (
+            ("attend", _attending, "context_attention", ATTENTIONS[attention](exchange)),
+            ("features", _positioned, "context_part", self._zigzag),
         ):
             owners = [module for module in model.modules() if callable(getattr(module, method, None))]
             if not owners:
@@ -58,6 +58,8 @@ class ContextParallel:
                     f"mesh.cp={group.size()}: {type(model).__name__} has no module with {method}(), which is replaced "
                     "where sequences are cut; take mesh.cp=1, or a model with the methods of dzero.models.llama"
                 )
+            for module in owners:
+                setattr(module, key, needs)
             wrap_method(owners, method, wrap)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -70,23 +72,22 @@ class ContextParallel:
         return self._zigzag.positions(tokens)
 
 
-def _attending(attention: Attention) -> Callable[[Forward], Forward]:
-    def attend(self: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _attending(_: Forward) -> Forward:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [batch, heads, time, head_dim] of this rank's tokens -> the same."""
+        attention: Attention = self.context_attention
         return attention(query, key, value)
 
-    return lambda _: attend
+    return attend
 
 
-def _positioned(zigzag: Zigzag) -> Callable[[Forward], Forward]:
-    def wrap(features: Forward) -> Forward:
-        def of_part(self: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Any:
-            """tokens [batch, time] of this rank -> [batch, time, hidden]."""
-            return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
+def _positioned(features: Forward) -> Forward:
+    def of_part(self: Any, tokens: Tensor, positions: Tensor | None = None) -> Any:
+        """tokens [batch, time] of this rank -> [batch, time, hidden]."""
+        zigzag: Zigzag = self.context_part
+        return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
 
-        return of_part
-
-    return wrap
+    return of_part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,8 @@ Experts are whole on ranks that share them, those of tp among these (parallel/ex
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,15 +29,8 @@ class OwnTokens(PrepareModuleInput):
         super().__init__(input_layouts=layout, desired_input_layouts=layout, use_local_output=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def summed(_: Forward) -> Forward:
-            def over_tokens(_: nn.Module, sums: Tensor) -> Tensor:
-                """Every rank makes the same loss of what comes out; it counts once."""
-                parts = DTensor.from_local(sums, device_mesh, (Partial(),), run_check=False)
-                return parts.redistribute(placements=(Replicate(),)).to_local()
-
-            return over_tokens
-
-        wrap_method([module], "over_tokens", summed)
+        module.token_mesh = device_mesh  # type: ignore[assignment]
+        wrap_method([module], "over_tokens", _summed)
         prepared: nn.Module = super()._apply(module, device_mesh)
         return prepared
 
@@ -49,6 +44,15 @@ class Routing(ParallelStyle):
             setattr(module, name, nn.Parameter(copy, param.requires_grad))
         wrap_method([module], "forward", _on_own_tokens)
         return module
+
+
+def _summed(_: Forward) -> Forward:
+    def over_tokens(self: Any, sums: Tensor) -> Tensor:
+        """Every rank makes the same loss of what comes out; it counts once."""
+        parts = DTensor.from_local(sums, self.token_mesh, (Partial(),), run_check=False)
+        return parts.redistribute(placements=(Replicate(),)).to_local()
+
+    return over_tokens
 
 
 def _on_own_tokens(forward: Forward) -> Forward:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dzero.checkpoint.boxes import Box
-from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace, of_all_ranks
+from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace, of_all_ranks, squared
 from dzero.zero.units import ROOT
 
 
@@ -61,6 +62,10 @@ class Apart:
     ulps: int = 0
 
 
+MISSING = 2**32
+"""Places between what is there and what is not: more than any two floats are apart."""
+
+
 def first_difference(one: Trace, other: Trace, device: torch.device) -> Mark | None:
     """The first mark in which the traces differ on any rank; None where none does. Collective."""
     marks = one.ordered()
@@ -96,33 +101,53 @@ def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = No
 
 
 def _masters(one: Trace, other: Trace, device: torch.device) -> tuple[float, str]:
-    """The largest difference, by how far `one` moved, and of which parameter."""
-    of_one, of_other = (_named_anywhere({n: held.shape for n, held in trace.places.items()}) for trace in (one, other))
-    shapes = {name: shape for name, shape in of_one.items() if name in of_other}
-    moved = _summed([one.moved.get(name, 0.0) for name in shapes], device)
-    if one.mesh == other.mesh:  # the same rows
-        mine = [_squared(one.masters[name] - other.masters[name]) if name in one.places else 0.0 for name in shapes]
-        apart = _summed(mine, device)
-    else:
-        wholes = ([_whole(trace, name, shape, device) for trace in (one, other)] for name, shape in shapes.items())
-        apart = [_squared(whole - its) for whole, its in wholes]
-    found = zip(apart, moved, shapes, strict=True)
-    return max(((_ratio(math.sqrt(by), math.sqrt(way)), name) for by, way, name in found), default=(0.0, ""))
+    """The largest difference, by how far `one` moved, and of which parameter.
+
+    Rows of all ranks, copies too, each beside its own or, where others have them there, beside the whole of `one`."""
+    of_one, of_other = (_named_anywhere(_shapes(trace)) for trace in (one, other))
+    same_rows = (one.mesh, one.tiles) == (other.mesh, other.tiles)
+    apart, moved = {}, {}
+    for name, shape in of_one.items():
+        if name in of_other:
+            before = one.masters.__getitem__
+            if not same_rows:
+                before = partial(_part_of, _whole(one, name, shape, device), other)
+            apart[name] = sum(
+                other.rows.weight[own] * squared(other.masters[own] - before(own)) for own in _parts(other, name)
+            )
+            moved[name] = sum(one.moved[own] for own in _parts(one, name))
+    pairs = zip(_summed([*apart.values()], device), _summed([*moved.values()], device), apart, strict=True)
+    return max(((_ratio(math.sqrt(by), math.sqrt(way)), name) for by, way, name in pairs), default=(0.0, ""))
+
+
+def _shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
+    """Of the parameters with masters, as the model was built."""
+    held = [trace.rows.held[own] for own in trace.masters]
+    return {each.name: each.shape for each in held}
+
+
+def _parts(trace: Trace, name: str) -> list[str]:
+    """Of one of these what this rank has: itself, its tiles, or nothing."""
+    return [own for own in trace.masters if trace.rows.held[own].name == name]
+
+
+def _part_of(whole: torch.Tensor, trace: Trace, own: str) -> torch.Tensor:
+    """Of a whole parameter what this rank has of it in `trace`, flat."""
+    held, everything = trace.rows.held[own], Box.whole(tuple(whole.shape))
+    return held.together([whole[box.slices(everything)].reshape(-1) for box in held.boxes]).reshape(-1)
 
 
 def _whole(trace: Trace, name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A parameter's masters [shape, fp32], of which each element counts on one rank."""
+    """A parameter's masters [shape, fp32, in host memory], each element of the first rank that has it."""
     whole = torch.zeros(*shape)
-    if (held := trace.places.get(name)) is not None:
-        for box, values in zip(held.boxes, held.apart(trace.masters[name]), strict=True):
-            whole[box.slices(Box.whole(tuple(shape)))] = values.view(box.size)
-    whole = whole.to(device)
-    dist.all_reduce(whole)
-    return whole
-
-
-def _squared(apart: torch.Tensor) -> float:
-    return float(apart.double().square().sum())
+    for own in _parts(trace, name):
+        if own in trace.rows.first:
+            held = trace.rows.held[own]
+            for box, values in zip(held.boxes, held.apart(trace.masters[own]), strict=True):
+                whole[box.slices(Box.whole(tuple(shape)))] = values.view(box.size)
+    there = whole.to(device)
+    dist.all_reduce(there)
+    return there.cpu()
 
 
 def _unit_norms(one: Trace, other: Trace, device: torch.device, limit: float) -> tuple[float, str, int]:
@@ -176,13 +201,17 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    if one is None or other is None or not one.numel():
+    if one is None or other is None:
+        return 0.0 if one is other else math.inf
+    if not one.numel():
         return 0.0
     return float((one.double() - other.double()).abs().nan_to_num(nan=math.inf).max())
 
 
 def _most_ulps(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
-    if one is None or other is None or not one.numel():
+    if one is None or other is None:
+        return 0 if one is other else MISSING
+    if not one.numel():
         return 0
     return int((_places(one) - _places(other)).abs().max())
 

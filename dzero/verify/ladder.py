@@ -17,7 +17,8 @@ before it.
     the configuration            placement alone: stage, tiers, overlap             the same bits
 
 Where an axis cuts sequences or the model, the rungs below have them whole: each of the ranks that share them above does
-all of it, for the same sequences, so that a step is the mean of the same ones.
+all of it, for the same sequences, so that a step is the mean of the same ones. (Ranks that share experts have sequences
+of their own either way.)
 
 Rungs that change nothing are left out, so most configurations are compared with the baseline itself. Bits are expected
 of the last rung where the design promises them: with exact reductions, one kind of update kernel, and AdamW.
@@ -106,9 +107,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         if to != rungs[-1].config:
             rungs.append(Rung(CONFIGURATION if to == config else name, to, allowed, why))
 
-    if why := _unpromised(run, layout, device):
-        climb(CONFIGURATION, config, rounding, why)
-        return rungs
+    why = _unpromised(run, layout, device)
     climb(
         f"{BASELINE} with its tiles",
         replace(base, block=config.block),
@@ -118,7 +117,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     for name, mesh in meshes:
         climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, WHY[name])
     order = order_of(layout)
-    if order != order_of(layout_of(base, ranks)):
+    if not why and order != order_of(layout_of(base, ranks)):
         stage = 2 if order.early else 1
         over = config.zero.states_over if order.blocks > 1 else "shard"
         sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage, states_over=over), mesh=config.mesh)
@@ -130,7 +129,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
             STALE,
             f"overlap=delayed: from step {layout.offload.delay_warmup_steps + 2} on weights are one update old",
         )
-    climb(CONFIGURATION, config, None, "placement never changes the numbers")
+    climb(CONFIGURATION, config, rounding if why else None, why or "placement never changes the numbers")
     return rungs
 
 

@@ -1,48 +1,71 @@
 """Which rows of every parameter a rank answers for, in every run of a ladder.
 
 Runs on one mesh place the same parameters otherwise, whole or in shards, and are compared bit by bit; so a rank answers
-for the rows that it has in the configuration, whatever else it has. Between meshes, parts of other shapes are compared:
-those are put together first (compare.py), for which every element counts once.
+for the rows that it has in the configuration, whatever else it has. Masters are compared with whole ones, for which
+every element is taken of one rank (compare.py); in sums, a copy among n weighs 1/n, so that a fault in any is seen.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
 
 import torch
 
 from dzero.checkpoint.places import Held, boxes_of, corner
 from dzero.mesh import AXES, PIPELINE
+from dzero.parallel.tile_dicts import tiled
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
 Cut = tuple[int, int]
-"""(rank, ranks), of the rows that are left."""
+"""(rank, ranks), of the rows that are left, or of copies."""
+
+
+@dataclass
+class Placed:
+    """Of all parameters of a run, where this rank's rows lie, and what they count.
+
+    `held`: by parameter; of tiles, in the parameter that was tiled. `first`: the parameters of which no other rank's
+    copies come before this one's. `weight`: by parameter, one by the number of copies.
+    """
+
+    held: dict[str, Held] = field(default_factory=dict)
+    first: set[str] = field(default_factory=set)
+    weight: dict[str, float] = field(default_factory=dict)
 
 
 class Rows:
-    """Of all parameters of a run on this rank. layout: the table of the configuration.
-
-    `held`: where they lie, by parameter. `counting`: the parameters of which no other rank's copies count instead.
-    """
+    """Cuts what a rank has to the rows it answers for. layout: the table of the configuration."""
 
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
         self._layout = layout
         self._groups = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
         parts = sharded.parts
-        self._elsewhere = {*parts.shared} if parts is not None and not parts.has_first else set()
+        self._tied, self._has_first = ({*parts.shared}, parts.has_first) if parts is not None else (set(), True)
         self._cuts: dict[str, tuple[Cut, ...]] = {}
         self._shapes: dict[str, ParamShape] = {}
-        self.held: dict[str, Held] = {}
-        self.counting: set[str] = set()
+        self.placed = placed = Placed()
+        tiles = {part: (name, cut, at) for name, cut, parts in tiled(sharded.model) for at, part in enumerate(parts)}
         for unit in sharded.units:
-            cuts, counts = self._of(unit)
+            cuts, copy = self._of(unit)
             for shape in unit.shape.params:
-                self._cuts[shape.name], self._shapes[shape.name] = cuts, shape
+                own = shape.name
+                self._cuts[own], self._shapes[own] = cuts, shape
                 offset, size = corner(shape, *rows_of(shape.shape[0], *cuts))
-                self.held[shape.name] = Held(shape.name, shape.whole, boxes_of(shape, offset, size), tuple(size))
-                if counts and self._counts(shape):
-                    self.counting.add(shape.name)
+                name, whole = own, [*shape.whole]
+                if own in tiles:
+                    name, cut, at = tiles[own]
+                    if cut.dim is not None:
+                        offset[cut.dim] += cut.span(at)[0]
+                        whole[cut.dim] = sum(cut.sizes)
+                placed.held[own] = Held(name, tuple(whole), boxes_of(shape, offset, size), tuple(size))
+                copies = [copy, *self._copies(shape)]
+                placed.weight[own] = 1 / math.prod(each for _, each in copies)
+                if not any(number for number, _ in copies):
+                    placed.first.add(own)
 
     def mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """This rank's rows of what it holds of a parameter, flat: the whole, a shard, or a part of one."""
@@ -54,18 +77,19 @@ class Rows:
         first, rows = rows_of(held // shape.row_elems, *left)
         return flat[first * shape.row_elems : (first + rows) * shape.row_elems]
 
-    def _of(self, unit: Unit) -> tuple[tuple[Cut, ...], bool]:
-        """Cuts of the shard axis, then of a shard's copies where they share states; and whether no copy counts."""
+    def _of(self, unit: Unit) -> tuple[tuple[Cut, ...], Cut]:
+        """Cuts of the shard axis, then of a shard's copies where they share states; and (copy, copies)."""
         copies, shards = (unit.mesh.get_group(axis) for axis in AXES)
         number, ranks = copies.rank() * shards.size() + shards.rank(), copies.size() * shards.size()
         own = self._layout.of_unit(unit.shape)
         if ranks != own.ranks:  # another mesh than the configuration's
-            return ((number, ranks),), True
+            return ((number, ranks),), (0, 1)
         copy, part = divmod(number, own.shard)
-        shares = self._layout.shares
-        return ((part, own.shard), *(((copy, shares),) if shares > 1 else ())), shares > 1 or copy == 0
+        if self._layout.shares > 1:
+            return ((part, own.shard), (copy, self._layout.shares)), (0, 1)
+        return ((part, own.shard),), (copy, own.replicate)
 
-    def _counts(self, shape: ParamShape) -> bool:
-        """Along the axes of the model."""
-        copied = (group for axis, group in self._groups.items() if not shape.is_cut_by(axis))
-        return shape.name not in self._elsewhere and not any(group.rank() for group in copied)
+    def _copies(self, shape: ParamShape) -> list[Cut]:
+        """Along the axes of the model; a tied parameter is at both ends of a pipeline."""
+        copied = [(group.rank(), group.size()) for axis, group in self._groups.items() if not shape.is_cut_by(axis)]
+        return [*copied, (int(not self._has_first), 2)] if shape.name in self._tied else copied

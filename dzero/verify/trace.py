@@ -32,7 +32,6 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from dzero.checkpoint.places import Held
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
 from dzero.degrees import MeshConfig
@@ -40,7 +39,7 @@ from dzero.monitor.sink import Monitor
 from dzero.optim.shards import read
 from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
-from dzero.verify.rows import Rows
+from dzero.verify.rows import Placed, Rows
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
@@ -62,13 +61,15 @@ class Mark(NamedTuple):
 class Trace:
     """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
 
-    mesh: what cuts the run, copies of shards aside. squares: by step, of each unit's reduced gradients, the sum over
-    this rank's rows that count; unscaled, unclipped, fp64. masters: this rank's rows at the end, flat fp32 in host
-    memory, by parameter; of those that count, `places`, and `moved`: the squared distance from where they began. kept:
-    the tensors behind one mark, by parameter.
+    mesh, tiles: what cuts the run, copies of shards aside. rows: where those lie that this rank answers for. squares: by
+    step, of each unit's reduced gradients, the weighed sum over these; unscaled, unclipped, fp64. masters: these at the
+    end, flat fp32 in host memory, by parameter. moved: the squared distance from where they began, weighed. kept: the
+    tensors behind one mark, by parameter.
     """
 
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig
+    tiles: tuple[int, int]
+    rows: Placed
     marks: dict[Mark, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -76,7 +77,6 @@ class Trace:
     squares: list[dict[str, float]] = field(default_factory=list)
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
-    places: dict[str, Held] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def ordered(self) -> list[Mark]:
@@ -101,7 +101,8 @@ class Followed(Trainer):
     ) -> None:
         super().__init__(config, folder, device)
         self._rows, self._keep, self._at = Rows(self.sharded, layout), keep, 0
-        self.trace = Trace(mesh=replace(config.mesh, dp=None, replicate=1))
+        mesh, tiles = replace(config.mesh, dp=None, replicate=1), (config.block.tiles, config.block.loss_tiles)
+        self.trace = Trace(mesh, tiles, self._rows.placed)
         self._slots = {
             param: (module, attribute)
             for module in self.sharded.model.modules()
@@ -134,9 +135,7 @@ class Followed(Trainer):
             hook.remove()
         self.optim.synchronize()
         self.trace.masters = end = self._masters()
-        counted = [name for name in end if name in self._rows.counting]
-        self.trace.moved = {name: float((end[name] - begin[name]).double().square().sum()) for name in counted}
-        self.trace.places = {name: self._rows.held[name] for name in counted}
+        self.trace.moved = {name: self._rows.placed.weight[name] * squared(end[name] - begin[name]) for name in end}
         for unit in self.sharded.units:
             self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
             self._mark_all(
@@ -154,7 +153,8 @@ class Followed(Trainer):
         for unit in self.sharded.units:
             mine = {name: self._rows.mine(name, grads[name]) for name in unit.params if name in grads}
             self._mark_all(GRAD, unit, mine)
-            scaled = sum(float(sum_squares(grad)) for name, grad in mine.items() if name in self._rows.counting)
+            weight = self._rows.placed.weight
+            scaled = sum(weight[name] * float(sum_squares(grad)) for name, grad in mine.items())
             root, _, number = unit.shape.name.rpartition(".")  # of each part of a pipeline one, of the model as well
             name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit.shape.name
             squares[name] += scaled / self.optim.scaler.scale**2
@@ -202,6 +202,11 @@ def of_all_ranks(value: Any) -> list[Any]:
     everyone = dist.group.WORLD
     assert everyone is not None
     return gather_json(value, everyone)
+
+
+def squared(apart: torch.Tensor) -> float:
+    """The sum of squares, in fp64."""
+    return float(apart.double().square().sum())
 
 
 def _local(param: nn.Parameter) -> torch.Tensor:

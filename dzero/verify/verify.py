@@ -44,7 +44,7 @@ def verify(settings: Sequence[str]) -> int:
         run = chosen(composed(settings, CONF, VerifyRun), settings)
         assert isinstance(run, VerifyRun)
         with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
-            start(work, run, Path(folder))
+            start(work, run, Path(folder), workers=run.worker_count)
             left, *_ = Path(folder).glob("agrees-*")
             return AGREES if left.read_text() == str(True) else DIFFERS
     except RunError as error:
@@ -101,9 +101,11 @@ class Verifier:
         return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
 
     def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
-        gc.collect()  # the last trainer refers to itself, and this one needs its memory
         with user_errors():
             trainer = Followed(rung.config, self._folder, self._device, self._layout, keep)
         if self._watch is not None:
             self._watch.follow(trainer.sharded.ledger.trail)
-        return trainer.follow(self._steps if keep is None else keep.step)
+        trace = trainer.follow(self._steps if keep is None else keep.step)
+        del trainer
+        gc.collect()  # it refers to itself, and what follows needs its memory
+        return trace

@@ -9,11 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero import assembly, trainer
-from dzero.comm.collectives import ReduceGrads, UnshardParams
+from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
 from dzero.optim.parts import AcrossParts
@@ -95,9 +96,37 @@ def not_updated(unit: str, step: int) -> Planted:
     return patch.object(AdamW, "_plan", wrongly)
 
 
+def tiles_left_out(key: str) -> Planted:
+    """Parameters of tiles with that key are never updated."""
+
+    def wrongly(self: AdamW, grads: dict[str, torch.Tensor], factor: float) -> Any:
+        kept = {name: grad for name, grad in grads.items() if not (".tiles." in name and name.endswith(key))}
+        return rightly(self, kept, factor)
+
+    rightly = AdamW._plan
+    return patch.object(AdamW, "_plan", wrongly)
+
+
 def lonely_keys() -> Planted:
     """Keys and values get the gradients of their own rank's queries alone."""
     return patch.object(ContextExchange, "add", lambda self, parts: parts[self.rank].clone())
+
+
+def wrong_copy(unit: str) -> Planted:
+    """The last of several copies of a shard gets an average of a unit's gradients that is 15/16 of what it is."""
+
+    def wrongly(self: AverageCopies, grads: torch.Tensor) -> None:
+        rightly(self, grads)
+        group = self._exchange.group
+        if (
+            self._span.endswith(f" {unit}")
+            and group.size() < dist.get_world_size()
+            and group.rank() == group.size() - 1
+        ):
+            grads.mul_(15 / 16)
+
+    rightly = AverageCopies.__call__
+    return patch.object(AverageCopies, "__call__", wrongly)
 
 
 def lonely_ends() -> Planted:
@@ -146,6 +175,8 @@ FAULTS: dict[str, Callable[..., Planted]] = {
     "not updated": not_updated,
     "noise": noise,
     "lonely keys": lonely_keys,
+    "wrong copy": wrong_copy,
+    "tiles left out": tiles_left_out,
     "lonely ends": lonely_ends,
     "loud rank": loud_rank,
 }

@@ -148,6 +148,23 @@ def test_what_is_wrong_along_one_axis_is_found_where_it_begins(
     assert f"over {OVER[line]} from stage 0 on the device: " in verdict(report)
 
 
+def test_a_fault_of_one_copy_is_found(pool: Pool, text: Path, tmp_path: Path) -> None:
+    line = "zero.stage=3 mesh.replicate=2 precision=fp32"
+    report = report_of(pool, text, tmp_path, line, "wrong copy", "layers.1", ranks=4)
+    _, hops, last = report.findings
+    assert (hops.agrees, last.agrees) == (False, True)
+    assert hops.gap.unit == "layers.1"
+    assert hops.gap.unit_norm == pytest.approx(1 / 32, rel=0.05)
+
+
+def test_tiles_are_compared_with_what_was_tiled(pool: Pool, text: Path, tmp_path: Path) -> None:
+    report = report_of(pool, text, tmp_path, "zero.stage=0 block.tiles=3 precision=fp32", "tiles left out", "up.weight")
+    _, tiled = report.findings
+    assert not tiled.agrees
+    assert tiled.gap.masters == pytest.approx(1)
+    assert ".ffn.up.weight. Expected: a tolerance, since tiles add partial sums" in verdict(report)
+
+
 def test_keys_whose_gradients_stay_on_their_rank_are_found(pool: Pool, text: Path, tmp_path: Path) -> None:
     report = report_of(pool, text, tmp_path, CUT, "lonely keys")
     _, cut, last = report.findings
@@ -264,9 +281,13 @@ def test_a_model_with_noise_differs_from_itself_and_its_spread_is_the_measure(
 def test_the_command_says_so_and_leaves_nothing(text: Path, tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
     env |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    line = [sys.executable, "-m", "dzero", "verify", *small(text, "zero.stage=3", "checkpoint.every=2", "profile=on")]
+    own = small(text, "zero.stage=1", "mesh.dp=1", "mesh.pp=2", "mesh.pp_schedule=gpipe", "train.accumulate=2")
+    settings = [each for each in own if not each.startswith("launch.workers")]  # the mesh says how many
     ended = subprocess.run(
-        [*line, "profile.start_step=2", "profile.steps=1"],
+        [
+            *(sys.executable, "-m", "dzero", "verify", *settings),
+            *("checkpoint.every=2", "profile=on", "profile.start_step=2", "profile.steps=1"),
+        ],
         cwd=tmp_path,
         env=env,
         capture_output=True,
@@ -274,7 +295,8 @@ def test_the_command_says_so_and_leaves_nothing(text: Path, tmp_path: Path) -> N
         timeout=SECONDS,
     )
     assert (ended.returncode, ended.stderr) == (AGREES, "")
-    assert ended.stdout.splitlines()[-1] == ("AGREES: the configuration and stage 0 on the device: the same bits")
+    assert ended.stdout.splitlines()[-1].startswith("AGREES: stage 0 on the device over a pipeline and stage 0 on")
+    assert "the configuration and stage 0 on the device over a pipeline: the same bits" in ended.stdout
     assert list(tmp_path.iterdir()) == []
 
 
