@@ -61,10 +61,10 @@ class Mark(NamedTuple):
 class Trace:
     """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
 
-    mesh, tiles: what cuts the run, copies of shards aside. rows: where those lie that this rank answers for. squares: by
-    step, of each unit's reduced gradients, the weighed sum over these; unscaled, unclipped, fp64. masters: these at the
-    end, flat fp32 in host memory, by parameter. moved: the squared distance from where they began, weighed. kept: the
-    tensors behind one mark, by parameter.
+    mesh, tiles: what cuts the run, copies of shards aside. rows: where those lie that this rank answers for. squares:
+    by step, of each unit's reduced gradients, the weighed sum over these; unscaled, unclipped, fp64. masters: these at
+    the end, flat fp32 in host memory, by parameter. moved: the squared distance from where they began, weighed. kept:
+    the tensors behind one mark, by parameter.
     """
 
     mesh: MeshConfig
