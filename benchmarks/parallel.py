@@ -47,7 +47,14 @@ def main() -> None:
     options = parser.parse_args()
     workload = Workload(samples=options.samples, tokens=options.tokens, heads=HEADS)
     rounds = 2 if options.smoke else options.rounds
-    config = {**asdict(workload), "ranks": RANKS, "threads": 1, "clipping": None, "steps": options.steps}
+    config = {
+        **asdict(workload),
+        "ranks": RANKS,
+        "threads": 1,
+        "clipping": None,
+        "grad": "bf16",
+        "steps": options.steps,
+    }
     for cut in FACTORINGS:  # one by one: so many processes fit no memory
         if options.only and str(cut) not in options.only:
             continue

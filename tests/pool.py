@@ -54,17 +54,17 @@ class Pool:
         self._workers: list[Worker] = []
         self._store: TCPStore | None = None
         self._runs = 0
+        self.kept: list[str] = []
 
-    def run(
-        self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0, breaks: bool = False
-    ) -> list[Any]:
+    def run(self, fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
         """`fn(rank, ranks, *args)` on `ranks` processes in a fresh gloo group; the results in rank order.
 
         `fn` is a module-level function of an importable module. Arguments and results are anything that
-        pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0. breaks: it
-        leaves a backward half done, which nobody can undo: its workers are not used again.
-        Raises WorkerError for the rank that failed first, and where the run's groups outlive it, since the threads of
-        one that is kept wake up a hundred times a second; TimeoutError when `timeout_s` have passed.
+        pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0.
+        Raises WorkerError for the rank that failed first, TimeoutError when `timeout_s` have passed.
+
+        Workers in which the run's groups outlive it are not used again: the threads of a group wake up a hundred times
+        a second. `kept` names such runs; those that leave a backward half done are among them.
         """
         self._runs += 1
         messages = [dumps((sys.path, dumps(self._call(fn, args, rank, ranks)))) for rank in range(ranks)]
@@ -79,10 +79,9 @@ class Pool:
         self._drop([worker for rank, worker in enumerate(workers) if rank not in outcomes])
         self._release([worker for rank, worker in enumerate(workers) if rank in outcomes])
         found = results(outcomes, ranks, timeout_s)
-        if kept := [rank for rank, worker in enumerate(workers) if has_group(worker)]:
-            self._drop(workers)
-            if not breaks:
-                raise WorkerError(f"{fn.__qualname__}: something on ranks {kept} keeps the run's process groups alive")
+        if keeping := [worker for worker in workers if has_group(worker)]:
+            self._drop(keeping)
+            self.kept.append(fn.__qualname__)
         return found
 
     @property

@@ -69,10 +69,6 @@ def keeping(rank: int, ranks: int) -> None:
         KEPT.append(dist.group.WORLD)
 
 
-def ranks_of(rank: int, ranks: int) -> int:
-    return dist.get_world_size()
-
-
 def sleeps(rank: int, ranks: int) -> None:
     time.sleep(60)
 
@@ -154,10 +150,14 @@ def test_a_run_that_takes_too_long_is_ended(pool: Pool) -> None:
         pool.run(sleeps, 1, timeout_s=0.5)
 
 
-def test_groups_that_outlive_their_run_are_told(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"keeping: something on ranks \[1\] keeps the run's process groups alive"):
-        pool.run(keeping, 2)
-    assert pool.run(ranks_of, 2) == [2, 2]
+def test_a_worker_in_which_a_group_outlives_its_run_is_replaced(pool: Pool) -> None:
+    before, told = pool.run(identity, 2), len(pool.kept)
+    pool.run(keeping, 2)
+    assert pool.kept[told:] == ["keeping"]
+    after = pool.run(identity, 2)
+    assert after[0][0] == before[0][0]
+    assert before[1][0] not in {pid for pid, *_ in after}
+    assert len(pool.kept) == told + 1
 
 
 def test_a_function_without_an_importable_name_is_refused(pool: Pool) -> None:

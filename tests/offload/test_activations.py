@@ -344,13 +344,13 @@ def failing(rank: int, ranks: int, offload: OffloadConfig, action: str) -> str:
 
 @pytest.mark.parametrize("action", ["EVICT activation 0", "FETCH activation 0"])
 def test_what_fails_in_a_lane_is_raised_with_its_cause(pool: Pool, action: str) -> None:
-    for said in pool.run(failing, 2, ALONE, action, breaks=True):
+    for said in pool.run(failing, 2, ALONE, action):
         assert f"{action} failed: the cable is out" in said
 
 
 @pytest.mark.parametrize("action", ["SPILL activation 1", "LOAD activation 0"])
 def test_so_is_what_fails_on_the_way_to_the_disk(pool: Pool, tmp_path: Path, action: str) -> None:
-    for said in pool.run(failing, 2, on_disk(tmp_path), action, breaks=True):
+    for said in pool.run(failing, 2, on_disk(tmp_path), action):
         assert f"{action} failed: the cable is out" in said
 
 

@@ -101,6 +101,13 @@ def test_what_parts_add_to_the_loss_is_scaled_as_the_loss_is(pool: Pool) -> None
         assert of_rank["norms"] == pytest.approx(want["norms"], rel=1e-3)
 
 
+@pytest.mark.parametrize("mesh", ["dp=2 mesh.ep=2", "dp=1 mesh.cp=2", "dp=1 mesh.tp=2 mesh.ep=2", "dp=1 mesh.pp=2"])
+def test_a_model_that_is_dropped_lets_its_groups_go(pool: Pool, mesh: str) -> None:
+    before = len(pool.kept)
+    pool.run(trained, 2, config_of(f"mesh.{mesh} zero.stage=2 train.steps=1"))
+    assert pool.kept[before:] == []
+
+
 def test_a_part_costs_what_a_token_uses_of_its_experts() -> None:
     """A block multiplies 960 of its 13,056 elements with a token, and the head 1,920: as many as two blocks."""
     shape = MoEShape(
