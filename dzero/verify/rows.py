@@ -1,8 +1,9 @@
 """Which rows of every parameter a rank answers for, in every run of a ladder.
 
 Runs on one mesh place the same parameters otherwise, whole or in shards, and are compared bit by bit; so a rank answers
-for the rows that it has in the configuration, whatever else it has. Masters are compared with whole ones, for which
-every element is taken of one rank (compare.py); in sums, a copy among n weighs 1/n, so that a fault in any is seen.
+for the rows that it has in the configuration, whatever else it has. Between meshes, masters are compared with whole
+ones, for which every element is taken of one rank (compare.py); in sums, a copy among n weighs 1/n, so that a fault in
+any is seen.
 """
 
 from __future__ import annotations
