@@ -61,7 +61,8 @@ class Pool:
 
         `fn` is a module-level function of an importable module. Arguments and results are anything that
         pickles; plain tensors travel as bytes (strides and shared storage are lost). Each run has seed 0.
-        Raises WorkerError for the rank that failed first, TimeoutError when `timeout_s` have passed.
+        Raises WorkerError for the rank that failed first (one that died is the cause, whoever noticed it sooner),
+        TimeoutError when `timeout_s` have passed.
 
         Workers in which the run's groups outlive it are not used again: the threads of a group wake up a hundred times
         a second. `kept` names such runs; those that leave a backward half done are among them.
@@ -177,7 +178,8 @@ def receive(worker: Worker) -> Outcome:
         outcome: Outcome = pickle.loads(worker.pipe.recv_bytes())  # noqa: S301 (our own child's bytes)
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        return Outcome(at_s=time.monotonic(), error=f"the process died with exit code {worker.process.exitcode}")
+        code = worker.process.exitcode
+        return Outcome(at_s=0.0, error=f"the process died with exit code {code}")  # before what others say of it
     return outcome
 
 
