@@ -28,7 +28,7 @@ from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
-from dzero.models.moe import MoE
+from dzero.models.moe import MoE, added_of, with_added
 from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
@@ -138,8 +138,8 @@ class Assembled:
             device=self.device,
             cadence=sharded,
             run=run,
-            loss=lambda part, x, targets: _with_added(_cross_entropy(run(part, x), targets), part),
-            added=_added,
+            loss=lambda part, x, targets: with_added(_cross_entropy(run(part, x), targets), part),
+            added=added_of,
         )
 
     def routed(self, steps: int) -> dict[Entry, Traffic]:
@@ -172,7 +172,7 @@ class Assembled:
                 loss: Tensor = self.sharded.model(tokens, targets)
             else:
                 loss = _cross_entropy(self.sharded.model(tokens), targets)
-            return _with_added(loss, self.sharded.model)
+            return with_added(loss, self.sharded.model)
 
     def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As `loss`, without backward; 0 where another rank of the pipeline has it."""
@@ -201,16 +201,6 @@ class Assembled:
     def _mine(self, tokens: Tensor) -> Tensor:
         """What this rank sees of sequences, on its device."""
         return (tokens if self._context is None else self._context.part(tokens)).to(self.device)
-
-
-def _added(model: nn.Module) -> Tensor | None:
-    """What a model, or a part of one, adds to the loss of its last forward to balance its experts."""
-    return model.balance_loss() if isinstance(model, MoE) else None
-
-
-def _with_added(loss: Tensor, model: nn.Module) -> Tensor:
-    added = _added(model)
-    return loss if added is None else loss + added
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

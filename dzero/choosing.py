@@ -74,8 +74,8 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
     """What candidates are judged by."""
     ranks, model = ranks_of(config), model_of(config)
     flops = flops_per_token(model, config.train.sequence_tokens)
-    with as_on_a_rank(config, model):
-        units = units_of(config, model)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
     return Subject(
         units=units,
         costs=partial(_costs, config),

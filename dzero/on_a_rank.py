@@ -21,9 +21,10 @@ from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import user_errors
 from dzero.hardware import dtype_of
-from dzero.mesh import TENSOR, make_mesh
+from dzero.mesh import CONTEXT, EXPERT, TENSOR, make_mesh
 from dzero.models.build import build
 from dzero.models.llama import Llama
+from dzero.models.moe import with_added
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import parallelize_experts
@@ -40,8 +41,8 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 @dataclass(frozen=True)
 class OnRank:
-    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on. `experts`: the
-    modules of those that ranks share, by their names."""
+    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on, and of tokens
+    that go to experts. `experts`: the modules of those that ranks share, by their names."""
 
     parts: Parts | None
     ledger: Ledger
@@ -73,12 +74,13 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
 
     Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
     """
-    mesh, ledger = config.mesh, Ledger()
+    mesh = config.mesh
     with ExitStack() as inside:
         if mesh.sharing > 1:
             inside.enter_context(fake_group(mesh.sharing))
         with user_errors():
             experts = parallelize_experts(model, make_mesh("cpu", tp=mesh.tp), mesh.ep) if mesh.ep > 1 else None
+            ledger = Ledger() if experts is None else experts.ledger
             tensor = parallelize(model, make_mesh("cpu", tp=mesh.tp)[TENSOR]) if mesh.tp > 1 else None
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
@@ -126,7 +128,8 @@ def costs_for(config: RunConfig, model: nn.Module | None = None, rank: OnRank | 
         with as_on_a_rank(config, model) as rank:
             return costs_for(config, model, rank)
     working, loss = model.to(dtype_of(config.precision.param)), _Loss(config, rank.parts)
-    return costs_of(working, loss, config.zero.units, ledger=rank.ledger, sharing=config.mesh.cp)
+    beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
+    return costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
 
 
 class _Loss:
@@ -146,7 +149,7 @@ class _Loss:
         out = self._out(model, tokens)
         if self._parts is not None and not self._parts.has_last:
             return out.sum()
-        return functional.cross_entropy(out.float().flatten(0, 1), targets.flatten())
+        return with_added(functional.cross_entropy(out.float().flatten(0, 1), targets.flatten()), model)
 
     def _out(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         if self._parts is None or self._hidden is None:

@@ -56,6 +56,42 @@ class Held:
         return torch.stack([*values], -2) if values else torch.empty(self.held)
 
 
+class AsBuilt:
+    """Where rows of a model's parameters lie in it as it was built, before modules were tiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tiles = {part: (name, cut, at) for name, cut, parts in tiled(model) for at, part in enumerate(parts)}
+
+    def name(self, own: str) -> str:
+        """Of the parameter that `own` is a tile of, else its own."""
+        return self._tiles[own][0] if own in self._tiles else own
+
+    def held(self, shape: ParamShape, first: int, rows: int) -> Held:
+        """So many rows, from `first` on, of what the ranks of one data-parallel group have of a parameter."""
+        offset, size = [first, *(0 for _ in shape.shape[1:])], [rows, *shape.shape[1:]]
+        if shape.split is not None and shape.split.dim is not None:
+            offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
+        whole, name = [*shape.whole], shape.name
+        if name in self._tiles:
+            name, cut, index = self._tiles[name]
+            if cut.dim is not None:
+                offset[cut.dim] += cut.span(index)[0]
+                whole[cut.dim] = sum(cut.sizes)
+        return Held(name, tuple(whole), _boxes(shape, offset, size), tuple(size))
+
+
+def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
+    """The box at `offset` of `size`; of a fused parameter that in [..., results, columns], as boxes of [..., results *
+    columns]."""
+    if not shape.fused:
+        return (Box(tuple(offset), tuple(size)),)
+    columns = shape.whole[-1] // shape.shape[-2]
+    return tuple(
+        Box((*offset[:-2], result * columns + offset[-1]), (*size[:-2], size[-1]))
+        for result in range(offset[-2], offset[-2] + size[-2])
+    )
+
+
 @dataclass(frozen=True)
 class Place(Held):
     """`own_name`: of the parameter in the sharded model. `saves`: whether this rank saves it, and no copy elsewhere."""
@@ -78,13 +114,8 @@ class Places:
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         pipeline = sharded.parts
         self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
-        self._tiles: dict[str, tuple[str, int | None, int, int]] = {}
-        for whole, cut, parts in tiled(sharded.model):
-            for index, part in enumerate(parts):
-                start, _ = (0, 0) if cut.dim is None else cut.span(index)
-                self._tiles[part] = whole, cut.dim, start, sum(cut.sizes)
-
-        self.whole = {name: self._tiles[name][0] if name in self._tiles else name for name in self._number}
+        self._as_built = AsBuilt(sharded.model)
+        self.whole = {name: self._as_built.name(name) for name in self._number}
 
     def of(self, unit: Unit) -> Iterator[Place]:
         """A unit's, in its order."""
@@ -93,16 +124,16 @@ class Places:
         for shape in unit.shape.params:
             own = shards.rank(), shards.size()
             rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
-            offset, size = corner(shape, *rows)
-            whole, name = [*shape.whole], shape.name
-            if name in self._tiles:
-                name, dim, start, total = self._tiles[name]
-                if dim is not None:
-                    offset[dim] += start
-                    whole[dim] = total
-            boxes = boxes_of(shape, offset, size)
-            saves = self._saves(shape, copies)
-            yield Place(name, tuple(whole), boxes, tuple(size), unit.params[shape.name], shape.name, saves)
+            held = self._as_built.held(shape, *rows)
+            yield Place(
+                held.name,
+                held.shape,
+                held.boxes,
+                held.held,
+                param=unit.params[shape.name],
+                own_name=shape.name,
+                saves=self._saves(shape, copies),
+            )
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
         """Ranks that have the same take turns; of a tied parameter, those of the first part. groups: of those that
@@ -116,24 +147,3 @@ class Places:
             if not shape.is_cut_by(axis):
                 copy, copies = copy * group.size() + group.rank(), copies * group.size()
         return self._number[shape.name] % copies == copy
-
-
-def corner(shape: ParamShape, first: int, rows: int) -> tuple[list[int], list[int]]:
-    """(offset, size) in the whole of so many rows, from `first` on, of what the ranks of one data-parallel group have
-    of a parameter."""
-    offset = [first, *(0 for _ in shape.shape[1:])]
-    if shape.split is not None and shape.split.dim is not None:
-        offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
-    return offset, [rows, *shape.shape[1:]]
-
-
-def boxes_of(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
-    """The box at `offset` of `size`; of a fused parameter that in [..., results, columns], as boxes of [..., results *
-    columns]."""
-    if not shape.fused:
-        return (Box(tuple(offset), tuple(size)),)
-    columns = shape.whole[-1] // shape.shape[-2]
-    return tuple(
-        Box((*offset[:-2], result * columns + offset[-1]), (*size[:-2], size[-1]))
-        for result in range(offset[-2], offset[-2] + size[-2])
-    )

@@ -120,7 +120,7 @@ class Mixture(nn.Module):
         tokens = x.flatten(0, -2)
         scores, weights, chosen = self.router(tokens)
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=scores.shape[1])
+        counts = times_chosen(chosen, scores.shape[1])
         if self.router.load is not None:
             weights = _Counted.apply(weights, counts, self.router.load)  # type: ignore[no-untyped-call]
         rows = self.experts(tokens[order // self.top_k], counts)
@@ -225,8 +225,33 @@ def grouped_linear(rows: Tensor, stacked: Tensor, counts: Tensor) -> Tensor:
     weights = stacked.view(counts.numel(), -1, stacked.shape[1])
     if rows.is_cuda:
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    parts = zip(torch.split(rows, counts.tolist()), weights.unbind(), strict=True)
+    parts = zip(torch.split(rows, numbers_of(counts, len(rows))), weights.unbind(), strict=True)
     return torch.cat([F.linear(part, weight) for part, weight in parts])
+
+
+def times_chosen(chosen: Tensor, experts: int) -> Tensor:
+    """int64 [experts] of int64 [n, top_k]. A GPU is not waited for, as it is by `bincount`."""
+    flat = chosen.flatten()
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+def numbers_of(counts: Tensor, total: int) -> list[int]:
+    """int64 [n] that sum to `total`, read from the device. A fake tensor has no numbers: of one, as even as can be."""
+    if counts.untyped_storage().device.type != "meta":
+        return counts.tolist()
+    n = len(counts)
+    return [total * (each + 1) // n - total * each // n for each in range(n)]
+
+
+def added_of(model: nn.Module) -> Tensor | None:
+    """What a model, or a part of one, adds to the loss of its last forward to balance its experts."""
+    return model.balance_loss() if isinstance(model, MoE) else None
+
+
+def with_added(loss: Tensor, model: nn.Module) -> Tensor:
+    """`loss` and what `model` adds to it."""
+    added = added_of(model)
+    return loss if added is None else loss + added
 
 
 def token_sums(scores: Tensor, counts: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dzero.comm.expert_exchange import PHASE, ExpertExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
 from dzero.mesh import EXPERT, expert_mesh, tensor_ranks
+from dzero.models.moe import numbers_of
 from dzero.parallel.cut_params import CutParams, Places, local_params, own_of, part_of
 from dzero.parallel.methods import Forward, wrap_method
 
@@ -129,12 +130,13 @@ def _travelling(forward: Forward) -> Forward:
             raise ValueError(f"mesh.ep={exchange.ranks} does not divide the {counts.numel()} experts of a mixture")
         given = counts.view(exchange.ranks, -1)
         taken = exchange.counts(given)
-        give, take = given.sum(1).tolist(), taken.sum(1).tolist()
+        give = numbers_of(given.sum(1), len(rows))
+        take = numbers_of(taken.sum(1), exchange.ranks * give[exchange.rank])
         if torch.is_grad_enabled():
             experts.rows_moved += sum(give) + sum(take) - give[exchange.rank] - take[exchange.rank]
         came: Tensor = _Travel.apply(rows, exchange, give, take, float(experts.losses))  # type: ignore[no-untyped-call]
         own = torch.arange(taken.shape[1], device=rows.device).repeat(exchange.ranks)
-        order = own.repeat_interleave(taken.flatten()).argsort(stable=True)
+        order = own.repeat_interleave(taken.flatten(), output_size=sum(take)).argsort(stable=True)
         with local_params(self) as params:
             out = forward(self, came[order], taken.sum(0))
         if not sum(take):

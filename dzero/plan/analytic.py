@@ -15,7 +15,7 @@ Host and disk hold what the schedule's slots are large: exact, since nothing els
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,52 +99,67 @@ def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) 
     """What comm/exchange.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
     if not layout.exact:
         return 0
-    shard = max(unit.shard_elems(layout.shard, trainable_only=True) for unit in units)
     total = 0
-    for ranks, wire, part in (
-        (layout.shard, layout.wire, shard),
-        (layout.replicate, layout.replicate_wire, -(-shard // layout.replicate)),
-    ):
-        slot_bytes = 2 * ranks * (1 if layout.grad.dtype == wire else 2) * wire.itemsize
-        total += min(part, max(1, BLOCK_BYTES[device_type] // slot_bytes)) * slot_bytes if ranks > 1 else 0
+    for shared_by in {unit.shared_by for unit in units}:
+        alike = [unit for unit in units if unit.shared_by == shared_by]
+        own = layout.of_unit(alike[0])
+        shard = max(unit.shard_elems(own.shard, trainable_only=True) for unit in alike)
+        for ranks, wire, part in (
+            (own.shard, own.wire, shard),
+            (own.replicate, own.replicate_wire, -(-shard // own.replicate)),
+        ):
+            slot_bytes = 2 * ranks * (1 if own.grad.dtype == wire else 2) * wire.itemsize
+            total += min(part, max(1, BLOCK_BYTES[device_type] // slot_bytes)) * slot_bytes if ranks > 1 else 0
     return total
 
 
 class _Device:
-    """What is alive while each unit is at work."""
+    """What is alive while each unit is at work. Experts that ranks share have a table of their own, and stand behind
+    the unit around them, as they do in forward."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
-        self._layout, self._ranks = layout, layout.shard
-        self._order = [unit.name for unit in units]
+        self._layout, self._units = layout, {unit.name: unit for unit in units}
+        self._own = {unit.name: layout.of_unit(unit) for unit in units}
+        inner = [unit.name for unit in units if unit.shared_by > 1]
+        self._around = {name: next((each for each in self._own if name.startswith(f"{each}.")), "") for name in inner}
+        outer = [name for name in self._own if name not in self._around]
+        self._order = [each for name in outer for each in (name, *(i for i in inner if self._around[i] == name))]
         away = names_off_device(layout.tiers, units)
-        every = [param for unit in units for param in unit.params]
-        trained = [param for param in every if param.trainable]
-        param, master = layout.param.dtype, layout.master.dtype
-        mastered = [] if param == torch.float32 else [p for p in trained if p.name not in away["master"]]
+        mastered = layout.param.dtype != torch.float32
         self._rest = {
-            "param": self._shards([p for p in every if p.name not in away["param"]]) * param.itemsize,
-            "master": self._shards(mastered, layout.shares) * master.itemsize,
-            "moments": sum(self._moment_bytes(param) for param in trained if param.name not in away["moments"]),
+            "param": self._elems(lambda p: p.name not in away["param"]) * layout.param.dtype.itemsize,
+            "master": mastered
+            * self._elems(lambda p: p.trainable and p.name not in away["master"], shared=True)
+            * layout.master.dtype.itemsize,
+            "moments": sum(
+                self._moment_bytes(name, param)
+                for name, unit in self._units.items()
+                for param in unit.params
+                if param.trainable and param.name not in away["moments"]
+            ),
         }
         self._away = {
-            unit.name: self._shards([p for p in unit.params if p.name in away["param"]]) * param.itemsize
-            for unit in units
+            name: self._elems(lambda p: p.name in away["param"], of=[name]) * layout.param.dtype.itemsize
+            for name in self._order
         }
-        self._kept = layout.shard > 1 and not layout.param.sharded
-        self._wholes = {(unit.name, only): self._gathered_elems(unit, only) for unit in units for only in (False, True)}
+        self._kept = {name for name, own in self._own.items() if own.shard > 1 and not own.param.sharded}
+        self._wholes = {
+            (name, only): self._gathered_elems(name, only) for name in self._order for only in (False, True)
+        }
         at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
-        self._accumulate, self._stay = (
-            {unit.name: self._reduced(unit, off, shares) for unit in units}
-            for off, shares in ((at_once, 1), (away["grad"] | away["master"], layout.shares))
-        )
+        self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
+        self._stay = {
+            name: self._reduced(name, away["grad"] | away["master"], own.shares) for name, own in self._own.items()
+        }
 
     def moments(self, costs: Costs) -> Iterator[Moment]:
         """One per span, and the update."""
         reduced: list[str] = []
         before = ""
-        for span in costs.spans:
+        last = {span.unit: at for at, span in enumerate(costs.spans) if span.direction == BACKWARD}
+        for at, span in enumerate(costs.spans):
             yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before))
-            if span.direction == BACKWARD and span.unit not in (self._root, LOSS) and span.unit not in reduced:
+            if last.get(span.unit) == at and span.unit not in (self._root, LOSS):
                 reduced.append(span.unit)
                 before = span.unit
         reduced.append(self._root)
@@ -165,8 +180,8 @@ class _Device:
         }
 
     def _unsharded(self, unit: str) -> int:
-        names = self._order if self._kept else set() if unit == LOSS else {unit, self._root}
-        return sum(self._whole(name) for name in names) * self._layout.param.dtype.itemsize
+        at_work = set() if unit == LOSS else {unit, self._around.get(unit, unit), self._root}
+        return sum(map(self._whole, self._kept | at_work)) * self._layout.param.dtype.itemsize
 
     def _coming(self, span: Span) -> str:
         """The unit whose shards are brought ahead of its gather (offload/incoming.py); "" for none: of the next step.
@@ -182,22 +197,20 @@ class _Device:
 
     def _gathered(self, span: Span, backward: bool) -> int:
         """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""
-        if self._ranks == 1 or span.unit == LOSS:
+        if span.unit == LOSS:
             return 0
-        itemsize = self._layout.param.dtype.itemsize
-        if self._kept:
-            return 0 if backward else self._whole(span.unit) * itemsize
-        if not backward:
-            return self._whole(span.unit) * itemsize
         at = self._order.index(span.unit)
-        return self._whole(self._order[at - 1]) * itemsize if 0 < at < len(self._order) - 1 else 0
+        if backward and (span.unit in self._kept or not 0 < at < len(self._order) - 1):
+            return 0
+        unit = self._order[at - 1] if backward else span.unit
+        return self._whole(unit) * self._layout.param.dtype.itemsize if self._own[unit].shard > 1 else 0
 
     def _reducing(self, unit: str) -> int:
         """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside
         what came of a microbatch and is added to others."""
-        elems = self._whole(unit, trainable_only=True)
-        shards = 0 if self._layout.shares == 1 else 1 if self._layout.microbatches == 1 else 2
-        return (elems + shards * elems // self._ranks) * self._layout.grad.dtype.itemsize
+        elems, own = self._whole(unit, trainable_only=True), self._own[unit]
+        shards = 0 if own.shares == 1 else 1 if own.microbatches == 1 else 2
+        return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
         """Of units that are reduced for good what stays on the device, and of others what waits for that."""
@@ -207,24 +220,36 @@ class _Device:
 
     def _waiting(self, unit: str) -> int:
         """Elements of a unit's gradients that accumulate on the device."""
-        if not self._layout.grad.sharded and self._ranks > 1:
+        own = self._own[unit]
+        if not own.grad.sharded and own.shard > 1:
             return self._whole(unit, trainable_only=True)
         return self._accumulate[unit]
 
-    def _reduced(self, unit: UnitShape, away: Collection[str], shares: int) -> int:
+    def _reduced(self, unit: str, away: Collection[str], shares: int) -> int:
         """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
-        stays = any(param.trainable and param.name not in away for param in unit.params)
-        return unit.shard_elems(self._ranks, shares, trainable_only=True) if stays else 0
+        shape = self._units[unit]
+        stays = any(param.trainable and param.name not in away for param in shape.params)
+        return shape.shard_elems(self._own[unit].shard, shares, trainable_only=True) if stays else 0
 
     def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
         return self._wholes[unit, trainable_only]
 
-    def _gathered_elems(self, unit: UnitShape, trainable_only: bool) -> int:
-        return unit.shard_elems(self._ranks, trainable_only=trainable_only) * self._ranks
+    def _gathered_elems(self, unit: str, trainable_only: bool) -> int:
+        ranks = self._own[unit].shard
+        return self._units[unit].shard_elems(ranks, trainable_only=trainable_only) * ranks
 
-    def _shards(self, params: Sequence[ParamShape], shares: int = 1) -> int:
-        return sum(param.shard_elems(self._ranks, shares) for param in params)
+    def _elems(
+        self, chosen: Callable[[ParamShape], bool], *, of: Sequence[str] | None = None, shared: bool = False
+    ) -> int:
+        """This rank's, of the chosen parameters of some units, or of all. shared: as states are, over copies too."""
+        total = 0
+        for name in self._order if of is None else of:
+            own = self._own[name]
+            params = filter(chosen, self._units[name].params)
+            total += sum(param.shard_elems(own.shard, own.shares if shared else 1) for param in params)
+        return total
 
-    def _moment_bytes(self, param: ParamShape) -> int:
-        elems = param.shard_elems(self._ranks, self._layout.shares)
-        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(self._layout, elems))
+    def _moment_bytes(self, unit: str, param: ParamShape) -> int:
+        own = self._own[unit]
+        elems = param.shard_elems(own.shard, own.shares)
+        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(own, elems))

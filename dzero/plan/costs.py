@@ -3,6 +3,8 @@
     forward    unit by unit, between them what belongs to the root (embedding, norm, head); the loss
     backward   the other way round, with what activation checkpointing computes again
 
+A unit inside another, of experts that ranks share, is at work between two spans of the one around it.
+
 While a unit is at work, `peak_bytes` is the most that lives besides the parameters: what earlier units keep for their
 backward, its own temporaries, and whole gradients, of a unit until its backward has ended, of the root until the
 model's has. Nothing is allocated, no value is computed; shapes, dtypes and operators are the real ones.
@@ -11,9 +13,9 @@ model's has. Nothing is allocated, no value is computed; shapes, dtypes and oper
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dzero.comm.ledger import Ledger
+from dzero.comm.ledger import Ledger, Traffic
+from dzero.mesh import CONTEXT, EXPERT
 from dzero.zero.placed import local_of
 from dzero.zero.units import ROOT, find_units
 
@@ -56,7 +59,7 @@ class Work(NamedTuple):
     """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
 
     sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
-    in the `passes` of attention over sequences that are cut.
+    in the `passes` of attention over sequences that are cut; routed: in the `routes` to experts of other ranks.
     """
 
     flops: float = 0.0
@@ -67,6 +70,8 @@ class Work(NamedTuple):
     exchanges: int = 0
     passed: float = 0.0
     passes: int = 0
+    routed: float = 0.0
+    routes: int = 0
 
     def __add__(self, more: Work) -> Work:  # type: ignore[override]
         """Both, one after the other."""
@@ -90,7 +95,7 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     if func.namespace == "_c10d_functional":
         return _exchange(kind.__name__, args, out)
     if func.namespace == "c10d":
-        return Work(calls=1)  # between ranks that share sequences: the ledger counts it
+        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
         return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
@@ -116,10 +121,10 @@ def _exchange(name: str, args: Any, out: Any) -> Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one microbatch, in the order of time. `sharing`: ranks to a sequence, along cp."""
+    """Of one microbatch, in the order of time. `beside`: ranks along axes that the table does not know, cp and ep."""
 
     spans: tuple[Span, ...]
-    sharing: int = 1
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def work(self, direction: str) -> Work:
         """In all; recomputation counts as backward."""
@@ -132,20 +137,24 @@ def costs_of(
     units: Sequence[str] | None = None,
     *,
     ledger: Ledger | None = None,
-    sharing: int = 1,
+    beside: Mapping[str, int] | None = None,
+    experts: Mapping[str, nn.Module] | None = None,
 ) -> Costs:
-    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`. sharing: ranks to a
-    sequence; ledger: in which attention counts what it passes on between them."""
-    modules = dict(find_units(model, units))
+    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`. beside: ranks along cp and
+    ep; ledger: in which attention and experts count what they move between them. experts: those that ranks share."""
+    modules = dict(find_units(model, units, experts=experts))
     with FakeTensorMode(allow_non_fake_inputs=True), _Meter(ledger or Ledger()) as meter:
         with meter.unseen():
             model = model.to_empty(device="cpu")
             if any(isinstance(param, DTensor) for param in model.parameters()):
                 _rehearse(model, loss)
         owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
+        for name, module in (experts or {}).items():
+            owner |= dict.fromkeys(module.parameters(), name)
         for name, each in modules.items():
+            around = _around(name, modules) if name in (experts or {}) else ROOT
             for module in each:
-                meter.follow(name, module)
+                meter.follow(name, module, around)
         meter.follow(ROOT, model, around=LOSS)
         for param in model.parameters():
             if param.requires_grad:
@@ -156,7 +165,12 @@ def costs_of(
         total.backward()  # type: ignore[no-untyped-call]
         del total
         meter.close()
-    return Costs(tuple(meter.spans), sharing)
+    return Costs(tuple(meter.spans), beside or {})
+
+
+def _around(name: str, modules: Mapping[str, object]) -> str:
+    """The unit that the one called `name` is inside of."""
+    return next((each for each in modules if name.startswith(f"{each}.")), ROOT)
 
 
 def _rehearse(model: nn.Module, loss: Loss) -> None:
@@ -178,6 +192,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._at = (FORWARD, ROOT)
         self._seen = True
         self._grads: dict[str, list[nn.Parameter]] = {}
+        self._around: dict[str, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
@@ -215,19 +230,22 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """From now on that one is at work."""
         if (direction, unit) == self._at:
             return
-        self.close()
+        self.close(self._around.get(unit) == self._at[1])
         self._at = direction, unit
 
-    def close(self) -> None:
-        """The unit at work has ended."""
+    def close(self, for_inner: bool = False) -> None:
+        """The unit at work has ended, or waits for one inside it."""
         direction, unit = self._at
-        if direction == BACKWARD and unit != ROOT:
+        if direction == BACKWARD and unit != ROOT and not for_inner:
             for param in self._grads.pop(unit, []):
                 param.grad = None
         held = sum(local_of(p.grad).nbytes for params in self._grads.values() for p in params if p.grad is not None)
-        passed = [*self._ledger.take().values()]
+        moved = {CONTEXT: Traffic(), EXPERT: Traffic()}
+        for entry, each in self._ledger.take().items():
+            moved[entry.axis] += each
+        passed, routed = moved.values()
         work = self._work + Work(
-            passed=sum(each.sent_bytes for each in passed), passes=sum(each.calls for each in passed)
+            passed=passed.sent_bytes, passes=passed.calls, routed=routed.sent_bytes, routes=routed.calls
         )
         self.spans.append(Span(direction, unit, self._peak, self._bytes - held, work))
         self._peak, self._work = self._bytes, Work()
@@ -239,29 +257,34 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hold(self, unit: str, param: nn.Parameter) -> None:
         """A parameter has got its gradient, which is reduced when the backward of its unit has ended."""
-        if unit in (ROOT, self._at[1]):
+        if unit in (ROOT, self._at[1], self._around.get(self._at[1])):
             self._grads.setdefault(unit, []).append(param)
         else:
             param.grad = None
 
     def follow(self, unit: str, module: nn.Module, around: str = ROOT) -> None:
-        """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs."""
+        """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs.
+
+        What is computed again is its backward's, as is what is inside a unit whose forward is.
+        """
+        if around not in (ROOT, LOSS):
+            self._around[unit] = around
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._at[0] == BACKWARD:
-                return  # computed again within backward
-            self.enter(FORWARD, unit)
+            if self._at[0] == BACKWARD and unit not in self._around:
+                return
+            self.enter(self._at[0], unit)
             for tensor in tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.leave(unit, around))  # type: ignore[no-untyped-call]
 
         def after(_: nn.Module, args: Any, out: Any) -> None:
-            if self._at[0] == BACKWARD:
+            if self._at[0] == BACKWARD and unit not in self._around:
                 return
             for tensor in tree_leaves(out):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.enter(BACKWARD, unit))  # type: ignore[no-untyped-call]
-            self.enter(FORWARD, around)
+            self.enter(self._at[0], around)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)

@@ -11,9 +11,10 @@ a copy, an update, a file    bytes, elements, bytes                the rank's sh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from dzero.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
 from dzero.zero.layout import Layout
@@ -26,30 +27,32 @@ class Link(NamedTuple):
     within_node: bool
 
 
-def link_of(layout: Layout, hardware: HardwareConfig, axis: str, sharing: int) -> Link:
+def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping[str, int]) -> Link:
     """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on.
 
-    sharing: ranks to a sequence, which are neighbours of those that shard (or have copies).
+    beside: ranks to a sequence (cp), neighbours of those that shard or have copies; and to a set of experts (ep), with
+    those that share a model among them.
     """
     inside = layout.model_ranks
     of_shards = inside * layout.shard
     axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, of_shards)}
-    axes |= {CONTEXT: (sharing, inside), PIPELINE: (layout.pipeline_ranks, of_shards * layout.replicate)}
+    axes |= {CONTEXT: (beside.get(CONTEXT, 1), inside), EXPERT: (beside.get(EXPERT, 1), 1)}
+    axes |= {PIPELINE: (layout.pipeline_ranks, of_shards * layout.replicate)}
     ranks, stride = axes[axis]
     within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
 
 
 class Durations:
-    """On `hardware`; sharing: ranks to a sequence.
+    """On `hardware`; beside: ranks along cp and ep.
 
     `unknown`: figures that were asked for and that it lacks; what needs one takes 0 s.
     """
 
-    def __init__(self, layout: Layout, hardware: HardwareConfig, sharing: int) -> None:
+    def __init__(self, layout: Layout, hardware: HardwareConfig, beside: Mapping[str, int]) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        axes = (TENSOR, CONTEXT, SHARD, REPLICATE, PIPELINE)
-        self._links = {axis: link_of(layout, hardware, axis, sharing).rate for axis in axes}
+        axes = (TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, PIPELINE)
+        self._links = {axis: link_of(layout, hardware, axis, beside).rate for axis in axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None

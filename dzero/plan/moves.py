@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import CONTEXT, PIPELINE, TENSOR
+from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
@@ -121,6 +121,9 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     if inside.passes:
         axes[CONTEXT] = layout.microbatches * int(inside.passed)
         calls[CONTEXT] = layout.microbatches * inside.passes
+    if inside.routes:
+        axes[EXPERT] = layout.microbatches * int(inside.routed)
+        calls[EXPERT] = layout.microbatches * inside.routes
     return Moved(
         units=moves,
         axes=axes,

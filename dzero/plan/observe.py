@@ -92,7 +92,7 @@ def observe(
     entered, and so are all modes below it. left: told before every unit's backward, and at its end, with whether the
     microbatch is the step's last.
     """
-    meter.claim("param", sharded.named_params().values())
+    meter.claim("param", [*sharded.named_params().values(), *sharded.model.buffers()])
     for states in optim.state.values():
         for key, tensor in states.items():
             if key != "step":

@@ -3,7 +3,8 @@
     lane               work
     compute            forward and backward of the microbatches
     shard, replicate   collectives along an axis, decisions included
-    tp, cp             the same of a model that is cut, and of attention over cut sequences, which operators wait for
+    tp, cp, ep         the same of a model that is cut, of attention over cut sequences, and of tokens to experts of
+                       other ranks, all of which operators wait for
     pp                 what travels between the parts of a pipeline
     waiting            of its ranks for each other, while the first microbatch comes and the last goes
     update             parameters whose masters are on the device
@@ -12,7 +13,7 @@
     disk               what is read and written, one after the other
 
     phase      what goes on at once                             so it takes
-    backward   compute with tp and cp, collectives, host link, disk    the longest of them
+    backward   compute with tp, cp, ep; collectives, host link, disk   the longest of them
     update     host update, host link, disk (states)            the longest of them; before it, that on the device
     step       overlap=step: one after the other; forward: the update beside forward; backward, delayed: beside both
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import CONTEXT, PIPELINE, REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import Durations
 from dzero.plan.flights import ALONE, Flights
@@ -36,7 +37,8 @@ from dzero.zero.shapes import UnitShape
 COMPUTE, UPDATE = "compute", "update"
 HOST_LINK, HOST_UPDATE, DISK = "host link", "host update", "disk"
 WAITING = "waiting"
-LINKS = (TENSOR, CONTEXT, SHARD, REPLICATE, PIPELINE)
+INSIDE = (TENSOR, CONTEXT, EXPERT)
+LINKS = (*INSIDE, SHARD, REPLICATE, PIPELINE)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def pace_of(
     layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig, flights: Flights = ALONE
 ) -> Pace:
     """Of a step on `hardware`. flights: of a pipeline."""
-    take, moved = Durations(layout, hardware, costs.sharing), moved_of(layout, units, costs, flights)
+    take, moved = Durations(layout, hardware, costs.beside), moved_of(layout, units, costs, flights)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
@@ -73,7 +75,7 @@ def pace_of(
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])
     else:
-        within = seconds[COMPUTE] + seconds[TENSOR] + seconds[CONTEXT] + seconds.get(WAITING, 0.0)
+        within = seconds[COMPUTE] + sum(seconds[axis] for axis in INSIDE) + seconds.get(WAITING, 0.0)
         train = max(within, *(seconds[each] for each in (SHARD, REPLICATE, PIPELINE, HOST_LINK)))
         update = max(seconds[HOST_UPDATE], seconds[DISK], seconds[HOST_LINK] if seconds[HOST_UPDATE] else 0.0)
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0

@@ -16,7 +16,9 @@ from dzero.degrees import MeshConfig
 from dzero.mesh import TENSOR
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
+from dzero.models.moe import with_added
 from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.schedules import Hidden, order_of
 from dzero.parallel.tensor import parallelize
@@ -50,8 +52,6 @@ class Scenario:
         for key in ("ranks", "sequences", "tokens", "accumulate"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be a whole number ≥ 1")
-        if self.model.kind == "moe":
-            raise ValueError("model.kind=moe: what its experts get follows from the tokens, and is not simulated")
         if self.offload.activations != "device":
             raise ValueError(
                 f"offload.activations={self.offload.activations}: what waits off the device between forward and "
@@ -85,6 +85,10 @@ class Scenario:
         apply_blocks(model, replace(self.block, compile=False), "cpu")
         return model
 
+    def share(self, model: nn.Module, mesh: DeviceMesh) -> ExpertParallel | None:
+        """The experts of `model`, on meta, as the ranks of `mesh` share them; None where they do not."""
+        return parallelize_experts(model, mesh, self.mesh.ep) if self.mesh.ep > 1 else None
+
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> AbstractContextManager[None]:
         """Cut `model`, on meta, as the ranks of `mesh` have it. What is returned is around its loss and backward."""
         return parallelize(model, mesh[TENSOR]).loss() if self.mesh.tp > 1 else nullcontext()
@@ -115,6 +119,6 @@ class Scenario:
             out: torch.Tensor = model(x) if parts is None else model(x, torch.arange(self.tokens))
             if parts is not None and not parts.has_last:
                 return out
-            return F.cross_entropy(out.float().flatten(0, 1), targets.flatten())
+            return with_added(F.cross_entropy(out.float().flatten(0, 1), targets.flatten()), model)
 
         return loss

@@ -236,7 +236,9 @@ def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbat
 
     def between(a: Span, b: Span) -> Span:
         drawn = Work(*map(along, a.work, b.work))  # type: ignore[arg-type]
-        work = drawn._replace(**{name: round(getattr(drawn, name)) for name in ("calls", "exchanges", "passes")})
+        work = drawn._replace(
+            **{name: round(getattr(drawn, name)) for name in ("calls", "exchanges", "passes", "routes")}
+        )
         return replace(b, peak_bytes=int(along(a.peak_bytes, b.peak_bytes)), work=work)
 
     return replace(second, spans=tuple(map(between, first.spans, second.spans)))

@@ -9,6 +9,7 @@
     states off the device                 simulated as absent (plan/absent.py): gradients leave when the next unit's
                                           backward begins; what is brought back for its use is computed
     host memory, disk, moves, updates     computed: the schedule (offload/actions.py), which is pure, says both exactly
+    experts                               chosen alike: as many tokens go to each
     equal blocks                          simulated three and four at a time, then repeated exactly (plan/repeat.py)
 
 Rank 0 is simulated, whose shards are the largest.
@@ -33,12 +34,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import is_exact
+from dzero.comm.expert_exchange import PHASE
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import make_mesh
 from dzero.offload.actions import schedule_of
 from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
 from dzero.optim.adamw import AdamW
+from dzero.parallel.experts import ExpertParallel
 from dzero.parallel.parts import Parts
 from dzero.parallel.schedules import expected_pipeline
 from dzero.plan.absent import Absent, with_brought
@@ -105,10 +108,11 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
 def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
     """Of the rank in this process."""
     model, layout = scenario.build(), scenario.layout()
+    experts = scenario.share(model, mesh)
     scenario.parallelize(model, mesh)
     parts = scenario.cut(model, part)
     assert parts is not None
-    shapes = shapes_of(slots_by_unit(model, [*find_units(model, scenario.zero.units), (ROOT, [model])], parts.aliases))
+    shapes = _shapes_of(scenario, model, experts, parts)
     told = _told(layout, shapes, _observe(scenario, mesh, part), parts.shared)
     moved = expected_pipeline(parts, scenario.hidden(parts), microbatches=scenario.accumulate)
     return replace(told, traffic=told.traffic | moved)
@@ -134,7 +138,7 @@ def _check_traffic(
     layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic], shared: Sequence[str] = ()
 ) -> None:
     """The simulated collectives are the table's, to the byte."""
-    moved = {entry: each for entry, each in traffic.items() if entry.phase != "control"}
+    moved = {entry: each for entry, each in traffic.items() if entry.phase not in ("control", PHASE)}
     expected = expected_traffic(layout, shapes, shared)
     if moved != expected:
         raise RuntimeError(f"the simulated step moves\n{moved}\nand the table says\n{expected}")
@@ -145,9 +149,10 @@ def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
     working = scenario.layout().param.dtype
     for param in model.parameters():
         param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
+    experts = scenario.share(model, mesh)
     cut_logits = scenario.parallelize(model, mesh)
     parts = scenario.cut(model, part)
-    sharded = _sharded_on_meta(scenario, model, mesh, parts)
+    sharded = _sharded_on_meta(scenario, model, mesh, parts, experts)
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
@@ -178,7 +183,9 @@ def _passes(scenario: Scenario, parts: Parts, run: Callable[[torch.Tensor | None
     return Passes(scenario.order(parts.own[0].index), forward, backward)
 
 
-def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: Parts | None) -> Sharded:
+def _sharded_on_meta(
+    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: Parts | None, experts: ExpertParallel | None
+) -> Sharded:
     """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
     return shard(
@@ -189,15 +196,22 @@ def _sharded_on_meta(scenario: Scenario, model: nn.Module, mesh: DeviceMesh, par
         microbatches=scenario.accumulate,
         device=META,
         parts=parts,
+        experts=experts,
     )
 
 
 def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
     model = scenario.build()
+    experts = scenario.share(model, mesh)
     scenario.parallelize(model, mesh)
-    units = [*find_units(model, scenario.zero.units), (ROOT, [model])]
-    slots = slots_by_unit(model, units)
-    return shapes_of(slots)
+    return _shapes_of(scenario, model, experts)
+
+
+def _shapes_of(
+    scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: Parts | None = None
+) -> list[UnitShape]:
+    units = find_units(model, scenario.zero.units, experts=None if experts is None else experts.modules)
+    return shapes_of(slots_by_unit(model, [*units, (ROOT, [model])], parts.aliases if parts else None))
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]

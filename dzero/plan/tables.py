@@ -44,7 +44,7 @@ def _moved(forecast: Forecast) -> Table:
 
 def _calls(forecast: Forecast, axis: str) -> str:
     """How many collectives, over which link, at what rate."""
-    link = link_of(forecast.layout, forecast.hardware, axis, forecast.costs.sharing)
+    link = link_of(forecast.layout, forecast.hardware, axis, forecast.costs.beside)
     speed = "" if link.rate is None else f" at {format_count(link.rate)}B/s"
     return f"{forecast.moved.calls[axis]} {'within nodes' if link.within_node else 'across nodes'}{speed}"
 

@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dzero.mesh import CONTEXT, REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import DISK_TURNS, Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
@@ -44,7 +44,7 @@ from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
 OUT, BACK = "device to host", "host to device"
-LANES = (COMPUTE, TENSOR, CONTEXT, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
+LANES = (COMPUTE, TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
 EXCHANGE, ALL_GATHER, DECIDE = "exchange", "all_gather", "decide"
 EVICT, FETCH, LOAD, SPILL = "evict", "fetch", "load", "spill"
 COLLECTIVES = (EXCHANGE, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE)
@@ -118,7 +118,7 @@ class _Step:
     """Adds a step's bars in the order in which they are started. Names in `_s` are moments."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> None:
-        self._layout, self._durations = layout, Durations(layout, hardware, costs.sharing)
+        self._layout, self._durations = layout, Durations(layout, hardware, costs.beside)
         moved = moved_of(layout, units)
         self._moves, self._decisions, self.unknown = moved.units, moved.decisions, self._durations.unknown
         self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
@@ -182,9 +182,12 @@ class _Step:
             seconds = self._durations.compute(span.work)
             done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
             work = span.work
-            within = (TENSOR, int(work.sent), work.exchanges), (CONTEXT, int(work.passed), work.passes)
-            for axis, sent_bytes, calls in within:
-                within_s = self._durations.sent(axis, sent_bytes, calls)
+            for axis, sent_bytes, calls in (
+                (TENSOR, work.sent, work.exchanges),
+                (CONTEXT, work.passed, work.passes),
+                (EXPERT, work.routed, work.routes),
+            ):
+                within_s = self._durations.sent(axis, int(sent_bytes), calls)
                 done_s = self.lanes.add(axis, EXCHANGE, span.unit, within_s, done_s)
             self._computed_s = done_s
             if direction == BACKWARD and span.unit in used and last[span.unit] == at:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dzero.checkpoint.places import Held, boxes_of, corner
+from dzero.checkpoint.places import AsBuilt, Held
 from dzero.mesh import AXES, PIPELINE
-from dzero.parallel.tile_dicts import tiled
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
@@ -49,20 +48,13 @@ class Rows:
         self._cuts: dict[str, tuple[Cut, ...]] = {}
         self._shapes: dict[str, ParamShape] = {}
         self.placed = placed = Placed()
-        tiles = {part: (name, cut, at) for name, cut, parts in tiled(sharded.model) for at, part in enumerate(parts)}
+        as_built = AsBuilt(sharded.model)
         for unit in sharded.units:
             cuts, copy = self._of(unit)
             for shape in unit.shape.params:
                 own = shape.name
                 self._cuts[own], self._shapes[own] = cuts, shape
-                offset, size = corner(shape, *rows_of(shape.shape[0], *cuts))
-                name, whole = own, [*shape.whole]
-                if own in tiles:
-                    name, cut, at = tiles[own]
-                    if cut.dim is not None:
-                        offset[cut.dim] += cut.span(at)[0]
-                        whole[cut.dim] = sum(cut.sizes)
-                placed.held[own] = Held(name, tuple(whole), boxes_of(shape, offset, size), tuple(size))
+                placed.held[own] = as_built.held(shape, *rows_of(shape.shape[0], *cuts))
                 copies = [copy, *self._copies(shape)]
                 placed.weight[own] = 1 / math.prod(each for _, each in copies)
                 if not any(number for number, _ in copies):

@@ -26,14 +26,17 @@ def measured(scenario: Scenario) -> Observed:
     """On this rank of the group, with values."""
     model = build(scenario.model, scenario.vocab_size)
     fill = materialiser(scenario.model, model, seed=0, device="cpu")
+    mesh = make_mesh("cpu", replicate=scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)[0])
+    experts = scenario.share(model, mesh)
     apply_blocks(model, scenario.block, "cpu")
     sharded = shard(
         model,
         scenario.zero,
         precision=scenario.precision,
-        mesh=make_mesh("cpu", replicate=scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)[0]),
+        mesh=mesh,
         microbatches=scenario.accumulate,
-        materialise=fill,
+        materialise=fill if experts is None else experts.filling(fill),
+        experts=experts,
     )
     optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
     with StorageMeter() as meter:

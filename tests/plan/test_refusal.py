@@ -12,15 +12,12 @@ from pathlib import Path
 import pytest
 
 from dzero import fitting
-from dzero.choosing import choose
 from dzero.command_line import composed
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.fitting import UnforeseenError, check_memory, needed, settled, suggestions, this_machine
+from dzero.fitting import check_memory, needed, settled, suggestions, this_machine
 from dzero.hardware import format_bytes
 from dzero.plan.forecast import tiers_of
-from dzero.plan.scenario import Scenario
-from dzero.planning import planned
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -131,12 +128,3 @@ def test_a_model_of_transformers_is_checked_too() -> None:
     config = composed(["model=hf", "model.name_or_path=gpt2"], CONF, here=False)
     small = replace(config, train=replace(config.train, microbatch_sequences=1))
     assert need_of(small) > 124_439_808 * (2 + 2 + 12 // 2)
-
-
-def test_what_tokens_decide_is_not_foreseen() -> None:
-    run, told = run_of("model=tiny_moe"), "what the experts of model.kind=moe need follows from the tokens"
-    for foresee in (lambda: planned(run, this_machine(run, 1 << 40)), lambda: choose(run, []), lambda: needed(run)):
-        with pytest.raises((RunError, UnforeseenError), match=told):
-            foresee()
-    with pytest.raises(ValueError, match="what its experts get follows from the tokens, and is not simulated"):
-        Scenario(model=run.model, ranks=2, sequences=1, tokens=8)

@@ -77,6 +77,18 @@ def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives
     held_against(pool, cases)
 
 
+@pytest.mark.parametrize("balance", ["auxiliary-loss-free", "loss"])
+def test_a_mixture_is_simulated_as_if_its_experts_were_chosen_alike(pool: Pool, balance: str) -> None:
+    """As they are where a token uses all of them."""
+    kind = {"kind": "moe", "experts": 4, "top_k": 4, "shared_experts": 1, "balance": balance}
+    cells = (1, 2, "none", 1), (2, 1, "full", 1), (3, 2, "full", 1), (2, 1, "full", 2), (3, 2, "none", 2)
+    cases = [
+        scenario(stage=stage, accumulate=count, recompute=recompute, mesh=MeshConfig(ep=ep))
+        for stage, count, recompute, ep in cells
+    ]
+    held_against(pool, [replace(case, model=replace(case.model, **kind)) for case in cases])
+
+
 PIPED = [
     scenario(layers=4, stage=2, accumulate=4, mesh=MeshConfig(pp=2), sequences=8),
     scenario(layers=4, stage=1, accumulate=4, mesh=MeshConfig(pp=2), ranks=4, recompute="full"),

@@ -1,0 +1,105 @@
+"""Of experts that ranks share: what is predicted, as if all were chosen alike, is what a run takes where they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+
+from dzero.assembly import Assembled
+from dzero.choosing import choose
+from dzero.comm.ledger import Traffic
+from dzero.command_line import composed
+from dzero.config import RunConfig
+from dzero.fitting import needed
+from dzero.optim.adamw import AdamW
+from dzero.plan.taken import Taking
+from dzero.planning import planned
+
+CONF = Path(__file__).parents[2] / "conf"
+VOCABULARY = 512
+SMALL = [
+    *("model=tiny_moe", "model.hidden_size=128", "model.layers=3", "model.heads=4", "model.kv_heads=2"),
+    *("model.ffn_size=96", "model.experts=4", f"model.vocab_size={VOCABULARY}"),
+    *("train.microbatch_sequences=2", "train.sequence_tokens=128", "hardware=laptop", "launch.device=cpu"),
+]
+ALL = "model.top_k=4"  # every token uses every expert, so they are chosen alike
+LINES = [
+    f"{ALL} zero.stage=3 mesh.dp=4 mesh.ep=2 train.accumulate=2",
+    f"{ALL} zero.stage=2 mesh.dp=2 mesh.ep=2 block.activation_checkpoint=full",
+    f"{ALL} zero.stage=1 mesh.dp=2 mesh.ep=2 train.accumulate=2 precision=fp32",
+    f"{ALL} zero.stage=2 mesh.dp=2 offload=host",
+    pytest.param(f"{ALL} zero.stage=0 mesh.dp=2 mesh.ep=2", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 mesh.ep=2 offload=host", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 mesh.cp=2 mesh.ep=4", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 block.activation_checkpoint=full", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=1 mesh.dp=2 mesh.tp=2 mesh.ep=4", marks=pytest.mark.slow),
+]
+
+
+def settled(*settings: str) -> RunConfig:
+    return composed([*SMALL, *settings], CONF, here=False)
+
+
+def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, Traffic]:
+    """The device's peak in a step, and what the ledger counted of tokens that went to experts."""
+    train = run.train
+    tokens = torch.zeros(train.microbatch_sequences, train.sequence_tokens, dtype=torch.int64)
+    with Taking() as taking:
+        assembled = Assembled(run, torch.device("cpu"), VOCABULARY)
+        sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
+
+        def step() -> None:
+            for index in range(assembled.microbatches):
+                with sharded.microbatch(is_last=index == assembled.microbatches - 1), assembled.losses():
+                    (assembled.loss(tokens, tokens) / assembled.microbatches).backward()  # type: ignore[no-untyped-call]
+            optim.step()
+
+        took = taking.taken(step, optim)
+    sharded.ledger.take()
+    step()
+    moved = sharded.ledger.take()
+    return took.device, sum((each for entry, each in moved.items() if entry.axis == "ep"), Traffic())
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_peak_and_what_tokens_move_are_predicted(pool: Pool, line: str) -> None:
+    run = settled(*line.split())
+    assert run.mesh.ranks is not None
+    assert run.hardware is not None
+    told = pool.run(measured, run.mesh.ranks, run, timeout_s=300)
+    moved, memory = planned(run, run.hardware).moved, needed(run)
+    predicted = memory.peak.total_bytes + memory.staging
+    for peak, routed in told:
+        assert (moved.calls.get("ep", 0), moved.axes.get("ep", 0)) == (routed.calls, routed.sent_bytes)
+        print(f"peak {peak}, predicted {predicted / peak - 1:+.1%}")
+        assert -0.02 < predicted / peak - 1 < 0.07
+
+
+def test_a_plan_has_a_lane_for_tokens_that_move() -> None:
+    run = settled("mesh.dp=16", "mesh.ep=4", "hardware=h100_80g")
+    assert run.hardware is not None
+    forecast = planned(run, run.hardware)
+    timeline = forecast.timeline()
+    assert timeline is not None
+    assert timeline.busy_s()["ep"] == pytest.approx(forecast.pace.seconds["ep"])
+
+
+def test_ranks_that_share_experts_have_fewer_bytes_of_them() -> None:
+    """At stage 0 with half of the experts each; the rest of the model is whole."""
+    shared, whole = (
+        needed(settled("mesh.dp=2", "mesh.ep=2", "zero.stage=0")),
+        needed(settled("mesh.dp=2", "zero.stage=0")),
+    )
+    of_experts = 3 * 4 * 3 * 128 * 96
+    for kind, itemsize in (("param", 2), ("master", 4), ("moments", 8)):
+        assert whole.peak.kinds[kind] - shared.peak.kinds[kind] == of_experts // 2 * itemsize
+
+
+def test_auto_finds_what_fits_a_mixture() -> None:
+    run = settled("mesh.dp=2", "mesh.ep=2", "zero=auto", "train.accumulate=null", "train.global_sequences=8")
+    choice = choose(run, ["zero=auto"])
+    assert choice.config.mesh == run.mesh
+    assert choice.ranking.best[0].forecast.moved.axes["ep"] > 0
