@@ -1,7 +1,7 @@
 """A pool of worker processes that outlives a test: importing torch costs seconds, a group milliseconds.
 
     parent                         worker (one per rank; pool_worker.py)
-    start a process         -->    import, one thread                 -->    idle
+    start a process         -->    a fork of a server that imported   -->    idle
     send (sys.path, call)   -->    new gloo group, run the call       -->    outcome: result or traceback
     release                 -->    destroy the group, collect garbage -->    idle
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Worker:
-    process: SpawnProcess
+    process: ForkServerProcess
     pipe: Connection
 
     def kill(self) -> None:
@@ -123,7 +123,8 @@ class Pool:
 
     def _ready(self, ranks: int) -> list[Worker]:
         self._drop([worker for worker in self._workers if not worker.process.is_alive()])
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["dzero.trainer"])
         fresh: list[Worker] = []
         for _ in range(ranks - len(self._workers)):
             ours, theirs = context.Pipe()

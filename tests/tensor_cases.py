@@ -54,6 +54,7 @@ class Run:
     tied: bool = False
     wide: bool = False
     gpt2: bool = False
+    steps: int = STEPS
     precision: dict[str, str] = field(default_factory=lambda: {"param": "fp32"})
 
     @property
@@ -106,7 +107,7 @@ def steps_of(run: Run, made: Made, steps: int) -> tuple[list[float], list[float]
     sharded, optim, _ = made
     losses, norms = [], []
     own = data_rank_of(sharded.mesh)
-    for of_step in batches(steps, run.dp, run.microbatches):
+    for of_step in batches(STEPS, run.dp, run.microbatches)[:steps]:
         losses.append(one_step(run, made, of_step[own]))
         assert optim.last_decision is not None
         norms.append(optim.last_decision.norm)
@@ -128,16 +129,16 @@ def one_step(run: Run, made: Made, microbatches: list[Tensor]) -> float:
 
 
 def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
-    """Losses of this rank, norms, and whole parameters after 20 steps."""
+    """Losses of this rank, norms, and whole parameters after the steps."""
     made = build(run)
-    losses, norms = steps_of(run, made, STEPS)
+    losses, norms = steps_of(run, made, run.steps)
     made[1].synchronize()
     params = {name: whole(param).clone() for name, param in made[0].named_params().items()}
     return {"losses": losses, "norms": norms, "params": params if rank == 0 else None}
 
 
 @cache
-def oracle(dp: int, microbatches: int, tied: bool, gpt2: bool = False) -> reference.History:
+def oracle(dp: int, microbatches: int, tied: bool, gpt2: bool = False, *, steps: int = STEPS) -> reference.History:
     """In one process, with plain tensors."""
 
     def fresh() -> nn.Module:
@@ -145,7 +146,7 @@ def oracle(dp: int, microbatches: int, tied: bool, gpt2: bool = False) -> refere
         Materialiser(model, seed=0, device="cpu")(model)
         return model
 
-    return reference.train(fresh, batches(STEPS, dp, microbatches), loss_of, lrs=[LR] * STEPS, clip=CLIP)
+    return reference.train(fresh, batches(STEPS, dp, microbatches)[:steps], loss_of, lrs=[LR] * steps, clip=CLIP)
 
 
 def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
@@ -263,7 +264,7 @@ def without_its_mesh(rank: int, ranks: int) -> str:
 
 
 def hf_oracle(kind: str, dp: int) -> reference.History:
-    return reference.train(lambda: hf_model(kind), batches(5, dp, 1), loss_of, lrs=[LR] * 5, clip=CLIP)
+    return reference.train(lambda: hf_model(kind), batches(STEPS, dp, 1)[:5], loss_of, lrs=[LR] * 5, clip=CLIP)
 
 
 def kept_whole(rank: int, ranks: int) -> int:

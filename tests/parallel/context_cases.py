@@ -134,6 +134,7 @@ class Run:
     recompute: str = "none"
     loss_tiles: int = 1
     tile: int = 256
+    steps: int = STEPS
 
     @property
     def ranks(self) -> int:
@@ -183,7 +184,7 @@ def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
     """Losses of this rank, norms, what the last step moved along cp, and rank 0's whole parameters at the end."""
     sharded, optim, tensor, context = build(run)
     reader, losses, norms, moved = data_rank_of(sharded.mesh) // run.cp, [], [], {}
-    for of_step in batches(run.dp, run.microbatches):
+    for of_step in batches(run.dp, run.microbatches)[: run.steps]:
         total = 0.0
         for index, batch in enumerate(of_step[reader]):
             last = index == run.microbatches - 1
@@ -203,7 +204,7 @@ def trained(rank: int, ranks: int, run: Run) -> dict[str, Any]:
 
 
 @cache
-def oracle(readers: int, microbatches: int) -> reference.History:
+def oracle(readers: int, microbatches: int, steps: int = STEPS) -> reference.History:
     """In one process, with plain tensors and whole sequences: a rank for each reader."""
 
     def fresh() -> nn.Module:
@@ -214,4 +215,4 @@ def oracle(readers: int, microbatches: int) -> reference.History:
     def of_batch(model: nn.Module, batch: Tensor) -> Tensor:
         return loss_of(model, batch[:, :-1], batch[:, 1:])
 
-    return reference.train(fresh, batches(readers, microbatches), of_batch, lrs=[LR] * STEPS, clip=CLIP)
+    return reference.train(fresh, batches(readers, microbatches)[:steps], of_batch, lrs=[LR] * steps, clip=CLIP)

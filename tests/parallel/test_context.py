@@ -23,6 +23,7 @@ from context_cases import (
     rows_of,
     trained,
 )
+from lengths import SHORT, of_lengths
 from pool import Pool
 from torch import Tensor, nn
 from training import settled, train, write_text
@@ -115,14 +116,12 @@ RUNS = [
     Run(stage=3, recompute="full", loss_tiles=2, tile=3),
     Run(stage=1, recompute="selective", attention="ulysses"),
     Run(stage=2, recompute="selective"),
-    *(
-        pytest.param(run, marks=pytest.mark.slow)
-        for run in (
-            *(Run(dp=2, stage=stage, microbatches=2, attention="ulysses") for stage in (0, 2)),
-            *(Run(stage=stage, microbatches=2, offload="host") for stage in (1, 2)),
-        )
-    ),
 ]
+MORE = [
+    *(Run(dp=2, stage=stage, microbatches=2, attention="ulysses") for stage in (0, 2)),
+    *(Run(stage=stage, microbatches=2, offload="host") for stage in (1, 2)),
+]
+ALL = of_lengths(RUNS, lambda run: (run.dp, run.cp, run.tp, run.attention), MORE)
 SEEN: dict[Run, list[dict[str, Any]]] = {}
 
 
@@ -132,10 +131,10 @@ def told_by(pool: Pool, run: Run) -> list[dict[str, Any]]:
     return SEEN[run]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = told_by(pool, run)
-    want = oracle(run.dp, run.microbatches)
+    want = oracle(run.dp, run.microbatches, run.steps)
     for step, expected in enumerate(want.losses):
         losses = [of_rank["losses"][step] for of_rank in told]
         assert len({*losses}) == run.dp * run.cp, "ranks of cp see tokens of their own, those of tp the same"
@@ -150,12 +149,12 @@ def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
 
 
 def test_every_stage_has_the_same_bits(pool: Pool) -> None:
-    first, *others = (told_by(pool, Run(dp=2, stage=stage))[0]["params"] for stage in range(4))
+    first, *others = (told_by(pool, Run(dp=2, stage=stage, steps=SHORT))[0]["params"] for stage in range(4))
     for params in others:
         assert [name for name, value in first.items() if not torch.equal(value, params[name])] == []
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", ALL, ids=str)
 def test_a_step_moves_what_the_formula_says(pool: Pool, run: Run) -> None:
     """Every layer and microbatch, and once more in backward where its forward is made again."""
     calls, others = SHAPE.layers * run.microbatches, run.cp - 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cells import together
+from lengths import of_lengths
 from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, own_loop, saved, trained
 from pool import Pool
 from torch import nn
@@ -17,7 +18,7 @@ from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
 from dzero.parallel.schedules import check_microbatches
 
 FP32 = 1e-5
-"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere;
+"""Relative: of losses and norms of every step, and of the length of each parameter at the end. Sums are cut elsewhere;
 but where only layers are, every bit is the same."""
 
 RUNS = [
@@ -43,7 +44,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)], ids=str)
+@pytest.mark.parametrize("run", of_lengths(RUNS, lambda run: (run.pp, run.dp, run.tp), MORE), ids=str)
 def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: Pool, run: Piped) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
     want = oracle(run.dp, run.microbatches, run.tied, run.steps)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lengths import of_lengths
 from pool import Pool
 from safetensors.torch import load_file
 from tensor_cases import (
@@ -39,7 +40,7 @@ from dzero.parallel.tensor_plans import plan_for
 from dzero.plan.fake import fake_group
 
 FP32 = 1e-5
-"""Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
+"""Relative: of losses and norms of every step, and of the length of each parameter at the end: sums are cut."""
 
 RUNS = [
     *(Run(dp=2, tp=2, stage=stage) for stage in (0, 2, 3)),
@@ -59,13 +60,13 @@ MORE = [
 ]
 
 
-ALL = [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE)]
+ALL = of_lengths(RUNS, lambda run: (run.dp, run.tp, run.gpt2), MORE)
 
 
 @pytest.mark.parametrize("run", ALL, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
-    want = oracle(run.dp, run.microbatches, run.tied, run.gpt2)
+    want = oracle(run.dp, run.microbatches, run.tied, run.gpt2, steps=run.steps)
     for step, expected in enumerate(want.losses):
         losses = [of_rank["losses"][step] for of_rank in told]
         assert losses == [loss for loss in losses[:: run.tp] for _ in range(run.tp)], "ranks of tp see the same"
