@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
-from dzero.plan.costs import Work
 from dzero.plan.machine import HardwareConfig
+from dzero.plan.work import Work
 from dzero.zero.layout import Layout
 
 

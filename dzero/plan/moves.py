@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
-from dzero.plan.costs import BACKWARD, FORWARD, Costs, Work
+from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.flights import ALONE, Flights
+from dzero.plan.work import Work
 from dzero.zero.account import expected_control, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape

@@ -20,7 +20,8 @@ from torch.nn import functional
 
 from dzero.models.llama import Llama, LlamaShape
 from dzero.plan.clock import seconds_of
-from dzero.plan.costs import BACKWARD, FORWARD, Work, costs_of
+from dzero.plan.costs import BACKWARD, FORWARD, costs_of
+from dzero.plan.work import Work
 
 NARROW = LlamaShape(vocab_size=256, hidden_size=64, layers=4, heads=2, kv_heads=2, ffn_size=128)
 WIDE = LlamaShape(vocab_size=4096, hidden_size=512, layers=2, heads=8, kv_heads=8, ffn_size=1408)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group as group_called  # type: ignore[attr-defined]
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FakeStore", "FakeTensorMode", "TorchDispatchMode", "check_version", "forget_meshes"]
+__all__ = ["FakeStore", "FakeTensorMode", "TorchDispatchMode", "check_version", "forget_meshes", "group_called"]
 
 TRIED = ("2.11", "2.12", "2.13")
 

@@ -30,10 +30,11 @@ from typing import Any
 
 from dzero.plan.analytic import Memory, off_device, on_device, staging_bytes, with_moments
 from dzero.plan.candidates import Candidate
-from dzero.plan.costs import Costs, Span, Work
+from dzero.plan.costs import Costs, Span
 from dzero.plan.forecast import Forecast, Tier, forecast, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.pace import pace_of
+from dzero.plan.work import Work
 from dzero.zero.shapes import UnitShape
 
 HEADROOM = 0.05

@@ -19,7 +19,7 @@ from dzero.mesh import make_mesh
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.tensor import parallelize
 from dzero.plan.analytic import memory_of
-from dzero.plan.costs import Costs, costs_of
+from dzero.plan.costs import FORWARD, Costs, costs_of
 from dzero.plan.fake import fake_group
 from dzero.plan.moves import moved_of
 from dzero.plan.taken import Taking
@@ -54,11 +54,11 @@ def measured(rank: int, ranks: int, run: Run) -> dict[str, Any]:
     }
 
 
-def costs(run: Run) -> Costs:
+def costs(run: Run, ranks: int | None = None) -> Costs:
     model = model_of(run)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     model.to(torch.bfloat16 if run.precision["param"] == "bf16" else torch.float32)
-    with fake_group(run.tp), parallelize(model, make_mesh("cpu", tp=run.tp)["tp"]).loss():
+    with fake_group(ranks or run.tp), parallelize(model, make_mesh("cpu", tp=run.tp)["tp"]).loss():
         return costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
 
 
@@ -73,6 +73,13 @@ def test_the_peak_and_what_is_sent_along_tp_are_predicted(pool: Pool, run: Run) 
     memory = memory_of(layout, shapes, foreseen, "cpu")
     predicted, peak = memory.peak.total_bytes + memory.staging, told[0]["peak"]
     assert -0.02 < predicted / peak - 1 < 0.06
+
+
+def test_what_is_sent_along_tp_is_that_of_its_ranks_whatever_others_there_are() -> None:
+    """Of four that share a model, sequences or experts, two of which are of tp."""
+    alone, among = (costs(RUNS[0], ranks) for ranks in (2, 4))
+    assert alone.work(FORWARD).sent > 0
+    assert [span.work for span in alone.spans] == [span.work for span in among.spans]
 
 
 def test_the_peak_of_states_over_all_ranks_is_predicted(pool: Pool) -> None:

@@ -1,0 +1,81 @@
+"""What operators do, call by call: the figures of which a plan's seconds and bytes are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dzero.plan.private import group_called
+
+aten = torch.ops.aten
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: _attention(sdpa_flop_count, qkv[:3]),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *grad_qkv, **_: _attention(
+        sdpa_backward_flop_count, grad_qkv[:4]
+    ),
+}
+"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention."""
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators that touch nothing."""
+
+
+class Work(NamedTuple):
+    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
+
+    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
+    in the `passes` of attention over sequences that are cut; routed: in the `routes` to experts of other ranks.
+    """
+
+    flops: float = 0.0
+    attention: float = 0.0
+    bytes: float = 0.0
+    calls: int = 0
+    sent: float = 0.0
+    exchanges: int = 0
+    passed: float = 0.0
+    passes: int = 0
+    routed: float = 0.0
+    routes: int = 0
+
+    def __add__(self, more: Work) -> Work:  # type: ignore[override]
+        """Both, one after the other."""
+        return Work(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """Of one call of an operator, which gave `out`."""
+    kind = func._overloadpacket
+    if func.namespace == "_c10d_functional":
+        return _exchange(kind.__name__, args, out)
+    if func.namespace == "c10d":
+        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it
+    if (count := FLOPS.get(kind)) is not None:
+        flops = count(*args, **kwargs, out_val=out)
+        return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
+    if func.is_view or kind in EMPTY:
+        return Work(calls=1)
+    touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
+    return Work(bytes=sum(touched.values()), calls=1)
+
+
+def _exchange(name: str, args: Any, out: Any) -> Work:
+    """Of a collective within the model; bytes as the ledger counts them. What waits for one sends nothing."""
+    if name == "all_gather_into_tensor":
+        return Work(calls=1, sent=out.nbytes - args[0].nbytes, exchanges=1)
+    if name == "reduce_scatter_tensor":
+        return Work(calls=1, sent=args[0].nbytes - out.nbytes, exchanges=1)
+    if name == "all_reduce":
+        ranks = group_called(args[-1]).size()
+        return Work(calls=1, sent=2 * (ranks - 1) * out.nbytes / ranks, exchanges=1)
+    if name in ("wait_tensor", "_wrap_tensor_autograd"):
+        return Work(calls=1)
+    raise NotImplementedError(f"a model whose operators call {name} is not foreseen")
+
+
+def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:
+    return count(*(tensor.shape for tensor in tensors))
