@@ -2,7 +2,7 @@
 
     lane                bars                               a bar begins, at the earliest
     compute             forward and backward of a unit     when the one before has ended and its parameters are there
-    tp, cp              exchange                           when its unit has computed; the next unit waits for it
+    tp, cp, ep          exchange                           when its unit has computed; the next unit waits for it
     shard, replicate    all-gather                         when the unit before the one that gathers begins to compute
                         reduce-scatter, all-reduce         after the last backward of the unit
                         decisions                          after the last reduction
