@@ -17,8 +17,6 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.profiler import record_function
 
 from dzero.checkpoint.imports import blank, fill
@@ -36,7 +34,7 @@ from dzero.parallel.experts import expected_experts, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.pipeline import Pipeline
 from dzero.parallel.schedules import Hidden
-from dzero.parallel.tensor import parallelize
+from dzero.parallel.tensor import cross_entropy, parallelize
 from dzero.zero.sequences import parallelize_context
 from dzero.zero.shard import Sharded, shard
 from dzero.zero.values import Materialise
@@ -138,7 +136,7 @@ class Assembled:
             device=self.device,
             cadence=sharded,
             run=run,
-            loss=lambda part, x, targets: with_added(_cross_entropy(run(part, x), targets), part),
+            loss=lambda part, x, targets: with_added(cross_entropy(run(part, x), targets), part),
             added=added_of,
         )
 
@@ -171,7 +169,7 @@ class Assembled:
             if self._tiled:
                 loss: Tensor = self.sharded.model(tokens, targets)
             else:
-                loss = _cross_entropy(self.sharded.model(tokens), targets)
+                loss = cross_entropy(self.sharded.model(tokens), targets)
             return with_added(loss, self.sharded.model)
 
     def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -201,8 +199,3 @@ class Assembled:
     def _mine(self, tokens: Tensor) -> Tensor:
         """What this rank sees of sequences, on its device."""
         return (tokens if self._context is None else self._context.part(tokens)).to(self.device)
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 
 from dzero.comm.ledger import Ledger, Traffic
 from dzero.config import RunConfig
@@ -30,7 +29,7 @@ from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.schedules import Hidden, expected_pipeline, order_of
-from dzero.parallel.tensor import parallelize
+from dzero.parallel.tensor import cross_entropy, parallelize
 from dzero.plan.costs import Costs, costs_of
 from dzero.plan.fake import fake_group
 from dzero.plan.flights import Flights
@@ -145,11 +144,11 @@ class _Loss:
         tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
         if self._tiled:
             loss: torch.Tensor = model(tokens, targets)
-            return loss
+            return with_added(loss, model)
         out = self._out(model, tokens)
         if self._parts is not None and not self._parts.has_last:
-            return out.sum()
-        return with_added(functional.cross_entropy(out.float().flatten(0, 1), targets.flatten()), model)
+            return with_added(out.sum(), model)
+        return with_added(cross_entropy(out, targets), model)
 
     def _out(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         if self._parts is None or self._hidden is None:

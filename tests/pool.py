@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -51,6 +52,8 @@ class Pool:
     """Workers 0, 1, … started when first needed. `run` is not reentrant."""
 
     def __init__(self) -> None:
+        forkserver.set_forkserver_preload(["dzero.trainer"])
+        forkserver.ensure_running()  # now: its environment is that of all workers
         self._workers: list[Worker] = []
         self._store: TCPStore | None = None
         self._runs = 0
@@ -124,7 +127,6 @@ class Pool:
     def _ready(self, ranks: int) -> list[Worker]:
         self._drop([worker for worker in self._workers if not worker.process.is_alive()])
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["dzero.trainer"])
         fresh: list[Worker] = []
         for _ in range(ranks - len(self._workers)):
             ours, theirs = context.Pipe()

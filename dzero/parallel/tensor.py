@@ -25,11 +25,12 @@ from fnmatch import fnmatch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn import functional
 
 from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor_plans import plan_for
@@ -116,3 +117,10 @@ def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> Non
                 f"{axis}={cut[0].device_mesh.size()} does not divide dim {dim} of parameter {name}, which is {size}; "
                 f"allowed: {[each for each in range(1, size + 1) if size % each == 0]}"
             )
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over targets int64 [batch, time], a scalar in fp32. logits [batch, time, vocab]: whole, or cut along the
+    vocabulary, inside of `TensorParallel.loss`."""
+    loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -28,6 +28,7 @@ from dzero.plan.costs import BACKWARD, LOSS, Costs, Span
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import ParamShape, UnitShape
 from dzero.zero.tiers import names_off_device
+from dzero.zero.units import unit_around
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,16 @@ def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) 
 
 
 class _Device:
-    """What is alive while each unit is at work. Experts that ranks share have a table of their own, and stand behind
-    the unit around them, as they do in forward."""
+    """What is alive while each unit is at work. Experts that ranks share have a table of their own, and come before the
+    unit around them, as their forward ends before its own."""
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
         self._own = {unit.name: layout.of_unit(unit) for unit in units}
         inner = [unit.name for unit in units if unit.shared_by > 1]
-        self._around = {name: next((each for each in self._own if name.startswith(f"{each}.")), "") for name in inner}
-        outer = [name for name in self._own if name not in self._around]
-        self._order = [each for name in outer for each in (name, *(i for i in inner if self._around[i] == name))]
+        outer = [name for name in self._own if name not in inner]
+        self._around = {name: unit_around(name, outer) for name in inner}
+        self._order = [each for name in outer for each in (*(i for i in inner if self._around[i] == name), name)]
         away = names_off_device(layout.tiers, units)
         mastered = layout.param.dtype != torch.float32
         self._rest = {
@@ -200,10 +201,11 @@ class _Device:
         if span.unit == LOSS:
             return 0
         at = self._order.index(span.unit)
-        if backward and (span.unit in self._kept or not 0 < at < len(self._order) - 1):
+        if backward and not 0 < at < len(self._order) - 1:
             return 0
         unit = self._order[at - 1] if backward else span.unit
-        return self._whole(unit) * self._layout.param.dtype.itemsize if self._own[unit].shard > 1 else 0
+        gathers = self._own[unit].shard > 1 and not (backward and unit in self._kept)
+        return self._whole(unit) * self._layout.param.dtype.itemsize if gathers else 0
 
     def _reducing(self, unit: str) -> int:
         """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside

@@ -30,7 +30,7 @@ from dzero.comm.ledger import Ledger, Traffic
 from dzero.mesh import CONTEXT, EXPERT
 from dzero.plan.work import Work, work_of
 from dzero.zero.placed import local_of
-from dzero.zero.units import ROOT, find_units
+from dzero.zero.units import ROOT, find_units, unit_around
 
 FORWARD, BACKWARD = "forward", "backward"
 LOSS = "loss"
@@ -77,13 +77,14 @@ def costs_of(
     with FakeTensorMode(allow_non_fake_inputs=True), _Meter(ledger or Ledger()) as meter:
         with meter.unseen():
             model = model.to_empty(device="cpu")
-            if any(isinstance(param, DTensor) for param in model.parameters()):
+            held = {param for module in (experts or {}).values() for param in module.parameters()}
+            if any(isinstance(param, DTensor) for param in {*model.parameters()} - held):
                 _rehearse(model, loss)
         owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
         for name, module in (experts or {}).items():
             owner |= dict.fromkeys(module.parameters(), name)
         for name, each in modules.items():
-            around = _around(name, modules) if name in (experts or {}) else ROOT
+            around = unit_around(name, [*modules, ROOT]) if name in (experts or {}) else ROOT
             for module in each:
                 meter.follow(name, module, around)
         meter.follow(ROOT, model, around=LOSS)
@@ -97,11 +98,6 @@ def costs_of(
         del total
         meter.close()
     return Costs(tuple(meter.spans), beside or {})
-
-
-def _around(name: str, modules: Mapping[str, object]) -> str:
-    """The unit that the one called `name` is inside of."""
-    return next((each for each in modules if name.startswith(f"{each}.")), ROOT)
 
 
 def _rehearse(model: nn.Module, loss: Loss) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
+from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, expert_degrees
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.work import Work
 from dzero.zero.layout import Layout
@@ -25,6 +25,11 @@ class Link(NamedTuple):
 
     rate: float | None
     within_node: bool
+
+
+def of_experts(axis: str) -> str:
+    """What the axis is called among the ranks that have the same experts."""
+    return f"{axis}, experts"
 
 
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping[str, int]) -> Link:
@@ -38,6 +43,9 @@ def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping
     axes = {TENSOR: (inside, 1), SHARD: (layout.shard, inside), REPLICATE: (layout.replicate, of_shards)}
     axes |= {CONTEXT: (beside.get(CONTEXT, 1), inside), EXPERT: (beside.get(EXPERT, 1), 1)}
     axes |= {PIPELINE: (layout.pipeline_ranks, of_shards * layout.replicate)}
+    if (ep := beside.get(EXPERT, 1)) > 1:
+        replicate, shard = expert_degrees(layout.replicate, layout.shard, ep, inside)
+        axes |= {of_experts(SHARD): (shard, ep), of_experts(REPLICATE): (replicate, ep * shard)}
     ranks, stride = axes[axis]
     within_node = hardware.within_node(ranks, stride=stride, world=layout.world)
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
@@ -51,7 +59,8 @@ class Durations:
 
     def __init__(self, layout: Layout, hardware: HardwareConfig, beside: Mapping[str, int]) -> None:
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
-        axes = (TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, PIPELINE)
+        axes = [TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, PIPELINE]
+        axes += [of_experts(SHARD), of_experts(REPLICATE)] if beside.get(EXPERT, 1) > 1 else []
         self._links = {axis: link_of(layout, hardware, axis, beside).rate for axis in axes}
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]

@@ -13,6 +13,7 @@ from dzero.terminal import Table
 from dzero.zero.layout import Layout, Row
 from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import KINDS
+from dzero.zero.units import unit_around
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,10 @@ def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
     """Experts, which are listed first, after the unit that has them."""
     experts = [unit for unit in units if unit.shared_by > 1]
     others = [unit for unit in units if unit.shared_by == 1]
-    inside = {unit.name: [each for each in experts if each.name.startswith(f"{unit.name}.")] for unit in others}
-    left = [each for each in experts if not any(each in of_unit for of_unit in inside.values())]
-    return left + [each for unit in others for each in (unit, *inside[unit.name])]
+    around = {each.name: unit_around(each.name, [unit.name for unit in others]) for each in experts}
+    *blocks, root = others
+    nested = [each for unit in blocks for each in (unit, *(e for e in experts if around[e.name] == unit.name))]
+    return [*nested, *(each for each in experts if around[each.name] == root.name), root]
 
 
 def folded(found: Iterator[Collective]) -> list[Collective]:

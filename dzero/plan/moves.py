@@ -19,6 +19,7 @@ from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
+from dzero.plan.durations import of_experts
 from dzero.plan.flights import ALONE, Flights
 from dzero.plan.work import Work
 from dzero.zero.account import expected_control, expected_traffic
@@ -51,7 +52,7 @@ class Moves:
 @dataclass(frozen=True)
 class Moved:
     """Bytes in a step, of all units. `out`, `back`: device to host, and host to device. decisions: collectives of a few
-    numbers."""
+    numbers. axes, calls: those of experts that ranks share are apart, as they are between other ranks."""
 
     units: Mapping[str, Moves]
     axes: Mapping[str, int]
@@ -73,8 +74,9 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     summed = gradient if layout.microbatches > 1 and not layout.grad.sharded else working
     found = {}
     for unit in units:
-        shards = {param.name: param.shard_elems(layout.shard) for param in unit.params}
-        shares = {param.name: param.shard_elems(layout.shard, layout.shares) for param in unit.params}
+        own = layout.of_unit(unit)
+        shards = {param.name: param.shard_elems(own.shard) for param in unit.params}
+        shares = {param.name: param.shard_elems(own.shard, own.shares) for param in unit.params}
         splits = [(each, each.split) for each in unit.params if each.trainable and each.split is not None]
         copies = [each for each, split in splits if split.dim is None and split.summed]
         trained = {param.name for param in unit.params if param.trainable}
@@ -108,9 +110,12 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     flights: of a pipeline."""
     axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
     calls = {PIPELINE: flights.sent.calls} if flights.sent.calls else {}
-    for entry, traffic in expected_traffic(layout, units, flights.shared).items():
-        axes[entry.axis] = axes.get(entry.axis, 0) + traffic.sent_bytes
-        calls[entry.axis] = calls.get(entry.axis, 0) + traffic.calls
+    for shared in (False, True):
+        alike = [unit for unit in units if (unit.shared_by > 1) is shared]
+        for entry, traffic in expected_traffic(layout, alike, flights.shared).items():
+            axis = of_experts(entry.axis) if shared else entry.axis
+            axes[axis] = axes.get(axis, 0) + traffic.sent_bytes
+            calls[axis] = calls.get(axis, 0) + traffic.calls
     reductions = layout.microbatches if layout.grad.sharded else 1
     uses = 2 * layout.microbatches if layout.reshard_after_forward is not False else layout.microbatches
     moves = moves_of(layout, units)

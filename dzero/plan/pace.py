@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
-from dzero.plan.durations import Durations
+from dzero.plan.durations import Durations, of_experts
 from dzero.plan.flights import ALONE, Flights
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.moves import moved_of
@@ -63,14 +63,17 @@ def pace_of(
     axes = {axis: take.sent(axis, count, moved.calls[axis]) for axis, count in moved.axes.items()}
     seconds = {
         COMPUTE: sum(parts.values()),
-        **{axis: axes.get(axis, 0.0) + take.decided(moved.decisions.get(axis, 0)) for axis in LINKS},
+        **{
+            axis: axes.get(axis, 0.0) + axes.get(of_experts(axis), 0.0) + take.decided(moved.decisions.get(axis, 0))
+            for axis in LINKS
+        },
         UPDATE: take.updated_on_device(sum(each.device_elems for each in moves)),
         HOST_LINK: take.copied(moved.out + moved.back if hardware.devices_are_host else max(moved.out, moved.back)),
         HOST_UPDATE: take.updated(sum(each.host_elems for each in moves)),
         DISK: take.read(moved.read) + take.written(moved.written),
     }
     if layout.pipeline_ranks > 1:
-        within = seconds[COMPUTE] + seconds[TENSOR]
+        within = seconds[COMPUTE] + sum(seconds[axis] for axis in INSIDE)
         seconds[WAITING] = within * (layout.pipeline_ranks - 1) / layout.microbatches
     if hardware.devices_are_host:
         step = max(sum(seconds.values()) - seconds[DISK], seconds[DISK])

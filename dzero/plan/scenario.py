@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +20,7 @@ from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.schedules import Hidden, order_of
-from dzero.parallel.tensor import parallelize
+from dzero.parallel.tensor import cross_entropy, parallelize
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.tiers import OffloadConfig
 
@@ -115,10 +114,10 @@ class Scenario:
             x = tokens if hidden is None else hidden
             if self.block.loss_tiles > 1:
                 tiled: torch.Tensor = model(x, targets)
-                return tiled
+                return with_added(tiled, model)
             out: torch.Tensor = model(x) if parts is None else model(x, torch.arange(self.tokens))
             if parts is not None and not parts.has_last:
                 return out
-            return with_added(F.cross_entropy(out.float().flatten(0, 1), targets.flatten()), model)
+            return with_added(cross_entropy(out, targets), model)
 
         return loss

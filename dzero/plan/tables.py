@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dzero.hardware import format_bytes, format_count
+from dzero.mesh import EXPERT
 from dzero.plan.durations import link_of
 from dzero.plan.forecast import TIERS, Forecast
 from dzero.terminal import OK, Table
@@ -25,6 +26,8 @@ def _memory(forecast: Forecast) -> Table:
                 state = f"{format_bytes(tier.short_bytes)} short" if tier.short_bytes else OK
             rows.append((name, "together", format_bytes(tier.total_bytes), capacity, state))
     title = f"memory of one rank of {forecast.layout.world}; the device is fullest at {forecast.when}"
+    if forecast.costs.beside.get(EXPERT, 1) > 1:
+        title += "; more where tokens do not choose all experts alike"
     return Table(title, ("tier", "kind", "bytes", "of", ""), tuple(rows), left=2)
 
 

@@ -35,7 +35,7 @@ from dzero.mesh import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import DISK_TURNS, Places
 from dzero.plan.costs import BACKWARD, FORWARD, Costs
-from dzero.plan.durations import Durations
+from dzero.plan.durations import Durations, of_experts
 from dzero.plan.explain import Collective, collectives, phase_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.moves import moved_of
@@ -125,6 +125,7 @@ class _Step:
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
         self._early = Places(layout, units).early
+        self._shared = {unit.name for unit in units if unit.shared_by > 1}
         self._collectives: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
         for each in collectives(layout, units):
             self._collectives[each.phase, each.unit].append(each)
@@ -213,8 +214,12 @@ class _Step:
             there_s = max(there_s, fetched_s)
         for each in self._of(direction, index, name):
             if each.kind == ALL_GATHER:
-                there_s = self.lanes.add(each.axis, each.kind, name, take.sent(each.axis, each.sent_bytes), there_s)
+                there_s = self.lanes.add(each.axis, each.kind, name, self._sent(each), there_s)
         return there_s
+
+    def _sent(self, each: Collective) -> float:
+        axis = of_experts(each.axis) if each.unit in self._shared else each.axis
+        return self._durations.sent(axis, each.sent_bytes)
 
     def _reduce(self, index: int, name: str) -> None:
         """The unit's gradients, from the end of its backward to where they wait for the update."""
@@ -225,7 +230,7 @@ class _Step:
         at_s = add(TENSOR, EXCHANGE, name, take.sent(TENSOR, moves.copies_grad, moves.copies), at_s)
         for each in self._of(BACKWARD, index, name):
             if each.kind != ALL_GATHER:
-                at_s = add(each.axis, each.kind, name, take.sent(each.axis, each.sent_bytes), at_s)
+                at_s = add(each.axis, each.kind, name, self._sent(each), at_s)
         self._reduced_s[name] = at_s
         at_s = add(OUT, EVICT, name, take.copied(moves.grad + moves.late_grad * is_last), at_s)
         if index and self._layout.grad.sharded:

@@ -51,6 +51,11 @@ def find_units(
     return [(name, [each]) for name, each in inner] + _joined_by_tied_weights(model, named, held)
 
 
+def unit_around(name: str, others: Sequence[str]) -> str:
+    """Of `others`, the root last, the unit that the one called `name` is inside of."""
+    return next((each for each in others if any(name.startswith(f"{one}.") for one in each.split("+"))), others[-1])
+
+
 def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, nn.Module]]:
     found = _outermost(model, lambda module: type(module).__name__ in class_names)
     missing = set(class_names) - {type(m).__name__ for _, m in found}

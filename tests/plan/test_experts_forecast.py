@@ -14,9 +14,12 @@ from dzero.comm.ledger import Traffic
 from dzero.command_line import composed
 from dzero.config import RunConfig
 from dzero.fitting import needed
+from dzero.on_a_rank import as_on_a_rank, model_of, units_of
 from dzero.optim.adamw import AdamW
+from dzero.plan.durations import link_of, of_experts
+from dzero.plan.moves import moves_of
 from dzero.plan.taken import Taking
-from dzero.planning import planned
+from dzero.planning import layout_of, planned
 
 CONF = Path(__file__).parents[2] / "conf"
 VOCABULARY = 512
@@ -29,13 +32,14 @@ ALL = "model.top_k=4"  # every token uses every expert, so they are chosen alike
 LINES = [
     f"{ALL} zero.stage=3 mesh.dp=4 mesh.ep=2 train.accumulate=2",
     f"{ALL} zero.stage=2 mesh.dp=2 mesh.ep=2 block.activation_checkpoint=full",
-    f"{ALL} zero.stage=1 mesh.dp=2 mesh.ep=2 train.accumulate=2 precision=fp32",
+    f"{ALL} zero.stage=1 mesh.dp=2 mesh.ep=2 train.accumulate=2 precision=fp32 model.balance=loss",
     f"{ALL} zero.stage=2 mesh.dp=2 offload=host",
     pytest.param(f"{ALL} zero.stage=0 mesh.dp=2 mesh.ep=2", marks=pytest.mark.slow),
     pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 mesh.ep=2 offload=host", marks=pytest.mark.slow),
     pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 mesh.cp=2 mesh.ep=4", marks=pytest.mark.slow),
     pytest.param(f"{ALL} zero.stage=3 mesh.dp=2 block.activation_checkpoint=full", marks=pytest.mark.slow),
-    pytest.param(f"{ALL} zero.stage=1 mesh.dp=2 mesh.tp=2 mesh.ep=4", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=1 mesh.dp=2 mesh.tp=2 mesh.ep=4 model.balance=loss", marks=pytest.mark.slow),
+    pytest.param(f"{ALL} zero.stage=2 mesh.dp=2 mesh.ep=2 zero.units=[Attention]", marks=pytest.mark.slow),
 ]
 
 
@@ -85,6 +89,38 @@ def test_a_plan_has_a_lane_for_tokens_that_move() -> None:
     timeline = forecast.timeline()
     assert timeline is not None
     assert timeline.busy_s()["ep"] == pytest.approx(forecast.pace.seconds["ep"])
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_every_element_is_updated_by_one_of_the_ranks_that_have_it(offload: str) -> None:
+    config = settled("mesh.dp=4", "mesh.ep=2", "zero.stage=2", f"offload={offload}")
+    model = model_of(config)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
+    layout = layout_of(config, "cpu")
+    for unit, moves in zip(units, moves_of(layout, units).values(), strict=True):
+        own = unit.shard_elems(layout.of_unit(unit).shard)
+        assert moves.device_elems + moves.host_elems == own
+        assert moves.grad == (own * layout.grad.dtype.itemsize if offload == "host" else 0)
+
+
+def test_experts_are_reduced_over_the_link_between_those_that_have_the_same() -> None:
+    """16 ranks of two nodes, 8 of which share experts: the two that have the same are of different nodes."""
+    run = settled("mesh.dp=16", "mesh.ep=8", "model.experts=8", "hardware=h100_80g", "zero.stage=2")
+    assert run.hardware is not None
+    forecast = planned(run, run.hardware)
+    own, beside = forecast.layout, forecast.costs.beside
+    assert link_of(own, run.hardware, "shard", beside).rate == run.hardware.link(16, world=16)
+    assert link_of(own, run.hardware, of_experts("shard"), beside).rate == run.hardware.link(2, stride=8, world=16)
+    assert run.hardware.link(2, stride=8, world=16) != run.hardware.link(16, world=16)
+    timeline = forecast.timeline()
+    assert timeline is not None
+    assert timeline.busy_s()["shard"] == pytest.approx(forecast.pace.seconds["shard"])
+
+
+@pytest.mark.parametrize("line", ["zero.units=[Attention]", "mesh.tp=2 model.balance=loss", "block.loss_tiles=2"])
+def test_what_trains_is_foreseen(line: str) -> None:
+    assert needed(settled("mesh.dp=2", "mesh.ep=2", *line.split())).peak.total_bytes > 0
 
 
 def test_ranks_that_share_experts_have_fewer_bytes_of_them() -> None:
