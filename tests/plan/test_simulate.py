@@ -119,7 +119,7 @@ REPEATED = {
 }
 
 
-FEW = ("stage 0", "stage 3", "hybrid", "tiled", "host")
+FEW = ("stage 3", "hybrid", "host")
 
 
 @pytest.mark.parametrize(
