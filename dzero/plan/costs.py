@@ -192,7 +192,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def follow(self, unit: str, module: nn.Module, around: str = ROOT) -> None:
         """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs.
 
-        What is computed again is its backward's, as is what is inside a unit whose forward is.
+        A forward that is made again belongs to the backward of its unit; a unit inside has a span of its own there too.
         """
         if around not in (ROOT, LOSS):
             self._around[unit] = around

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dzero import AdamW, make_mesh, shard
+from dzero.assembly import Assembled
 from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.pipeline import Pipeline
 from dzero.plan.observe import Observed, observe
 from dzero.plan.scenario import Scenario
 from dzero.plan.storages import StorageMeter, Where
+from dzero.plan.taken import Taking
 
 
 def really(rank: int, ranks: int, scenarios: list[Scenario]) -> list[Observed]:
@@ -96,3 +99,22 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
             pipeline.step(tokens, tokens, lambda each: each / microbatches)
             optim.step()
         return max(moment.total for moment in meter.moments()), sharded.ledger.take()
+
+
+def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]:
+    """The device's peak in a step of the run on this rank, of tokens that are all 0, and what the next one moves."""
+    tokens = torch.zeros(run.train.microbatch_sequences, run.train.sequence_tokens, dtype=torch.int64)
+    with Taking() as taking:
+        assembled = Assembled(run, torch.device("cpu"), vocab_size)
+        sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
+
+        def step() -> None:
+            for index in range(assembled.microbatches):
+                with sharded.microbatch(is_last=index == assembled.microbatches - 1), assembled.losses():
+                    (assembled.loss(tokens, tokens) / assembled.microbatches).backward()  # type: ignore[no-untyped-call]
+            optim.step()
+
+        took = taking.taken(step, optim)
+    sharded.ledger.take()
+    step()
+    return took.device, sharded.ledger.take()

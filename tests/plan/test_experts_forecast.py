@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from pool import Pool
+from rank_cases import trained
 
-from dzero.assembly import Assembled
 from dzero.choosing import choose
 from dzero.comm.ledger import Traffic
 from dzero.command_line import composed
 from dzero.config import RunConfig
 from dzero.fitting import needed
 from dzero.on_a_rank import as_on_a_rank, model_of, units_of
-from dzero.optim.adamw import AdamW
 from dzero.plan.durations import link_of, of_experts
 from dzero.plan.moves import moves_of
-from dzero.plan.taken import Taking
 from dzero.planning import layout_of, planned
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -49,23 +46,8 @@ def settled(*settings: str) -> RunConfig:
 
 def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, Traffic]:
     """The device's peak in a step, and what the ledger counted of tokens that went to experts."""
-    train = run.train
-    tokens = torch.zeros(train.microbatch_sequences, train.sequence_tokens, dtype=torch.int64)
-    with Taking() as taking:
-        assembled = Assembled(run, torch.device("cpu"), VOCABULARY)
-        sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
-
-        def step() -> None:
-            for index in range(assembled.microbatches):
-                with sharded.microbatch(is_last=index == assembled.microbatches - 1), assembled.losses():
-                    (assembled.loss(tokens, tokens) / assembled.microbatches).backward()  # type: ignore[no-untyped-call]
-            optim.step()
-
-        took = taking.taken(step, optim)
-    sharded.ledger.take()
-    step()
-    moved = sharded.ledger.take()
-    return took.device, sum((each for entry, each in moved.items() if entry.axis == "ep"), Traffic())
+    took, moved = trained(run, VOCABULARY)
+    return took, sum((each for entry, each in moved.items() if entry.axis == "ep"), Traffic())
 
 
 @pytest.mark.parametrize("line", LINES)
