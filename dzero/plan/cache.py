@@ -32,7 +32,10 @@ class DamagedCache(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit."""
+    """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit.
+
+    count: of the work that rates were measured by (work.py); it is raised where that counts otherwise.
+    """
 
     cpu: str
     cores: int
@@ -41,6 +44,7 @@ class Key:
     device: str
     ranks: int
     torch: str
+    count: int = 2
 
     @property
     def file(self) -> str:
