@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from dzero.checkpoint.imports import blank, fill
 from dzero.comm.ledger import Entry, Traffic
+from dzero.comm.tensor_exchange import CountTensor
 from dzero.config import RunConfig
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
@@ -74,6 +75,7 @@ class Assembled:
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
         block = config.block if compiles else replace(config.block, compile=False)
         apply_blocks(model, block, device.type)
+        self.counts_tensor = mesh.tp > 1 and not block.compiles(device.type)
         self.sharded = shard(
             model,
             config.zero,
@@ -160,6 +162,13 @@ class Assembled:
     def losses(self) -> AbstractContextManager[None]:
         """Around `loss` and its backward: logits may be cut along the vocabulary."""
         return nullcontext() if self._tensor is None else self._tensor.loss()
+
+    def counted(self) -> AbstractContextManager[object]:
+        """Inside, the ledger counts what cut matrices exchange, if `counts_tensor`: into compiled blocks it cannot
+        see. It takes a look at every operator."""
+        if not self.counts_tensor:
+            return nullcontext()
+        return CountTensor(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where

@@ -30,9 +30,9 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
 from dzero.plan.picture import pixels
 from dzero.plan.tables import tables as plan_tables
-from dzero.recorder import context_traffic
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
+from dzero.theory import context_traffic, tensor_traffic
 from dzero.zero.layout import Layout
 
 
@@ -58,6 +58,7 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
     told = [sources(config, settings, conf), stands_for(config, layout)]
     told += [
         *tables(layout, units),
+        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
         _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
         _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
     ]

@@ -9,26 +9,21 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dzero.assembly import Assembled
+from dzero.comm import tensor_exchange
 from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.hardware import peak_flops
 from dzero.mesh import AXES
-from dzero.models.llama import Llama
 from dzero.monitor.memory import MemoryMeter, storage_bytes
 from dzero.monitor.meter import Meter
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.offload.swap import LaneUse
 from dzero.optim.master import MasterOptimizer
-from dzero.parallel.context import AttentionSizes, expected_context
-from dzero.parallel.parts import Parts
-from dzero.parallel.schedules import Hidden, expected_pipeline
+from dzero.theory import context_traffic, pipeline_traffic, tensor_traffic
 from dzero.zero.account import expected_control, expected_traffic, peak_bytes, resting_bytes
-from dzero.zero.layout import Layout
-from dzero.zero.shard import Sharded
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,12 @@ class Recorder:
         groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
         self._has_loss = sharded.parts is None or sharded.parts.has_last
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
-        self._context = context_traffic(config, sharded.model, sharded.layout, sharded.parts)
-        self._pipeline = _pipeline_traffic(sharded, assembled.hidden)
+        table = sharded.model, sharded.layout
+        self._inside = context_traffic(config, *table, sharded.parts)
+        self._inside |= pipeline_traffic(sharded.parts, assembled.hidden, sharded.layout)
+        if assembled.counts_tensor:
+            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.parts)
+        self._counted: dict[Entry, Traffic] = {}
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
@@ -119,6 +118,8 @@ class Recorder:
         seconds = self._meter.end(self._step_tokens)
         self.losses.append(mean_loss)
         moved = self._sharded.ledger.take()
+        self._counted |= {entry: each for entry, each in moved.items() if entry.phase == tensor_exchange.PHASE}
+        moved |= self._counted  # in the first step; all others send the same
         by_kind: Counter[str] = Counter()
         for entry, traffic in moved.items():
             self._traffic[entry] = self._traffic.get(entry, Traffic()) + traffic
@@ -182,7 +183,7 @@ class Recorder:
         parts, balance = self._sharded.parts, self._assembled.balance.expected()
         moved = expected_traffic(*table, parts.shared if parts else ())
         control = expected_control(*table, len(self._sharded.names))
-        return {**moved, **control, **self._context, **self._pipeline, **balance, **self._optim.traffic}
+        return {**moved, **control, **self._inside, **balance, **self._optim.traffic}
 
     def _memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
@@ -204,28 +205,3 @@ class Recorder:
         self._sharded.ledger.take()
         rows = values.reshape(-1, len(memory)).long().tolist()
         return [dict(zip(memory, row, strict=True)) for row in rows]
-
-
-def _pipeline_traffic(sharded: Sharded, hidden: Hidden | None) -> dict[Entry, Traffic]:
-    if sharded.parts is None or hidden is None:
-        return {}
-    return expected_pipeline(sharded.parts, hidden, microbatches=sharded.layout.microbatches)
-
-
-def context_traffic(
-    config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None = None
-) -> dict[Entry, Traffic]:
-    """Of a step, per rank: what attention passes on where sequences are cut. parts: of a pipeline."""
-    mesh, train = config.mesh, config.train
-    if mesh.cp == 1 or not isinstance(model, Llama):
-        return {}
-    sizes = AttentionSizes(
-        tokens=train.microbatch_sequences * train.sequence_tokens // mesh.cp,
-        heads=model.shape.heads // mesh.tp,
-        kv_heads=model.shape.kv_heads // mesh.tp,
-        head_dim=model.shape.head_dim,
-        dtype=layout.param.dtype,
-    )
-    layers = model.shape.layers if parts is None else parts.blocks
-    calls, recomputed = layers * layout.microbatches, config.block.activation_checkpoint != "none"
-    return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)

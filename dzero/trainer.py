@@ -8,6 +8,7 @@ recorded.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -122,7 +123,10 @@ class Trainer:
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> Shared:
         """One optimizer step, phase by phase; `stop`: this rank was asked to stop after it."""
         self.recorder.begin_step()
-        shared = self.recorder.share(self._microbatches(), stop=stop)
+        first = step == self.done_steps + 1
+        with self.assembled.counted() if first else nullcontext():
+            loss = self._microbatches()
+        shared = self.recorder.share(loss, stop=stop)
         self.recorder.before_update()
         if shared.culprit is not None:
             self._check_loss(step, shared)
@@ -130,7 +134,7 @@ class Trainer:
         self.schedule.step()
         self._after_update(step, monitor)
         monitor.step(self.recorder.end_step(step, shared.loss))
-        if step == self.done_steps + 1:
+        if first:
             self._plan(step, monitor)  # not before it: a restart waits for its first step
         return shared
 

@@ -24,7 +24,7 @@ plan
 checkpoint
 monitor
 together config command_line
-assembly recorder saves sources on_a_rank planning trainer choosing fitting verify
+assembly theory recorder saves sources on_a_rank planning trainer choosing fitting verify
 __main__
 """
 ORDER = LEVELS.split()

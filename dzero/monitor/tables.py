@@ -11,6 +11,8 @@ from dzero.monitor.records import RunSummary
 from dzero.terminal import DIFFERS, OK, Table
 
 SHOWN_RANKS = 8
+INSIDE = ("context", "tensor")
+"""Phases inside of the model, of which only some models have a formula."""
 
 
 def summary_tables(summary: RunSummary) -> list[Table]:
@@ -87,7 +89,8 @@ def offload_table(summary: RunSummary) -> Table:
 
 
 def traffic_table(summary: RunSummary) -> Table:
-    """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`."""
+    """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`.
+    Nothing where there is no theory."""
     steps = max(1, summary.traffic_steps)
     rows = []
     every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.theory.items()}
@@ -96,6 +99,8 @@ def traffic_table(summary: RunSummary) -> Table:
         sent, due = summary.traffic.get(entry, Traffic()), theory.get(entry, Traffic())
         mark = OK if sent == due else DIFFERS
         due_calls, due_bytes = f"{due.calls / steps:.5g}", format_bytes(due.sent_bytes / steps)
+        if entry.phase in INSIDE and not any(each.phase == entry.phase for each in theory):
+            mark = due_calls = due_bytes = ""
         where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
         calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)
         rows.append((*where, calls, due_calls, sent_bytes, due_bytes, mark))

@@ -71,6 +71,10 @@ class BlockConfig:
                 "compiled code there; leave compile unset or take false"
             )
 
+    def compiles(self, device_type: str) -> bool:
+        """Whether blocks are compiled there."""
+        return device_type == "cuda" and self.tiles == 1 if self.compile is None else self.compile
+
 
 def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:
     """Wrap the forward of each block of `model` in place; without tiles the gradients stay the same to the bit on CPU.
@@ -82,7 +86,7 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
     if config.loss_tiles > 1:
         tile_loss(model, config.loss_tiles)
     blocks = [block for _, block in find_blocks(model)]
-    compiles = device_type == "cuda" and config.tiles == 1 if config.compile is None else config.compile
+    compiles = config.compiles(device_type)
     if not blocks and (config.activation_checkpoint != "none" or config.compile):
         raise ValueError(
             f"block.activation_checkpoint={config.activation_checkpoint} and block.compile={config.compile}: idle, "

@@ -22,7 +22,7 @@ from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import of_experts
 from dzero.plan.flights import ALONE, Flights
 from dzero.plan.work import Work
-from dzero.zero.account import expected_control, expected_traffic
+from dzero.zero.account import copies_of, expected_control, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import names_off_device
@@ -70,15 +70,12 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     read = _states_read(places, units)
     sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
     gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
-    others = layout.model_ranks - 1
-    summed = gradient if layout.microbatches > 1 and not layout.grad.sharded else working
     found = {}
     for unit in units:
         own = layout.of_unit(unit)
         shards = {param.name: param.shard_elems(own.shard) for param in unit.params}
         shares = {param.name: param.shard_elems(own.shard, own.shares) for param in unit.params}
-        splits = [(each, each.split) for each in unit.params if each.trainable and each.split is not None]
-        copies = [each for each, split in splits if split.dim is None and split.summed]
+        copies = copies_of(layout, unit)
         trained = {param.name for param in unit.params if param.trainable}
 
         def elems(names: Iterable[str], shares: dict[str, int] = shares) -> int:
@@ -97,8 +94,8 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
             disk_work=param if on_disk["param"] else 0,
             read_states=read[unit.name],
             written_states=sum(sizes[pair.disk] for pair in places.going("states", unit.name)),
-            copies_grad=sum(2 * others * each.elems * summed // layout.model_ranks for each in copies),
-            copies=len(copies),
+            copies_grad=copies.sent_bytes,
+            copies=copies.calls,
             host_elems=elems(away["master"]),
             device_elems=elems(trained - away["master"]),
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.comm import tensor_exchange
 from dzero.comm.ledger import Entry, Traffic
 from dzero.hardware import format_bytes
 from dzero.offload.actions import update_order
@@ -179,6 +180,8 @@ class _Observer:
         self._left(self._sharded.is_last)
 
     def _moved(self, entry: Entry, sent_bytes: int) -> None:
+        if entry.phase == tensor_exchange.PHASE:
+            return  # a part of the model's own forward and backward
         unit = self._sharded.ledger.trail.step[-1].unit
         what = "decide" if entry.phase == "control" else entry.phase
         self.actions.append(self._action(what, unit, f"{entry.kind} over {entry.axis}", sent_bytes))

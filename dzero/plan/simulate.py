@@ -25,7 +25,7 @@ Note: values. A fake tensor has none. Where the code reads one anyway, it finds 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,10 +33,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero.comm import expert_exchange, tensor_exchange
 from dzero.comm.collectives import is_exact
-from dzero.comm.expert_exchange import PHASE
 from dzero.comm.ledger import Entry, Traffic
-from dzero.mesh import make_mesh
+from dzero.comm.tensor_exchange import CountTensor
+from dzero.mesh import TENSOR, make_mesh
 from dzero.offload.actions import schedule_of
 from dzero.offload.places import Places
 from dzero.offload.schedule import Schedule
@@ -58,6 +59,8 @@ from dzero.zero.shard import Sharded, shard
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 META = torch.device("meta")
+COUNTED = ("control", expert_exchange.PHASE, tensor_exchange.PHASE)
+"""Phases that are no part of the table: what they move is counted."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def _check_traffic(
     layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic], shared: Sequence[str] = ()
 ) -> None:
     """The simulated collectives are the table's, to the byte."""
-    moved = {entry: each for entry, each in traffic.items() if entry.phase not in ("control", PHASE)}
+    moved = {entry: each for entry, each in traffic.items() if entry.phase not in COUNTED}
     expected = expected_traffic(layout, shapes, shared)
     if moved != expected:
         raise RuntimeError(f"the simulated step moves\n{moved}\nand the table says\n{expected}")
@@ -153,13 +156,15 @@ def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
     cut_logits = scenario.parallelize(model, mesh)
     parts = scenario.cut(model, part)
     sharded = _sharded_on_meta(scenario, model, mesh, parts, experts)
+    cut = scenario.mesh.tp > 1
+    counted = CountTensor(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if cut else nullcontext()
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
         absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
         loss: Any = scenario.loss_of(sharded.model, parts)
-        with cut_logits:
+        with cut_logits, counted:
             return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
 
 

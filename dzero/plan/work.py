@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from dzero.comm.tensor_exchange import called_by, sent_by
 from dzero.plan.private import group_called
 
 aten = torch.ops.aten
@@ -52,10 +53,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     kind = func._overloadpacket
     if func.namespace == "prim":
         return Work()  # a fake tensor is asked for its device: nothing that a real one does
-    if func.namespace == "_c10d_functional":
-        return _exchange(kind.__name__, args, out)
-    if func.namespace == "c10d":
-        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it
+    if (group := called_by(func, args)) is not None:
+        return Work(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it; or a wait
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
         return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
@@ -63,20 +64,6 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
         return Work(calls=1)
     touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
     return Work(bytes=sum(touched.values()), calls=1)
-
-
-def _exchange(name: str, args: Any, out: Any) -> Work:
-    """Of a collective within the model; bytes as the ledger counts them. What waits for one sends nothing."""
-    if name == "all_gather_into_tensor":
-        return Work(calls=1, sent=out.nbytes - args[0].nbytes, exchanges=1)
-    if name == "reduce_scatter_tensor":
-        return Work(calls=1, sent=args[0].nbytes - out.nbytes, exchanges=1)
-    if name == "all_reduce":
-        ranks = group_called(args[-1]).size()
-        return Work(calls=1, sent=2 * (ranks - 1) * out.nbytes / ranks, exchanges=1)
-    if name in ("wait_tensor", "_wrap_tensor_autograd"):
-        return Work(calls=1)
-    raise NotImplementedError(f"a model whose operators call {name} is not foreseen")
 
 
 def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dzero.comm import tensor_exchange
 from dzero.comm.ledger import Entry, Traffic, dtype_key
-from dzero.mesh import PIPELINE, REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.zero.layout import Layout, Row
 from dzero.zero.shapes import UnitShape
 
@@ -66,6 +67,30 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
             if param.name in shared and param.trainable:
                 add("exchange", PIPELINE, 2, param.shard_elems(n) * layout.grad.dtype.itemsize, layout.grad.dtype, 1)
     return dict(totals)
+
+
+def copies_of(layout: Layout, unit: UnitShape) -> Traffic:
+    """Of one reduction of a unit: gradients of which every rank of an axis that cuts the model has a part, and all are
+    to have the sum. An all_reduce for each."""
+    ranks, size = layout.model_ranks, copied_dtype(layout).itemsize
+    cut = [(param, param.split) for param in unit.params if param.trainable and param.split is not None]
+    summed = [param for param, split in cut if split.dim is None and split.summed]
+    return Traffic(len(summed), sum(2 * (ranks - 1) * param.elems * size // ranks for param in summed))
+
+
+def copied_dtype(layout: Layout) -> torch.dtype:
+    """In which those are added: as the unit's backward made them, or what was added over microbatches."""
+    whole = layout.microbatches > 1 and not layout.grad.sharded
+    return layout.grad.dtype if whole else layout.param.dtype
+
+
+def expected_copies(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
+    """The same in a step, of all units, by the ledger's entries (phase tensor)."""
+    reductions = layout.microbatches if layout.grad.sharded else 1
+    each = [copies_of(layout, unit) for unit in units]
+    calls, sent = (reductions * sum(figures) for figures in zip(*((t.calls, t.sent_bytes) for t in each), strict=True))
+    entry = Entry(tensor_exchange.PHASE, "all_reduce", TENSOR, dtype_key(copied_dtype(layout)))
+    return {entry: Traffic(calls, sent)} if calls else {}
 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:

@@ -1,0 +1,59 @@
+"""What a model that is cut over tp sends by itself: its DTensors call torch's functional collectives, past ours.
+
+    operator                 kind             bytes that one of n ranks sends (ledger.py)
+    all_gather_into_tensor   all_gather       what comes out, less what goes in
+    reduce_scatter_tensor    reduce_scatter   what goes in, less what comes out
+    all_reduce               all_reduce       2 (n - 1) / n of the tensor
+
+Seeing them takes a look at every operator, so a run counts those of its first step, as all later ones send the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dzero.comm.ledger import Ledger
+
+PHASE = "tensor"
+SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def called_by(func: Any, args: Any) -> Any:
+    """The name of the group whose ranks a functional collective is among; None of any other operator."""
+    if func.namespace != "_c10d_functional" or func._overloadpacket.__name__ in SILENT:
+        return None
+    return args[-1]
+
+
+def sent_by(func: Any, args: Any, out: Any, ranks: int) -> tuple[str, int]:
+    """Kind and bytes of such a collective. Raises NotImplementedError for others than the table's."""
+    name = func._overloadpacket.__name__
+    if name == "all_gather_into_tensor":
+        return "all_gather", out.nbytes - args[0].nbytes
+    if name == "reduce_scatter_tensor":
+        return "reduce_scatter", args[0].nbytes - out.nbytes
+    if name == "all_reduce":
+        return "all_reduce", 2 * (ranks - 1) * out.nbytes // ranks
+    raise NotImplementedError(f"a model whose operators call {name} is not foreseen")
+
+
+class CountTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, `ledger` counts what operators send over `group`, as that axis."""
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group, self._axis, self._ledger = group, axis, ledger
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch calls it; DTensors are left to take themselves apart first."""
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if called_by(func, args) == self._group.group_name:
+            kind, sent_bytes = sent_by(func, args, out, self._group.size())
+            self._ledger.record(PHASE, kind, self._axis, out.dtype, sent_bytes)
+        return out
