@@ -12,8 +12,9 @@ so a part's forward is the model's own, on hidden states instead of tokens, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -158,27 +159,29 @@ def cut_parts(
 
 
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
-    """Cut `costs` into so many runs, none empty, of which the dearest costs least; `last`: beside those of the last."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    number = len(costs)
-    # dearest[i]: of the best cut of the first i costs into the parts so far; ends[k][i]: where its part before ends.
-    dearest = [sums[i] if i else float("inf") for i in range(number + 1)]
-    ends: list[list[int]] = []
-    for part in range(1, parts):
-        more = last if part == parts - 1 else 0.0
-        choices = [
-            min(((max(dearest[j], sums[i] - sums[j] + more), -j) for j in range(part, i)), default=(float("inf"), 0))
-            for i in range(number + 1)
-        ]
-        dearest = [cost for cost, _ in choices]
-        ends.append([-j for _, j in choices])
-    spans, end = [], number
-    for of_part in reversed(ends):
-        spans.append(slice(of_part[end], end))
-        end = of_part[end]
-    return [slice(0, end), *reversed(spans)]
+    """Cut `costs` into so many runs, none empty, of which the dearest costs least, and of such cuts the most even one;
+    where that is as good, early parts are short, as they hold more microbatches. `last`: beside those of the last."""
+    sums = [0.0, *accumulate(costs)]
+
+    def least(with_part: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+        """Of all cuts the figure that is least, and where its parts begin. with_part: the figure of first parts, and
+        what one more costs -> that of both."""
+        found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by how many are dealt
+        for part in range(parts):
+            more = last if part == parts - 1 else 0.0
+            found = {
+                end: min(
+                    (with_part(figure, sums[end] - sums[at] + more), (*begins, at))
+                    for at, (figure, begins) in found.items()
+                    if at < end
+                )
+                for end in range(part + 1, len(sums))
+            }
+        return found[len(costs)]
+
+    dearest, _ = least(max)
+    _, begins = least(lambda squares, cost: squares + cost**2 if cost <= dearest else float("inf"))
+    return [slice(*each) for each in pairwise((*begins, len(costs)))]
 
 
 Named = tuple[str, nn.Module]

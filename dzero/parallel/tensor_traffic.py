@@ -42,7 +42,8 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         head               all_gather                      reduce_scatter
         loss               3 all_reduce, fp32, tokens
 
-    All but those of the loss send (ranks - 1) / ranks of tokens * width. Gradients of what all ranks have are zero/account.py's `expected_copies`.
+    All but those of the loss send (ranks - 1) / ranks of tokens * width. Gradients of what all ranks have are
+    zero/account.py's `expected_copies`.
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
     ends = sizes.has_first + sizes.has_last

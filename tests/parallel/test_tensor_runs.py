@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from pool import Pool
 from training import settled, train, write_text
 
@@ -21,3 +22,21 @@ def test_a_model_with_dropout_goes_on_over_other_axes(pool: Pool, tmp_path: Path
     for steps, mesh in ((1, "mesh.dp=2"), (2, "mesh.tp=2"), (3, "mesh.pp=1")):
         told = pool.run(train, 2, settled(text, *settings, f"train.steps={steps}", mesh), tmp_path, timeout_s=300)
         assert len(told[0].losses) == 1
+
+
+@pytest.mark.parametrize("line", ["zero.stage=3 block.activation_checkpoint=full", "zero.stage=1 train.accumulate=2"])
+def test_a_run_moves_what_theory_says_also_between_ranks_that_share_matrices(
+    pool: Pool, tmp_path: Path, line: str
+) -> None:
+    run = settled(write_text(tmp_path / "text.txt"), "mesh.dp=2", "mesh.tp=2", "model.kv_heads=2", *line.split())
+    for rank in pool.run(train, 4, run, tmp_path, timeout_s=300):
+        assert rank.agrees
+
+
+def test_a_first_step_that_is_not_the_run_s_counts_too(pool: Pool, tmp_path: Path) -> None:
+    """Every run counts in its own first step, after a resume as well."""
+    text = write_text(tmp_path / "text.txt")
+    saving = ["checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}", "resume=auto", "model.kv_heads=2"]
+    for steps in (1, 3):
+        run = settled(text, "mesh.dp=1", "mesh.tp=2", f"train.steps={steps}", *saving)
+        assert all(rank.agrees for rank in pool.run(train, 2, run, tmp_path, timeout_s=300))
