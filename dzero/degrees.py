@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CP_ATTENTIONS = ("all_gather", "ulysses")
+CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
 PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 """By default, of every schedule of a pipeline."""
 
@@ -18,10 +18,10 @@ class MeshConfig:
     `dp`: ranks, or groups of them, that read sequences of their own; None for all that are left. `replicate`: copies of
     the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
     them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
-    how they attend, `all_gather` or `ulysses` (parallel/attention.py). `tp`: ranks that share every matrix (tensor and
-    sequence parallelism). `ep`: ranks, of the dp x cp x tp, that share the experts (expert parallelism); those of tp
-    are among them. `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the model;
-    `pp_schedule`: in which order they run them (parallel/pipeline.py).
+    how they attend, `all_gather`, `ulysses` or `ring` (parallel/attention.py). `tp`: ranks that share every matrix
+    (tensor and sequence parallelism). `ep`: ranks, of the dp x cp x tp, that share the experts (expert parallelism);
+    those of tp are among them. `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the
+    model; `pp_schedule`: in which order they run them (parallel/pipeline.py).
     """
 
     dp: int | None = None

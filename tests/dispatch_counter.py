@@ -5,6 +5,7 @@
     _allgather_base_       (n - 1) * the input's
     _reduce_scatter_base_  (n - 1) * the output's
     allreduce_             2 (n - 1) / n * the tensor's (the bandwidth-optimal count)
+    all_to_all_single      the input's, none of which stays (the functional one)
     recv_, wait, ...       none
 
 Backward on the CPU runs in the caller's thread, so what FSDP2's hooks issue there is seen as well.
@@ -31,8 +32,8 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent_bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.name().removeprefix("c10d::")
+        if func.namespace == "c10d" or func.name() == "_c10d_functional::all_to_all_single":
+            name = func.name().partition("::")[2]
             self.calls[name] += 1
             self.sent_bytes[name] += self._sent(name, args)
         return func(*args, **(kwargs or {}))
@@ -46,6 +47,8 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (self.ranks - 1) * nbytes(args[0])
         if name == "allreduce_":
             return 2 * (self.ranks - 1) * nbytes(args[0]) // self.ranks
+        if name == "all_to_all_single":  # to one other rank, as torch's ring calls it
+            return nbytes(args[0])
         if name in ("recv_", "barrier", "monitored_barrier_"):
             return 0
         raise AssertionError(f"c10d::{name} is not in the auditor's table")

@@ -4,13 +4,18 @@
     gather    part                 [ranks, *part]                    (ranks - 1) * part    all_gather
     turn      [ranks, *part]       [ranks, *part], one from each     (ranks - 1) * part    all_to_all
     add       [ranks, *part]       part, the sum over ranks          (ranks - 1) * part    reduce_scatter
+    ring      part                 torch moves it (parallel/ring.py) of each hop a part    permute
 
 Sums are made here, in fp32 (fp64 of fp64), and rounded once. Every call returns when its result may be used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -40,6 +45,22 @@ class ContextExchange:
         """parts [ranks, ...], part r for rank r -> [...], the sum of what all ranks have for this one."""
         received = self._turned("reduce_scatter", parts)
         return received.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Of the axis's ranks."""
+        return self._exchange.group
+
+    @contextmanager
+    def ring(self, part: Tensor, hops: Sequence[tuple[torch.dtype, int]]) -> Iterator[None]:
+        """What is done inside sends two of `part`, keys and values, from each rank to the next: so many times in each
+        dtype."""
+        begun = Collective("permute", "attention", self._axis, 2 * part.numel(), part.dtype)
+        with record_function("ring attention"), self._ledger.trail.within(begun, self.group):
+            yield
+        for dtype, times in hops:
+            for _ in range(times):
+                self._ledger.record("context", "permute", self._axis, dtype, 2 * part.numel() * dtype.itemsize)
 
     def _turned(self, kind: str, parts: Tensor) -> Tensor:
         parts = parts.contiguous()

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dzero.comm.ledger import Ledger
 
 PHASE = "tensor"
-SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+SILENT = ("wait_tensor", "_wrap_tensor_autograd", "all_to_all_single")
+"""What waits for one, and what torch's ring attention calls, which the ledger counts."""
 
 
 def called_by(func: Any, args: Any) -> Any:

@@ -6,9 +6,12 @@
     ulysses     queries, keys, values: from a part   the same, reversed   its heads of all queries
                 of every head to all of some heads;
                 what comes out: back
+    ring        keys and values: of one rank after   the same, and     all heads of its own queries
+                another (ring.py)                    gradients
 
 Ulysses (Jacobs et al. 2023) moves less with many ranks, but they must divide the heads; all_gather moves keys and
-values alone, of which grouped queries have few, and takes any number of ranks.
+values alone, of which grouped queries have few, and takes any number of ranks; ring moves more than that, but while it
+computes, and never holds more than two ranks' keys.
 
 Note: prefixes without masks of time x time. Chunk c of all_gather sees the keys up to its own end, aligned at the
 right. Flash attention on CUDA does just that; the way to it that torch documents, `nn.attention.bias`, fails inside
@@ -27,6 +30,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from dzero.comm.context_exchange import ContextExchange
+from dzero.parallel.ring import Ring
 from dzero.parallel.zigzag import chunks_of, cut, joined
 
 TILE_TOKENS = 256
@@ -78,7 +82,11 @@ class Ulysses:
         return back.transpose(0, 1).flatten(1, 2)
 
 
-ATTENTIONS: dict[str, Callable[[ContextExchange], Attention]] = {"all_gather": AllGather, "ulysses": Ulysses}
+ATTENTIONS: dict[str, Callable[[ContextExchange], Attention]] = {
+    "all_gather": AllGather,
+    "ulysses": Ulysses,
+    "ring": Ring,
+}
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:

@@ -29,6 +29,7 @@ from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
 from dzero.mesh import CONTEXT
 from dzero.parallel.attention import ATTENTIONS, Attention
 from dzero.parallel.methods import Forward, wrap_method
+from dzero.parallel.ring import hops
 from dzero.parallel.zigzag import Zigzag
 
 
@@ -36,7 +37,7 @@ class ContextParallel:
     """What is done to a model, in place, and to its tokens.
 
     model: sharded or about to be. group: of the ranks that share every sequence (`mesh.context_group`). attention:
-    `all_gather` or `ulysses`. ledger: counts what moves, `Sharded.ledger`. exact: pairwise moves instead of the
+    `all_gather`, `ulysses` or `ring`. ledger: counts what moves, `Sharded.ledger`. exact: pairwise moves instead of the
     backend's collectives, `Layout.exact`. Raises ValueError for another attention, and a model without the methods
     that are replaced.
     """
@@ -112,24 +113,29 @@ def expected_context(
                      backward   reduce_scatter    (ranks - 1) * 2 k
         ulysses      either     all_to_all        (ranks - 1) * (e + 2 k) / ranks
                                 all_to_all        (ranks - 1) * e / ranks
+        ring         forward    permute           2 k, ranks - 1 times
+                     backward   permute           2 k, ranks - 1 times, and in fp32 ranks times
 
     calls: of attention, layers * microbatches. recomputed: a second forward in backward (activation checkpointing).
     """
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
-    for kind, part_elems, forward in _moves(attention, sizes, ranks):
+    for kind, sent_elems, forward, dtype in _moves(attention, sizes, ranks):
         times = calls * (2 if recomputed and forward else 1)
-        sent = times * (ranks - 1) * part_elems * sizes.dtype.itemsize
-        totals[Entry("context", kind, CONTEXT, dtype_key(sizes.dtype))] += Traffic(times, sent)
+        totals[Entry("context", kind, CONTEXT, dtype_key(dtype))] += Traffic(times, times * sent_elems * dtype.itemsize)
     return dict(totals)
 
 
-def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[str, int, bool]]:
-    """(kind, elements for one other rank, whether in forward) of one call and its backward."""
+def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[str, int, bool, torch.dtype]]:
+    """(kind, elements that are sent, whether in forward, as what) of one call and its backward."""
     queries, keys = (sizes.tokens * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
     if attention == "all_gather":
-        yield "all_gather", 2 * keys, True
-        yield "reduce_scatter", 2 * keys, False
+        yield "all_gather", (ranks - 1) * 2 * keys, True, sizes.dtype
+        yield "reduce_scatter", (ranks - 1) * 2 * keys, False, sizes.dtype
         return
     for forward in (True, False):
-        yield "all_to_all", (queries + 2 * keys) // ranks, forward
-        yield "all_to_all", queries // ranks, forward
+        if attention == "ring":
+            for dtype, times in hops(sizes.dtype, ranks)[not forward]:
+                yield from [("permute", 2 * keys, forward, dtype)] * times
+            continue
+        yield "all_to_all", (ranks - 1) * ((queries + 2 * keys) // ranks), forward, sizes.dtype
+        yield "all_to_all", (ranks - 1) * (queries // ranks), forward, sizes.dtype

@@ -28,6 +28,7 @@ LINES = [
     "zero.stage=2 mesh.dp=1 mesh.cp_attention=ulysses block.activation_checkpoint=full",
     "zero.stage=1 mesh.dp=1 block.activation_checkpoint=selective precision=fp32",
     "zero.stage=3 mesh.dp=1 train.sequence_tokens=1280 train.microbatch_sequences=1",  # in tiles, which share a mask
+    "zero.stage=2 mesh.dp=1 mesh.cp_attention=ring train.accumulate=2",
     pytest.param("zero.stage=2 mesh.dp=1 mesh.tp=2", marks=pytest.mark.slow),
     pytest.param("zero.stage=0 mesh.dp=2 mesh.cp_attention=ulysses", marks=pytest.mark.slow),
 ]

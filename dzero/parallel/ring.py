@@ -1,0 +1,121 @@
+"""Ring attention (Liu et al. 2023) over sequences that are cut over ranks: torch's own loops, the device's own kernel.
+
+    step i of n    a rank attends to               meanwhile
+    forward, 0     its own keys, causally          they go to the next rank
+    forward, i     those of the i-th rank before   they go on
+    backward, i    the same again                  so do keys, and behind them their gradients in fp32, home after n
+
+What comes out of a step is merged by its log-sum-exp, in fp32. As chunks are dealt (zigzag.py), each step after the
+first is half a square on every rank. A rank holds its own keys and those of one other, however many ranks there are.
+
+torch's own way in, `context_parallel`, replaces scaled_dot_product_attention in the whole process, by DTensors that
+know no kernel of the CPU. Its loops take any kernel, so here they run on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention as around,
+)
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention_backward as around_again,
+)
+from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
+
+from dzero.comm.context_exchange import ContextExchange
+
+aten = torch.ops.aten
+ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
+ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+TIME = 2
+FLASH = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+"""What CUDA's kernel gives beside its result, and takes in backward."""
+
+
+def hops(dtype: torch.dtype, ranks: int) -> tuple[list[tuple[torch.dtype, int]], list[tuple[torch.dtype, int]]]:
+    """How often keys and values, and their gradients, go from a rank to the next: in forward, and in backward."""
+    keys = (dtype, ranks - 1)
+    return [keys], [keys, (torch.float32, ranks)]
+
+
+class Ring:
+    """Every rank's queries over the keys of one rank after the other."""
+
+    def __init__(self, exchange: ContextExchange) -> None:
+        self._exchange = exchange
+        set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `Attention`. Raises ValueError on CUDA for what flash attention does not take."""
+        if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):
+            raise ValueError(
+                f"mesh.cp_attention=ring with heads of {query.shape[-1]} in {query.dtype}: on CUDA it takes bf16 or "
+                "fp16, and a multiple of 8; take mesh.cp_attention=all_gather"
+            )
+        mixed: Tensor = _Ring.apply(query, key, value, self._exchange)  # type: ignore[no-untyped-call]
+        return mixed
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: ContextExchange) -> Tensor:
+        kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else ON_CPU
+        with exchange.ring(key, hops(key.dtype, exchange.ranks)[0]):
+            mixed, sums, *rest = around(
+                exchange.group, TIME, _forward(kernel), query, key, value, is_causal=True, dropout_p=0.0
+            )
+        ctx.exchange, ctx.rest = exchange, dict(zip(FLASH, rest, strict=False))
+        ctx.save_for_backward(query, key, value, mixed, sums)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mixed, sums = ctx.saved_tensors
+        kernel = aten._scaled_dot_product_flash_attention_backward if query.is_cuda else ON_CPU_BACKWARD
+        with ctx.exchange.ring(key, hops(key.dtype, ctx.exchange.ranks)[1]):
+            found = around_again(
+                ctx.exchange.group,
+                TIME,
+                _backward(kernel),
+                grads[0].contiguous(),
+                "grad_out",
+                query,
+                key,
+                value,
+                mixed,
+                sums,
+                is_causal=True,
+                dropout_p=0.0,
+                **ctx.rest,
+            )
+        return (*found[:3], None)
+
+
+def _forward(kernel: Any) -> Callable[..., Any]:
+    """Of queries whose heads share keys, too."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Any:
+        return kernel(query, *(_for_each(each, query) for each in (key, value)), **settings)
+
+    return run
+
+
+def _backward(kernel: Any) -> Callable[..., Any]:
+    def run(*, query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Any:
+        keys, values = (_for_each(each, query) for each in (key, value))
+        of_query, *others = kernel(query=query, key=keys, value=values, **settings)
+        groups = (key.shape[1], query.shape[1] // key.shape[1])
+        return of_query, *(each.unflatten(1, groups).sum(2) for each in others)
+
+    return run
+
+
+def _for_each(shared: Tensor, query: Tensor) -> Tensor:
+    """[batch, kv_heads, time, dim] -> [batch, heads, time, dim]."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
