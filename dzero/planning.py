@@ -89,7 +89,7 @@ def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
         for entry, each in traffic.items()
     )
     header = ("collective", "axis", "dtype", "calls", "a rank sends")
-    return Table(f"{what} in a step, in forward and backward of every block", header, rows, left=3)
+    return Table(f"{what} in a step, in forward and backward", header, rows, left=3)
 
 
 def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:

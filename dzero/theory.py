@@ -53,6 +53,7 @@ def tensor_traffic(
         width=model.shape.hidden_size,
         blocks=model.shape.layers if parts is None else parts.blocks,
         cuts_ffn=not isinstance(model, MoE) or model.shape.shared_experts > 0,
+        experts=model.shape.experts if isinstance(model, MoE) and model.shape.balance == "loss" else 0,
         has_first=parts is None or parts.has_first,
         has_last=parts is None or parts.has_last,
         dtype=layout.param.dtype,

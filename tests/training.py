@@ -24,12 +24,13 @@ SMALL = (
 
 
 class Told(NamedTuple):
-    """What one rank's trainer knows after its run; `agrees`: whether measured traffic was the theory's."""
+    """What one rank's trainer knows after its run; `agrees`: whether measured traffic was the theory's, in `phases`."""
 
     losses: list[float]
     held_out: float | None
     skipped_steps: int
     agrees: bool
+    phases: frozenset[str]
 
 
 def write_text(path: Path, words: int = 8000) -> Path:
@@ -52,7 +53,8 @@ def train(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:
     """A whole run, as every worker makes it."""
     trainer = Trainer(run, folder, torch.device("cpu"))
     summary = trainer.run()
-    return Told(trainer.recorder.losses, summary.held_out_loss, summary.skipped_steps, agrees(summary))
+    phases = frozenset(entry.phase for entry in summary.theory.keys() & summary.traffic.keys())
+    return Told(trainer.recorder.losses, summary.held_out_loss, summary.skipped_steps, agrees(summary), phases)
 
 
 def agrees(summary: RunSummary) -> bool:

@@ -23,7 +23,8 @@ from dzero.comm.trail import Trail
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, context, experts, update, control), `kind` of collective, mesh `axis`, `dtype` sent."""
+    """`phase` (unshard, reduce, tensor, context, experts, pipeline, update, control), `kind` of collective, mesh
+    `axis`, `dtype` sent."""
 
     phase: str
     kind: str

@@ -27,7 +27,7 @@ def called_by(func: Any, args: Any) -> Any:
     """The name of the group whose ranks a functional collective is among; None of any other operator."""
     if func.namespace != "_c10d_functional" or func._overloadpacket.__name__ in SILENT:
         return None
-    return args[-1]
+    return getattr(args[-1], "group_name", args[-1])
 
 
 def sent_by(func: Any, args: Any, out: Any, ranks: int) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -161,26 +162,26 @@ def cut_parts(
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
     """Cut `costs` into so many runs, none empty, of which the dearest costs least, and of such cuts the most even one;
     where that is as good, early parts are short, as they hold more microbatches. `last`: beside those of the last."""
-    sums = [0.0, *accumulate(costs)]
+    exact = [Fraction(cost) for cost in costs]
+    sums, behind = [Fraction(), *accumulate(exact)], Fraction(last)
 
-    def least(with_part: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    def least(with_part: Callable[[Fraction, Fraction], Fraction | None]) -> tuple[Fraction, tuple[int, ...]]:
         """Of all cuts the figure that is least, and where its parts begin. with_part: the figure of first parts, and
-        what one more costs -> that of both."""
-        found: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by how many are dealt
+        what one more costs -> that of both; None where that may not be."""
+        found: dict[int, tuple[Fraction, tuple[int, ...]]] = {0: (Fraction(), ())}  # by how many are dealt
         for part in range(parts):
-            more = last if part == parts - 1 else 0.0
-            found = {
-                end: min(
-                    (with_part(figure, sums[end] - sums[at] + more), (*begins, at))
-                    for at, (figure, begins) in found.items()
-                    if at < end
-                )
-                for end in range(part + 1, len(sums))
-            }
-        return found[len(costs)]
+            more = behind if part == parts - 1 else 0
+            further: dict[int, tuple[Fraction, tuple[int, ...]]] = {}
+            for at, (figure, begins) in found.items():
+                for end in range(at + 1, len(sums)):
+                    both = with_part(figure, sums[end] - sums[at] + more)
+                    if both is not None and (end not in further or (both, (*begins, at)) < further[end]):
+                        further[end] = both, (*begins, at)
+            found = further
+        return found[len(exact)]
 
     dearest, _ = least(max)
-    _, begins = least(lambda squares, cost: squares + cost**2 if cost <= dearest else float("inf"))
+    _, begins = least(lambda squares, cost: squares + cost**2 if cost <= dearest else None)
     return [slice(*each) for each in pairwise((*begins, len(costs)))]
 
 

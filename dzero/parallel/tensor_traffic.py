@@ -18,14 +18,16 @@ LOSS_SUMS = 3
 class TensorSizes:
     """tokens: of a microbatch, all that the axis's ranks have together, each `width` features in `dtype`.
 
-    blocks: of this rank; cuts_ffn: whether anything but their attention is cut, which experts are not. has_first,
-    has_last: whether it has the embedding, and the head with the loss.
+    blocks: of this rank; cuts_ffn: whether anything but their attention is cut, which experts are not; experts: in
+    each, where a loss balances them, else 0. has_first, has_last: whether it has the embedding, and the head with the
+    loss.
     """
 
     tokens: int
     width: int
     blocks: int
     cuts_ffn: bool
+    experts: int
     has_first: bool
     has_last: bool
     dtype: torch.dtype
@@ -41,8 +43,9 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         embedding          reduce_scatter                  all_gather
         head               all_gather                      reduce_scatter
         loss               3 all_reduce, fp32, tokens
+        block's balance    all_reduce, fp32, 2 * experts                         the same
 
-    All but those of the loss send (ranks - 1) / ranks of tokens * width. Gradients of what all ranks have are
+    All but the last two send (ranks - 1) / ranks of tokens * width. Gradients of what all ranks have are
     zero/account.py's `expected_copies`.
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
@@ -53,7 +56,10 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype)): Traffic(microbatches * calls, microbatches * calls * part)
         for kind, calls in (("all_gather", gathers), ("reduce_scatter", reduces))
     }
-    if sizes.has_last:
-        calls, sent = microbatches * LOSS_SUMS, 2 * (ranks - 1) * sizes.tokens * torch.float32.itemsize // ranks
-        totals[Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float32))] = Traffic(calls, calls * sent)
+    sums = {sizes.tokens: LOSS_SUMS * sizes.has_last, 2 * sizes.experts: sizes.blocks * (1 + recomputed)}
+    added = [(microbatches * calls, elems) for elems, calls in sums.items() if elems and calls]
+    if added:
+        sent = sum(calls * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for calls, elems in added)
+        entry = Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float32))
+        totals[entry] = Traffic(sum(calls for calls, _ in added), sent)
     return totals

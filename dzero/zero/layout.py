@@ -262,7 +262,7 @@ class Layout:
         """Whole gradients wait for the last microbatch; whole parameters stay gathered until then."""
         return Cadence(
             reduce=is_last or self.grad.sharded,
-            reshard=is_last or self.param.sharded,
+            reshard=is_last or self.param.sharded or self.shard == 1,
         )
 
 

@@ -28,6 +28,14 @@ def test_traffic_that_only_theory_or_only_the_ledger_knows_differs() -> None:
     assert [row[-1] for row in traffic_table(surplus).rows] == ["≠"]
 
 
+def test_what_a_model_moves_inside_has_no_mark_where_there_is_no_formula_for_it() -> None:
+    inside = replace(REDUCE, phase="tensor", axis="tp")
+    unknown = replace(SUMMARY, traffic={inside: Traffic(10, 1000)}, theory={})
+    assert [row[-1] for row in traffic_table(unknown).rows] == [""]
+    known = replace(unknown, theory={replace(inside, kind="all_gather"): Traffic(5, 1000)})
+    assert [row[-1] for row in traffic_table(known).rows] == ["≠", "≠"]
+
+
 def test_traffic_is_shown_per_step() -> None:
     row = next(row for row in traffic_table(SUMMARY).rows if row[0] == GATHER.phase)
     assert row == ("unshard", "all_gather", "shard", "bf16", "5", "5", "1000 B", "1000 B", "ok")

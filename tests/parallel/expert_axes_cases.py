@@ -4,6 +4,7 @@ workers; the same in the oracle of `expert_cases`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,9 @@ class Made:
     def step(self, number: int) -> StepRecord:
         """As the trainer's."""
         self.recorder.begin_step()
-        shared = self.recorder.share(self._backward(self.steps[number]), stop=False)
+        with self.assembled.counted() if number == 0 else nullcontext():
+            loss = self._backward(self.steps[number])
+        shared = self.recorder.share(loss, stop=False)
         self.recorder.before_update()
         self.optim.step()
         assert self.optim.last_decision is not None

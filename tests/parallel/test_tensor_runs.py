@@ -31,6 +31,7 @@ def test_a_run_moves_what_theory_says_also_between_ranks_that_share_matrices(
     run = settled(write_text(tmp_path / "text.txt"), "mesh.dp=2", "mesh.tp=2", "model.kv_heads=2", *line.split())
     for rank in pool.run(train, 4, run, tmp_path, timeout_s=300):
         assert rank.agrees
+        assert "tensor" in rank.phases
 
 
 def test_a_first_step_that_is_not_the_run_s_counts_too(pool: Pool, tmp_path: Path) -> None:
@@ -39,4 +40,4 @@ def test_a_first_step_that_is_not_the_run_s_counts_too(pool: Pool, tmp_path: Pat
     saving = ["checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}", "resume=auto", "model.kv_heads=2"]
     for steps in (1, 3):
         run = settled(text, "mesh.dp=1", "mesh.tp=2", f"train.steps={steps}", *saving)
-        assert all(rank.agrees for rank in pool.run(train, 2, run, tmp_path, timeout_s=300))
+        assert all(rank.agrees and "tensor" in rank.phases for rank in pool.run(train, 2, run, tmp_path, timeout_s=300))

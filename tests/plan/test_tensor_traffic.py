@@ -29,6 +29,7 @@ class Case:
     microbatches: int = 2
     recompute: str = "none"
     shared: int | None = None
+    balance: str = "none"
     tied: bool = False
     parts: int = 1
     part: int = 0
@@ -38,7 +39,7 @@ class Case:
         sizes = {"hidden_size": WIDTH, "layers": LAYERS, "heads": 4, "kv_heads": 4, "ffn_size": 128, "vocab_size": 256}
         if self.shared is None:
             return ModelConfig(**sizes, tied=self.tied)
-        return ModelConfig(kind="moe", **sizes, experts=4, top_k=2, shared_experts=self.shared)
+        return ModelConfig(kind="moe", **sizes, experts=4, top_k=2, shared_experts=self.shared, balance=self.balance)
 
 
 CASES = [
@@ -50,6 +51,8 @@ CASES = [
     Case(shared=0, recompute="full"),
     Case(shared=1, microbatches=1),
     Case(shared=1, recompute="full"),
+    Case(shared=0, balance="loss"),
+    Case(shared=1, balance="loss", recompute="full"),
     Case(stage=1, microbatches=4, parts=2),
     Case(microbatches=4, parts=2, part=1, recompute="full"),
 ]
@@ -76,6 +79,7 @@ def test_the_formula_is_what_a_simulated_step_calls(case: Case) -> None:
         width=WIDTH,
         blocks=LAYERS // case.parts,
         cuts_ffn=case.shared != 0,
+        experts=4 if case.balance == "loss" else 0,
         has_first=case.part == 0,
         has_last=case.part == case.parts - 1,
         dtype=torch.bfloat16,
