@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, pairwise
+from math import lcm
 from typing import Any
 
 from torch import Tensor, nn
@@ -162,16 +162,18 @@ def cut_parts(
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
     """Cut `costs` into so many runs, none empty, of which the dearest costs least, and of such cuts the most even one;
     where that is as good, early parts are short, as they hold more microbatches. `last`: beside those of the last."""
-    exact = [Fraction(cost) for cost in costs]
-    sums, behind = [Fraction(), *accumulate(exact)], Fraction(last)
+    ratios = [cost.as_integer_ratio() for cost in (*costs, last)]
+    unit = lcm(*(below for _, below in ratios))
+    *exact, behind = (above * unit // below for above, below in ratios)  # whole numbers, so equal cuts are equal
+    sums = [0, *accumulate(exact)]
 
-    def least(with_part: Callable[[Fraction, Fraction], Fraction | None]) -> tuple[Fraction, tuple[int, ...]]:
+    def least(with_part: Callable[[int, int], int | None]) -> tuple[int, tuple[int, ...]]:
         """Of all cuts the figure that is least, and where its parts begin. with_part: the figure of first parts, and
         what one more costs -> that of both; None where that may not be."""
-        found: dict[int, tuple[Fraction, tuple[int, ...]]] = {0: (Fraction(), ())}  # by how many are dealt
+        found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # by how many are dealt
         for part in range(parts):
             more = behind if part == parts - 1 else 0
-            further: dict[int, tuple[Fraction, tuple[int, ...]]] = {}
+            further: dict[int, tuple[int, tuple[int, ...]]] = {}
             for at, (figure, begins) in found.items():
                 for end in range(at + 1, len(sums)):
                     both = with_part(figure, sums[end] - sums[at] + more)

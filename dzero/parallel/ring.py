@@ -9,7 +9,8 @@ What comes out of a step is merged by its log-sum-exp, in fp32. As chunks are de
 first is half a square on every rank. A rank holds its own keys and those of one other, however many ranks there are.
 
 torch's own way in, `context_parallel`, replaces scaled_dot_product_attention in the whole process, by DTensors that
-know no kernel of the CPU. Its loops take any kernel, so here they run on both.
+know no kernel of the CPU. Its loops take any kernel, so here they run on both. torch keeps them to itself, so they are
+imported where a ring is made: nobody else depends on where they lie.
 """
 
 from __future__ import annotations
@@ -19,13 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _templated_ring_attention as around,
-)
-from torch.distributed.tensor.experimental._context_parallel._attention import (
-    _templated_ring_attention_backward as around_again,
-)
-from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
 
 from dzero.comm.context_exchange import ContextExchange
 
@@ -47,8 +41,10 @@ class Ring:
     """Every rank's queries over the keys of one rank after the other."""
 
     def __init__(self, exchange: ContextExchange) -> None:
-        self._exchange = exchange
-        set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
+        from torch.distributed.tensor.experimental._context_parallel import _attention as loops
+
+        self._exchange, self._loops = exchange, loops
+        loops.set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -58,19 +54,20 @@ class Ring:
                 f"mesh.cp_attention=ring with heads of {query.shape[-1]} in {query.dtype}: on CUDA it takes bf16 or "
                 "fp16, and a multiple of 8; take mesh.cp_attention=all_gather"
             )
-        mixed: Tensor = _Ring.apply(query, key, value, self._exchange)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _Ring.apply(query, key, value, self._exchange, self._loops)  # type: ignore[no-untyped-call]
         return mixed
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: ContextExchange) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: ContextExchange, loops: Any) -> Tensor:
         kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else ON_CPU
+        mixed: Tensor
         with exchange.ring(key, hops(key.dtype, exchange.ranks)[0]):
-            mixed, sums, *rest = around(
+            mixed, sums, *rest = loops._templated_ring_attention(
                 exchange.group, TIME, _forward(kernel), query, key, value, is_causal=True, dropout_p=0.0
             )
-        ctx.exchange, ctx.rest = exchange, dict(zip(FLASH, rest, strict=False))
+        ctx.exchange, ctx.loops, ctx.rest = exchange, loops, dict(zip(FLASH, rest, strict=False))
         ctx.save_for_backward(query, key, value, mixed, sums)
         return mixed
 
@@ -79,7 +76,7 @@ class _Ring(torch.autograd.Function):
         query, key, value, mixed, sums = ctx.saved_tensors
         kernel = aten._scaled_dot_product_flash_attention_backward if query.is_cuda else ON_CPU_BACKWARD
         with ctx.exchange.ring(key, hops(key.dtype, ctx.exchange.ranks)[1]):
-            found = around_again(
+            found = ctx.loops._templated_ring_attention_backward(
                 ctx.exchange.group,
                 TIME,
                 _backward(kernel),
@@ -94,7 +91,7 @@ class _Ring(torch.autograd.Function):
                 dropout_p=0.0,
                 **ctx.rest,
             )
-        return (*found[:3], None)
+        return (*found[:3], None, None)
 
 
 def _forward(kernel: Any) -> Callable[..., Any]:

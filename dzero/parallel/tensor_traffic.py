@@ -56,10 +56,9 @@ def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomp
         Entry(PHASE, kind, TENSOR, dtype_key(sizes.dtype)): Traffic(microbatches * calls, microbatches * calls * part)
         for kind, calls in (("all_gather", gathers), ("reduce_scatter", reduces))
     }
-    sums = {sizes.tokens: LOSS_SUMS * sizes.has_last, 2 * sizes.experts: sizes.blocks * (1 + recomputed)}
-    added = [(microbatches * calls, elems) for elems, calls in sums.items() if elems and calls]
-    if added:
-        sent = sum(calls * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for calls, elems in added)
-        entry = Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float32))
-        totals[entry] = Traffic(sum(calls for calls, _ in added), sent)
+    of_the_loss, balances = LOSS_SUMS * sizes.has_last, sizes.blocks * (1 + recomputed) if sizes.experts else 0
+    sums = [(microbatches * of_the_loss, sizes.tokens), (microbatches * balances, 2 * sizes.experts)]
+    if calls := sum(times for times, _ in sums):
+        sent = sum(times * (2 * (ranks - 1) * elems * torch.float32.itemsize // ranks) for times, elems in sums)
+        totals[Entry(PHASE, "all_reduce", TENSOR, dtype_key(torch.float32))] = Traffic(calls, sent)
     return totals

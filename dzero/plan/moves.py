@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dzero.comm.ledger import Traffic
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
 from dzero.offload.actions import update_order
 from dzero.offload.places import Places
@@ -22,7 +23,7 @@ from dzero.plan.costs import BACKWARD, FORWARD, Costs
 from dzero.plan.durations import of_experts
 from dzero.plan.flights import ALONE, Flights
 from dzero.plan.work import Work
-from dzero.zero.account import copies_of, expected_control, expected_traffic
+from dzero.zero.account import copies_of, expected_control, expected_copies, expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.tiers import names_off_device
@@ -119,8 +120,9 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     each = moves.values()
     inside = Work() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
     if inside.exchanges:
-        axes[TENSOR] = layout.microbatches * int(inside.sent) + reductions * sum(unit.copies_grad for unit in each)
-        calls[TENSOR] = layout.microbatches * inside.exchanges + reductions * sum(unit.copies for unit in each)
+        copied = sum(expected_copies(layout, units).values(), Traffic())
+        axes[TENSOR] = layout.microbatches * int(inside.sent) + copied.sent_bytes
+        calls[TENSOR] = layout.microbatches * inside.exchanges + copied.calls
     if inside.passes:
         axes[CONTEXT] = layout.microbatches * int(inside.passed)
         calls[CONTEXT] = layout.microbatches * inside.passes

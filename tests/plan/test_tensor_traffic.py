@@ -89,3 +89,12 @@ def test_the_formula_is_what_a_simulated_step_calls(case: Case) -> None:
         due[entry] = due.get(entry, Traffic()) + traffic
     moved: dict[Entry, Traffic] = {entry: each for entry, each in found.traffic.items() if entry.phase == PHASE}
     assert moved == due
+
+
+def test_sums_of_as_many_numbers_are_counted_apart() -> None:
+    """As many tokens as two for each expert: 3 sums of the loss, and one for each of 2 blocks."""
+    sizes = TensorSizes(
+        tokens=16, width=8, blocks=2, cuts_ffn=False, experts=8, has_first=True, has_last=True, dtype=torch.bfloat16
+    )
+    moved = expected_tensor(sizes, ranks=2, microbatches=1, recomputed=False)
+    assert moved[Entry(PHASE, "all_reduce", "tp", "float32")] == Traffic(5, 5 * 16 * 4)
