@@ -237,8 +237,8 @@ def test_settings_that_do_not_fit_are_named_with_what_does(tmp_path: Path) -> No
     assert "mesh.cp=2 x mesh.tp=4 does not divide train.sequence_tokens=36" in told
     assert "take a multiple of 8, as" in told
     assert "mesh.cp_attention=ulysses has no effect with mesh.cp=1" in refused(tmp_path, "mesh.cp_attention=ulysses")
-    told = refused(tmp_path, "mesh.cp_attention=ring", "mesh.cp=2")
-    assert "mesh.cp_attention='ring': choose one of ['all_gather', 'ulysses']" in told
+    told = refused(tmp_path, "mesh.cp_attention=flash", "mesh.cp=2")
+    assert "mesh.cp_attention='flash': choose one of ['all_gather', 'ulysses', 'ring']" in told
     told = refused(tmp_path, "mesh.cp=2", "mesh.cp_attention=ulysses")  # of 2 heads and 1 of keys
     assert "mesh.cp=2, which does not divide heads=2 and kv_heads=1" in told
     assert [*CP_ATTENTIONS] == [*ATTENTIONS]
@@ -274,7 +274,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
     told = []
     for refused in (
         lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="all_gather", exact=True),
-        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="ring", exact=True),
+        lambda: ContextParallel(nn.Linear(2, 2), group, Ledger(), attention="flash", exact=True),
         lambda: context_group(mesh, 2),
     ):
         with pytest.raises(ValueError, match="cp") as error:
@@ -287,7 +287,7 @@ def test_what_a_library_asks_in_vain_is_named(pool: Pool) -> None:
     (told,) = pool.run(refusals, 1)
     model, attention, ranks = told
     assert "mesh.cp=1: Linear has no module with attend()" in model
-    assert "mesh.cp_attention='ring': choose one of ['all_gather', 'ulysses']" in attention
+    assert "mesh.cp_attention='flash': choose one of ['all_gather', 'ulysses', 'ring']" in attention
     assert "cp=2 does not divide the 1 data-parallel ranks; allowed: [1]" in ranks
 
 
