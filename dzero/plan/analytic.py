@@ -3,7 +3,8 @@
     on the device while unit u is at work          bytes
     param         shards                           those of the table that stay on the device; of the others the unit's
                                                    that is gathered next
-    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's
+    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's; where the shard
+                                                   axis has one rank none, but what is brought from the host
     buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
                                                    reduced buffer of the unit before; FSDP2 frees each one later
     grad          reduced, or whole while waiting  units whose backward has ended; others where microbatches accumulate
@@ -182,7 +183,12 @@ class _Device:
 
     def _unsharded(self, unit: str) -> int:
         at_work = set() if unit == LOSS else {unit, self._around.get(unit, unit), self._root}
-        return sum(map(self._whole, self._kept | at_work)) * self._layout.param.dtype.itemsize
+        return sum(map(self._copied, self._kept | at_work))
+
+    def _copied(self, unit: str) -> int:
+        """Of a unit at work; one rank alone uses its shards where they lie on the device (zero/in_place.py)."""
+        whole = self._whole(unit) * self._layout.param.dtype.itemsize
+        return whole if self._own[unit].shard > 1 else self._away[unit]
 
     def _coming(self, span: Span) -> str:
         """The unit whose shards are brought ahead of its gather (offload/incoming.py); "" for none: of the next step.

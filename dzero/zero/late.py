@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 
 def unsharded_params(root: FSDPModule) -> list[nn.Parameter]:
     """What the last forward of all units below `root` computed with, trained parameters alone."""
-    held = [each for group in _groups(root) for each in group.fsdp_params]
+    held = [each for group in _below(root) for each in group.fsdp_params]
     return [each.unsharded_param for each in held if each.unsharded_param.requires_grad]
 
 
 def collect(root: FSDPModule) -> None:
     """As at the end of a backward: of all units below `root`, the last first, accumulate or reduce, and free."""
-    for group in reversed(_groups(root)):
+    for group in reversed(_below(root)):
         group.post_backward()
     _state(root)._root_post_backward_final_callback()
 
@@ -30,9 +30,16 @@ def _state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
-def _groups(root: FSDPModule) -> list[Any]:
-    """Of every unit, in the order in which they were made; torch before 2.13 has one for each."""
-    found: list[Any] = []
-    for state in _state(root)._state_ctx.all_states:
-        found += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+def groups_of(module: FSDPModule) -> list[Any]:
+    """FSDP2's groups of the parameters of one unit, none where it has none; torch before 2.13 has one at most."""
+    return _of_state(_state(module))
+
+
+def _below(root: FSDPModule) -> list[Any]:
+    """Those of every unit, in the order in which they were made."""
+    return [group for state in _state(root)._state_ctx.all_states for group in _of_state(state)]
+
+
+def _of_state(state: Any) -> list[Any]:
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in found if group is not None]

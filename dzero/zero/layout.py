@@ -212,7 +212,7 @@ class Layout:
             moments=row("moments", 1, moments),
             wire=wire,
             remainder=remainder,
-            # A shard axis of one rank: kept parameters would be a second copy of every shard, so drop them.
+            # A shard axis of one rank: nothing is gathered, and what was brought to the device goes as soon as it may.
             reshard_after_forward=zero.reshard_after_forward if zero.stage >= 3 else shard == 1,
             exact=exact,
             offload=offload,

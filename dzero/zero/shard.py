@@ -37,6 +37,7 @@ from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
+from dzero.zero.in_place import use_shards
 from dzero.zero.late import collect, unsharded_params
 from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
@@ -348,6 +349,7 @@ class _Sharder:
             # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
+            use_shards(module)
 
 
 def _as_fsdp(module: nn.Module) -> FSDPModule:
