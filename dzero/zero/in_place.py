@@ -8,6 +8,8 @@ needs what FSDP2 keeps to itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -18,9 +20,9 @@ from dzero.zero.late import groups_of
 def use_shards(module: FSDPModule) -> None:
     """Of a module that `fully_shard` cut over one rank; called once."""
     for group in groups_of(module):
-        for param in group.fsdp_params:
-            if type(param._sharded_param_data) is torch.Tensor:  # else it is brought to the device for each use
-                param.__class__ = InPlace
+        for held in group.fsdp_params:
+            if type(held._sharded_param_data) is torch.Tensor:  # else it is brought to the device for each use
+                held.__class__ = InPlace
 
 
 class InPlace(FSDPParam):
@@ -35,8 +37,12 @@ class InPlace(FSDPParam):
         all_gather_input_dtypes: list[torch.dtype],
         world_size: int,
         device: torch.device,
+        **others: Any,
     ) -> None:
-        """Called before each use; the shard is another one where the model was moved, or its state dict assigned."""
+        """Called before each use; the shard is another one where the model was moved, or its state dict assigned.
+
+        others: torch 2.11 and 2.12 have one more.
+        """
         shard = self._sharded_param_data
         if shard is self._gathered:
             return
@@ -45,7 +51,9 @@ class InPlace(FSDPParam):
         if all_gather_input_dtypes == [shard.dtype] and shard.untyped_storage().nbytes() == shard.nbytes:
             self.all_gather_outputs = [shard]
         else:
-            super().init_all_gather_outputs(all_gather_input_numels, all_gather_input_dtypes, world_size, device)
+            super().init_all_gather_outputs(
+                all_gather_input_numels, all_gather_input_dtypes, world_size, device, **others
+            )
 
     def free_unsharded_param(self) -> None:
         """As FSDP2 does, but for the shard."""
