@@ -94,6 +94,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.kind = Where(0, "", ""), "temporaries"
         self._held: dict[int, _Held] = {}
+        self._filled: dict[int, _Held] = {}  # of these, what FSDP2 may have filled, and frees by resizing
         self._changes: list[_Change] = []
         self._points: list[Where] = []
 
@@ -108,6 +109,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for kind, tensors in _told_by(func, args, kwargs):
             for tensor in _tensors(tensors):
                 self._tell(tensor, kind)
+        for tensor in _tensors(_filled_by(func, args, kwargs)):
+            if (held := self._see(tensor)) is not None:
+                self._filled[id(tensor.untyped_storage())] = held
         self._look_at_sizes()
         self._points.append(self.where)
         return out
@@ -167,9 +171,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look_at_sizes(self) -> None:
         """FSDP2 frees and allocates gathered parameters by resizing them, which no operator shows."""
-        for held in [*self._held.values()]:  # others may free meanwhile
+        for held in [*self._filled.values()]:  # others may free meanwhile
             storage = None if held.left else held.storage()
-            if storage is not None and storage.resizable() and storage.nbytes() != held.count:
+            if storage is not None and storage.nbytes() != held.count and storage.resizable():
                 self._change(held, storage.nbytes())
 
     def _change(self, held: _Held, count: int) -> None:
@@ -178,6 +182,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held.count = count
 
     def _freed(self, key: int, _: object) -> None:
+        self._filled.pop(key, None)
         self._change(self._held.pop(key), 0)
 
 
@@ -192,6 +197,13 @@ def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield "buffers", kwargs["out"]
     elif func.namespace in ("fsdp", "c10d"):
         yield "buffers", (args, kwargs)
+
+
+def _filled_by(func: Any, args: Any, kwargs: Any) -> Any:
+    """What FSDP2 gathers into: flat tensors, by one operator where ranks gather, by another where one rank copies."""
+    if func.name() == "fsdp::split_with_sizes_copy":
+        return kwargs["out"]
+    return args[0] if func is torch.ops.aten.copy_.default and args[0].ndim == 1 else ()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
