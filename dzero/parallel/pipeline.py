@@ -139,7 +139,7 @@ class Pipeline:
         x = self._tokens[microbatch] if part.index == 0 else x
         if part.index == self._parts.count - 1:
             loss = self._take(self._loss(part.module, x, self._targets[microbatch]))
-            return loss.expand(1).clone()  # no view: torch may detach it in place
+            return loss.view(1).clone()  # no view: torch may detach it in place
         out, added = self._run(part.module, x), self._added(part.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
