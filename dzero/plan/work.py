@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +13,26 @@ from dzero.comm.tensor_exchange import called_by, sent_by
 from dzero.plan.private import group_called
 
 aten = torch.ops.aten
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+ATTENTION_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda *qkv, **_: _attention(sdpa_flop_count, qkv[:3]),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *grad_qkv, **_: _attention(
-        sdpa_backward_flop_count, grad_qkv[:4]
+    **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
+    **dict.fromkeys(
+        ATTENTION_BACKWARD, lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0])
     ),
 }
-"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention."""
+"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention, and up to 2.11 grouped heads."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 """Operators that touch nothing."""
 
@@ -66,5 +78,10 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
     return Work(bytes=sum(touched.values()), calls=1)
 
 
-def _attention(count: Callable[..., int], tensors: Sequence[torch.Tensor]) -> int:
-    return count(*(tensor.shape for tensor in tensors))
+def _attention(
+    count: Callable[..., int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *grad: torch.Tensor
+) -> int:
+    """Of [batch, heads, tokens, head size]; every head of `query` has products with one of `key` and of `value`."""
+    batch, heads, *_ = query.shape
+    shapes = (query.shape, *((batch, heads, *each.shape[2:]) for each in (key, value)))
+    return count(*(each.shape for each in grad), *shapes)

@@ -14,7 +14,7 @@ from dzero.models.llama import Llama, LlamaShape
 from dzero.parallel.blocks import BlockConfig, apply_blocks
 from dzero.plan.costs import BACKWARD, FORWARD, costs_of
 from dzero.plan.operators import decoder_loss
-from dzero.plan.work import Work, work_of
+from dzero.plan.work import ATTENTION, ATTENTION_BACKWARD, FLOPS, Work, work_of
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)
 LOSS = partial(decoder_loss, sequences=2, length=16)
@@ -60,3 +60,12 @@ def test_the_work_of_a_linear_and_a_relu_by_hand() -> None:
     zeros, relu, sum_, ones_like, under_threshold = 5 * 3, 2 * 5 * 4, 5 * 4 + 1, 2, 3 * 5 * 4
     assert forward.bytes == 4 * (zeros + relu + sum_)
     assert backward.bytes == 4 * (ones_like + under_threshold), "expand is a view: what is read is its 5 x 4"
+
+
+def test_attention_of_grouped_heads_has_the_products_of_all() -> None:
+    """Two products forward, with the scores again five backward: of 2 x 5 x 7 positions, heads of 3."""
+    query, grad = torch.empty(2, 4, 5, 3, device="meta"), torch.empty(2, 4, 5, 3, device="meta")
+    key, value = torch.empty(2, 2, 7, 3, device="meta"), torch.empty(2, 2, 7, 3, device="meta")
+    product = 2 * (2 * 4) * 5 * 7 * 3
+    assert {FLOPS[kind](query, key, value, out_val=None) for kind in ATTENTION} == {2 * product}
+    assert {FLOPS[kind](grad, query, key, value, out_val=None) for kind in ATTENTION_BACKWARD} == {5 * product}
