@@ -149,8 +149,8 @@ class RunConfig:
                 "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
                 "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
-        self.mesh.check_tokens(self.train.sequence_tokens)
         check_together(Together(self.mesh, self.model, self.block, self.zero, self.offload, self.optim.rule))
+        self.mesh.check_tokens(self.train.sequence_tokens)
         self.optim.check_whole({"mesh.tp": self.mesh.tp, "mesh.ep": self.mesh.ep, "block.tiles": self.block.tiles})
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:

@@ -91,8 +91,8 @@ class MeshConfig:
         given = " x ".join(f"mesh.{key}={value}" for key, value in degrees.items() if value not in (None, 1))
         start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
         raise ValueError(
-            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many: "
-            f"{_nearest(world, [*degrees.values()])}{start}"
+            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many, the nearest "
+            f"first: {_nearest(world, [*degrees.values()])}{start}"
         )
 
     def readers(self, data_ranks: int) -> int:
@@ -135,11 +135,10 @@ def factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
 
 
 def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:
-    """Products that make `number`, those alone that keep most of the `wanted` factors, the simplest first; None, 1: not
-    asked for."""
+    """Products that make `number`: those first that keep most of the `wanted` factors, of them the simplest; None, 1:
+    not asked for."""
     asked = [index for index, each in enumerate(wanted) if each not in (None, 1)]
-    every = factorings(number, len(wanted))
-    kept = {each: sum(each[index] == wanted[index] for index in asked) for each in every}
-    found = sorted((each for each in every if kept[each] == max(kept.values())), key=lambda each: -each.count(1))
+    kept = {each: sum(each[index] == wanted[index] for index in asked) for each in factorings(number, len(wanted))}
+    found = sorted(kept, key=lambda each: (-kept[each], -each.count(1)))
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return f"{found[:most]}{more}"

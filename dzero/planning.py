@@ -169,6 +169,11 @@ def tell_plan(
 
     The run goes on whatever happens here.
     """
+    if config.mesh.sharing > 1:  # a plan of these needs a process that is in no group
+        return None, (
+            "TensorBoard has no plan of a run whose ranks share sequences, matrices or experts: "
+            "python -m dzero plan, with the same settings, makes it"
+        )
     try:
         forecast = planned_under_way(config, ranks, device_type, vocab_size)
         return forecast.peak_bytes, onto_board(board, forecast, step)

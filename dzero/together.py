@@ -8,6 +8,8 @@ from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.attention import check_heads
 from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.parts import check_blocks
+from dzero.parallel.tensor_plans import Sizes
 from dzero.zero.layout import ZeroConfig
 from dzero.zero.tiers import OffloadConfig
 
@@ -27,6 +29,7 @@ class Together:
 def check_together(run: Together) -> None:
     """Raises ValueError, naming the settings and what to take instead."""
     mesh, model = run.mesh, run.model
+    _check_sizes(mesh, model)
     for key in ("tiles", "loss_tiles") if mesh.tp > 1 else ():
         if getattr(run.block, key) > 1:
             raise ValueError(
@@ -60,6 +63,16 @@ def check_together(run: Together) -> None:
     _check_experts(run)
     if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
         check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
+
+
+def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
+    """Those that the settings tell: of other models the ranks see them."""
+    if mesh.tp > 1 and model.heads is not None:
+        dense = model.shared_experts or 0 if model.kind == "moe" else 1
+        ffn_size = dense * (model.ffn_size or 0)
+        Sizes(model.heads, model.kv_heads or model.heads, ffn_size, model.vocab_size or 0).check(mesh.tp, "mesh.tp")
+    if mesh.pp > 1 and model.layers is not None:
+        check_blocks(model.layers, mesh.pp, mesh.parts_of_a_rank)
 
 
 def _check_zero_bubble(run: Together) -> None:

@@ -53,8 +53,16 @@ MISTAKES = {
     "zero.stage=null": "zero.stage=null: must be a whole number",
     "train.steps=1.5": "train.steps=1.5: must be a whole number",
     "mesh.dp=3 mesh.tp=2 launch.workers=4": "mesh.dp=3 x mesh.tp=2, but there are 4 ranks: (dp, cp, tp, pp) that make "
-    "as many: [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1)], or start 6",
-    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp, pp) that make as many: [(1, 1, 1, 6)",
+    "as many, the nearest first: [(1, 1, 2, 2), (1, 2, 2, 1), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 4, 1), (1, 4, 1, 1), "
+    "(4, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)], or start 6",
+    "mesh.cp=4 launch.workers=6": "mesh.cp=4, but there are 6 ranks: (dp, cp, tp, pp) that make as many, the nearest "
+    "first: [(1, 1, 1, 6), (1, 1, 6, 1), (1, 6, 1, 1), (6, 1, 1, 1), (1, 1, 2, 3), (1, 1, 3, 2), (1, 2, 1, 3), "
+    "(1, 2, 3, 1), (1, 3, 1, 2), (1, 3, 2, 1), (2, 1, 1, 3), (2, 1, 3, 1)] and 4 more",
+    "mesh.tp=3": "mesh.tp=3 does not divide the model's kv_heads=2, ffn_size=512; allowed: [1, 2]",
+    "mesh.tp=4 launch.workers=4": "mesh.tp=4 does not divide the model's heads=6, kv_heads=2; allowed: [1, 2]",
+    "mesh.pp=8 train.accumulate=8 launch.workers=8": "mesh.pp=8: 8 parts of a model of 4 blocks; take at most 4 ranks",
+    "mesh.pp=4 mesh.pp_schedule=interleaved train.accumulate=4 launch.workers=4": "mesh.pp=4 with 2 parts on each "
+    "rank: 8 parts of a model of 4 blocks; take at most 2 ranks, or fewer parts",
     "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved', "
     "'zero_bubble']",
     "mesh.pp_schedule=gpipe": "mesh.pp_schedule=gpipe has no effect with mesh.pp=1; remove it",
@@ -76,7 +84,8 @@ MISTAKES = {
     "mesh.ep=2": "mesh.ep=2 with model.kind=llama: only the experts of model.kind=moe (model=tiny_moe) are shared",
     "model=tiny_moe mesh.ep=3": "mesh.ep=3 does not divide model.experts=8; allowed: [1, 2, 4, 8]",
     "model=tiny_moe mesh.ep=4 launch.workers=2": "mesh.ep=4 does not divide the 2 data-parallel ranks of axis shard",
-    "model=tiny_moe mesh.ep=2 mesh.tp=4": "mesh.ep=2 with mesh.tp=4 and model.kind=moe: ranks of tp have tokens of",
+    "model=tiny_moe mesh.ep=2 mesh.tp=4 model.heads=8 model.kv_heads=4": "mesh.ep=2 with mesh.tp=4 and "
+    "model.kind=moe: ranks of tp have tokens of",
     "model=tiny_moe mesh.tp=2": "mesh.ep counts them; of model.experts=8 allowed: mesh.ep in [2, 4, 8], or mesh.tp=1",
     "model=tiny_moe mesh.dp=2 mesh.tp=2 mesh.ep=8": "mesh.ep=8 does not divide the 2 data-parallel ranks of axis shard "
     "x mesh.tp=2, all of which share them, of which experts are shared by neighbours; allowed: [2, 4]",

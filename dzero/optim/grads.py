@@ -120,7 +120,7 @@ class Gradients:
             ranks = gather(per_param.to(self._device)).cpu()
             bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
             self._check_alike(ranks, axis, cut)
-            per_param = torch.where(torch.tensor(cut), _in_order(ranks), ranks[0])
+            per_param = torch.where(torch.tensor(cut) | ~ranks.isfinite().all(0), _in_order(ranks), ranks[0])
         if self._parts is not None:
             ranks = self._parts.gather(per_param)
             bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")

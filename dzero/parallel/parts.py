@@ -115,13 +115,7 @@ def cut_parts(
     plan = plan or plan_for(model)
     count = ranks * parts_of_a_rank
     blocks = find_blocks(model)
-    if len(blocks) < count:
-        several = count > ranks
-        of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
-        raise ValueError(
-            f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {len(blocks)} blocks; take at most "
-            f"{max(1, len(blocks) // parts_of_a_rank)} ranks{', or fewer parts' if several else ''}"
-        )
+    check_blocks(len(blocks), ranks, parts_of_a_rank)
     modules_of_model = dict(model.named_modules())
     if unknown := [name for name in (*plan.first, *plan.last) if name not in modules_of_model]:
         raise ValueError(f"mesh.pp: the plan names {unknown}, which {type(model).__name__} has not as modules")
@@ -157,6 +151,17 @@ def cut_parts(
         removed=tuple(module for _, module in removed),
         empty=_view(model, here),
     )
+
+
+def check_blocks(blocks: int, ranks: int, parts_of_a_rank: int = 1) -> None:
+    """Raises ValueError where there are fewer than parts."""
+    count, several = ranks * parts_of_a_rank, parts_of_a_rank > 1
+    if blocks < count:
+        of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
+        raise ValueError(
+            f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {blocks} blocks; take at most "
+            f"{max(1, blocks // parts_of_a_rank)} ranks{', or fewer parts' if several else ''}"
+        )
 
 
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:

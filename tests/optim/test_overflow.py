@@ -12,8 +12,11 @@ import torch
 from loops import backward, sharded_net, snapshot, unequal
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn import functional
 
-from dzero import AdamW
+from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard
+from dzero.mesh import TENSOR
 from dzero.optim.scaler import ScalerConfig
 
 POISON = {"inf": math.inf, "nan": math.nan}
@@ -131,3 +134,48 @@ def test_hybrid_copies_skip_together(pool: Pool) -> None:
     runs = pool.run(skip_hybrid, 4)
     assert all(run["counts"] == (2, 0) for run in runs)
     assert all(run["skipped"] == runs[0]["skipped"] for run in runs)
+
+
+class Cut(nn.Module):
+    """What is before and after two matrices that tp cuts is whole on each of its ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        x = x + self.down(torch.relu(self.up(x)))
+        return functional.linear(x, self.embed.weight)
+
+
+def whole_on_each(rank: int, _: int, kind: str) -> tuple[Any, ...]:
+    """Rank 1 alone spoils, in its second step, the gradient of a parameter that both ranks of tp have."""
+    torch.manual_seed(0)
+    model, mesh = Cut(), make_mesh("cpu", tp=2)
+    plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize(model, mesh[TENSOR], plan, alike=["embed.*"])
+    sharded = shard(model, ZeroConfig(stage=2), mesh=mesh, precision=PrecisionConfig(param="fp32"))
+    optim, told = AdamW(sharded, max_norm=1.0), []
+    tokens = torch.arange(12).view(2, 6)
+    for step in range(3):
+        before = snapshot(sharded, optim)
+        if step == 1 and rank == 1:
+            handle = sharded.model.get_submodule("embed").register_forward_hook(Poison(POISON[kind]))
+        with sharded.microbatch():
+            functional.cross_entropy(sharded.model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
+        if step == 1 and rank == 1:
+            handle.remove()
+        optim.step()
+        decision = optim.last_decision
+        assert decision is not None
+        kept = unequal(snapshot(sharded, optim), before) == []
+        told.append((decision.finite, math.isfinite(decision.norm), decision.culprits, kept))
+    return *told, optim.skipped_steps
+
+
+@pytest.mark.parametrize("kind", POISON)
+def test_a_copy_of_one_rank_of_a_cut_model_stops_all_of_them(pool: Pool, kind: str) -> None:
+    good = (True, True, (), False)
+    for told, who in zip(pool.run(whole_on_each, 2, kind), ("tp rank 1", "rank 1"), strict=True):
+        assert told == (good, (False, False, (f"embed.weight ({who})",), True), good, 1)

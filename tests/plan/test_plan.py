@@ -109,8 +109,8 @@ def test_the_command_prints_tables_and_ends_with_whether_it_fits() -> None:
 def test_a_run_is_told_where_its_ranks_are_not_those_it_was_planned_for() -> None:
     config = composed([*SMALL, "mesh.dp=64"], CONF, here=False)
     told = (
-        "mesh.dp=64, but there are 2 ranks: (dp, cp, tp, pp) that make as many: [(1, 1, 1, 2), (1, 1, 2, 1), "
-        "(1, 2, 1, 1), (2, 1, 1, 1)], or start"
+        "mesh.dp=64, but there are 2 ranks: (dp, cp, tp, pp) that make as many, the nearest first: [(1, 1, 1, 2), "
+        "(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)], or start"
     )
     with pytest.raises(ValueError, match=re.escape(told)):
         config.check_ranks(2)
