@@ -84,7 +84,8 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
                 ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
-            parts = cut_parts(model, part, mesh.pp, tokens=config.train.sequence_tokens) if mesh.pp > 1 else None
+            several, tokens = mesh.parts_of_a_rank, config.train.sequence_tokens
+            parts = cut_parts(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
         if tensor is not None:
             inside.enter_context(tensor.loss())
         yield OnRank(parts, ledger, {} if experts is None else experts.modules)

@@ -17,11 +17,11 @@ from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.hardware import format_bytes
 from dzero.launch import launched
-from dzero.mesh import local_ranks
+from dzero.mesh import PIPELINE, local_ranks
 from dzero.models.build import flops_per_token
 from dzero.models.moe import MoE
 from dzero.monitor.board import TensorBoardSink
-from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
+from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
 from dzero.parallel.experts import expected_experts
 from dzero.parallel.parts import Parts
 from dzero.plan.explain import actions, tables
@@ -32,8 +32,10 @@ from dzero.plan.picture import pixels
 from dzero.plan.tables import tables as plan_tables
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
-from dzero.theory import context_traffic, tensor_traffic
+from dzero.theory import context_traffic, pipeline_traffic, tensor_traffic
+from dzero.zero.account import expected_traffic
 from dzero.zero.layout import Layout
+from dzero.zero.shapes import UnitShape
 
 
 def ranks_of(config: RunConfig) -> int:
@@ -61,6 +63,10 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
         _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
         _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
+        _moved(
+            "what the first rank of the pipeline, whose units these are, passes on",
+            _passed_on(config, layout, units, rank.parts),
+        ),
     ]
     return [table for table in told if table.rows], actions(layout, units)
 
@@ -81,6 +87,17 @@ def _routed_alike(config: RunConfig, model: nn.Module, layout: Layout, parts: Pa
         dtype=layout.param.dtype,
         recomputed=config.block.activation_checkpoint != "none",
     )
+
+
+def _passed_on(
+    config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: Parts | None
+) -> dict[Entry, Traffic]:
+    """Hidden states, their gradients, and those of tied parameters to the other end."""
+    if parts is None:
+        return {}
+    ends = expected_traffic(layout, units, parts.shared)
+    moved = {entry: each for entry, each in ends.items() if entry.axis == PIPELINE}
+    return moved | pipeline_traffic(parts, hidden_of(config, parts), layout)
 
 
 def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:

@@ -30,7 +30,11 @@ RUNS = [
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 zero.stage=1 model.balance=loss",
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
     "mesh.dp=1 mesh.ep=2 mesh.tp=2 mesh.pp=2 zero.stage=2 model.balance=loss",
+    "mesh.dp=1 mesh.cp=2 mesh.pp=2 zero.stage=3",
+    f"mesh.dp=1 mesh.cp=2 mesh.ep=2 mesh.pp=2 zero.stage=1 mesh.cp_attention=ring {HOST}",
+    f"mesh.dp=1 mesh.cp=2 mesh.ep=2 mesh.tp=2 zero.stage=2 mesh.cp_attention=ulysses {HOST}",
 ]
+CUT = ("mesh.dp=2 mesh.cp=2", *(f"mesh.dp=1 mesh.cp=2 mesh.{more}" for more in ("pp=2", "ep=2", "ep=2 mesh.tp=2")))
 MORE = [
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=0",
     "mesh.dp=2 mesh.ep=2 mesh.pp=2 zero.stage=2 model.balance=loss mesh.pp_schedule=gpipe",
@@ -42,6 +46,7 @@ MORE = [
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 zero.stage=0",
     "mesh.dp=1 mesh.cp=2 mesh.ep=4 mesh.tp=2 zero.stage=3",
     "mesh.dp=2 mesh.ep=4 mesh.tp=2 mesh.pp=2 zero.stage=1 model.balance=loss",
+    *(f"{mesh} zero.stage={stage} {tier}".strip() for mesh in CUT for stage in range(4) for tier in ("", HOST)),
 ]
 
 

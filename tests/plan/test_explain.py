@@ -35,6 +35,7 @@ LAYOUTS = [
 ]
 
 
+SEQUENCE = ["train.microbatch_sequences=2", "train.sequence_tokens=64", "model.vocab_size=256"]
 SHARED = [
     "mesh.ep=4 zero.stage=3",
     "mesh.ep=8 zero.stage=2 train.accumulate=2",
@@ -70,6 +71,22 @@ def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> Non
     assert told["int64"] == ("4", format_bytes(4 * 4 * 8)), "counts of 4 experts for the other rank, in 4 layers"
     rows = 64 * 2 // 2  # half of two choices each; as many come, and both go back, forward and in backward
     assert told["bfloat16"] == ("16", format_bytes(4 * 4 * rows * 192 * 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sends", "blocks"), [("1f1b", 2, "layers.0 … layers.1"), ("interleaved", 6, "layers.0 … layers.2")]
+)
+def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, sends: int, blocks: str) -> None:
+    """Of 4 blocks in 2 parts, or in 4 of which it has the first and the third: each sends on, and back what it got."""
+    settings = ["mesh.dp=2", "mesh.pp=2", f"mesh.pp_schedule={schedule}", "train.accumulate=2", "zero.stage=2"]
+    told, _ = explained(composed([*SEQUENCE, *settings], CONF, here=False), settings, CONF)
+    assert "the first rank of the pipeline" in told[-1].title
+    rows = {row[0]: row[1:] for row in told[-1].rows}
+    hidden, tied = 2 * 64 * 192 * 2, 256 * 192 // 2 * 4
+    assert rows["send"] == ("pp", "bfloat16", str(sends), format_bytes(sends * hidden))
+    assert rows["exchange"] == ("pp", "float32", "1", format_bytes(tied))
+    units = next(each for each in told if each.title.startswith("units"))
+    assert [row[0] for row in units.rows] == [blocks, "root"]
 
 
 def check(layout: Layout, units: list[UnitShape]) -> None:
