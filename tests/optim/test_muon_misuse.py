@@ -32,7 +32,7 @@ SETTINGS = {
     "optim.muon.scale=big": "optim.muon.scale='big': choose one of ['rms', 'original']",
     "optim.muon.compute=fp16": "optim.muon.compute='fp16': choose auto, fp32 or bf16",
     "+optim.options.momentum=0.9": "optim.options={'momentum': 0.9} has no effect with optim.rule=muon",
-    "mesh.tp=2": "mesh.tp=2 with optim.rule=muon",
+    "mesh.tp=2 model.kv_heads=2": "mesh.tp=2 with optim.rule=muon",
     "block.tiles=2": "block.tiles=2 with optim.rule=muon",
 }
 
@@ -40,7 +40,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_that_do_not_fit_are_refused_by_name(tmp_path: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(SETTINGS[setting])):
-        settled(tmp_path, "optim.rule=muon", setting)
+        settled(tmp_path, "optim.rule=muon", *setting.split())
 
 
 def test_muons_settings_have_no_effect_with_another_rule(tmp_path: Path) -> None:
