@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,12 @@ def test_the_peak_of_states_over_all_ranks_is_predicted(pool: Pool) -> None:
     assert memory.peak.total_bytes + memory.staging == pytest.approx(told["peak"], rel=0.01)
 
 
-def test_a_run_whose_model_tp_does_not_divide_is_refused_before_it_starts() -> None:
-    run = composed(["mesh.dp=1", "mesh.tp=4", "model.heads=6", "model.kv_heads=6", "model.hidden_size=96"], CONF)
+def test_a_run_whose_model_tp_does_not_divide_is_refused_before_it_starts(tmp_path: Path) -> None:
+    """Of a transformers model the settings do not tell how many heads it has."""
+    sizes = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6}
+    config = {"model_type": "llama", "vocab_size": 256, "num_key_value_heads": 6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = [f"model.{key}=null" for key in ("hidden_size", "layers", "heads", "kv_heads", "ffn_size")]
+    run = composed(["mesh.dp=1", "mesh.tp=4", "model=hf", f"model.name_or_path={tmp_path}", *ours], CONF)
     with pytest.raises(RunError, match=r"tp=4 does not divide the model's heads=6, kv_heads=6"):
         check_memory(run)
