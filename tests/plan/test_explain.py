@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from dzero.command_line import composed
 from dzero.hardware import format_bytes
+from dzero.monitor.board import TensorBoardSink
 from dzero.on_a_rank import as_on_a_rank, model_of, units_of
 from dzero.plan.explain import collectives, folded
-from dzero.planning import explained, layout_of
+from dzero.planning import explained, layout_of, tell_plan
 from dzero.sources import sources, stands_for
 from dzero.zero.account import expected_traffic
 from dzero.zero.layout import Layout
@@ -87,6 +89,15 @@ def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, send
     assert rows["exchange"] == ("pp", "float32", "1", format_bytes(tied))
     units = next(each for each in told if each.title.startswith("units"))
     assert [row[0] for row in units.rows] == [blocks, "root"]
+
+
+@pytest.mark.parametrize("mesh", ["mesh.cp=2", "mesh.tp=2"])
+def test_a_run_whose_ranks_share_is_told_how_to_get_its_plan(mesh: str) -> None:
+    config = composed([*SEQUENCE, mesh, "mesh.dp=1"], CONF, here=False)
+    peak, lacks = tell_plan(cast(TensorBoardSink, None), 1, config, 2, "cpu", 256)
+    assert peak is None
+    assert lacks is not None
+    assert "python -m dzero plan, with the same settings" in lacks
 
 
 def check(layout: Layout, units: list[UnitShape]) -> None:
