@@ -17,16 +17,18 @@ from typing import Any
 
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.launch import launched
+from dzero.launch.config import launched
 from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
 from dzero.on_a_rank import as_on_a_rank, costs_for, model_of, units_of
+from dzero.optim.build import moments_of
 from dzero.plan.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
 from dzero.plan.costs import Costs
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import Ranking, Subject, search
 from dzero.plan.search_tables import headline, nothing_fits
 from dzero.planning import check_foreseen, hardware_of, ranks_of
+from dzero.run_layout import layout_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
         hardware=hardware,
         step_tokens=config.train.sequences(config.mesh.readers(ranks)) * config.train.sequence_tokens,
         model_flops=flops,
-        moments=config.optim.moments,
+        moments=moments_of(config.optim),
     )
 
 
@@ -97,7 +99,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
     for simplicity, settings in enumerate(dict(each) for each in distinct):
         try:
             run = with_settings(config, settings)
-            layout = run.layout(ranks_of(config), hardware.device_type)
+            layout = layout_on(run, ranks_of(config), hardware.device_type)
         except ValueError as error:
             why = why or str(error)
             continue

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import itertools
 import os
-import signal
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -24,26 +25,53 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from dzero.config import ConfigError, RunConfig, register, resolve
-from dzero.errors import RunError
-from dzero.launch import launched
+from dzero.errors import REPAIRS, RunError, is_raised_here
+from dzero.launch.config import is_first_of_node, launched
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
 OTHER_CONFIG = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
 MULTIRUN = {"-m", "--multirun"}
+SHOWS = {"-c", "--cfg", "-i", "--info"}
+"""Options with which Hydra shows the configuration and runs nothing."""
+SHORT = re.compile(r"^(\+{0,2})resume=(?!\{)")
+HOME = re.compile(r"""([=,\[]['"]?)~(?=/)""")
+SUGGESTED = 3
+USUAL_NAMES = {
+    "batch_size": "train.microbatch_sequences",
+    "micro_batch_size": "train.microbatch_sequences",
+    "global_batch_size": "train.global_sequences",
+    "gradient_accumulation_steps": "train.accumulate",
+    "learning_rate": "optim.lr",
+    "max_steps": "train.steps",
+    "seq_len": "train.sequence_tokens",
+    "grad_clip": "optim.max_norm",
+    "optimizer": "optim.rule",
+    "num_layers": "model.layers",
+}
+"""Settings by the names that other trainers give them."""
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
-def run(main: Callable[[], Any], conf: Path) -> None:
-    """Check the command line, then run Hydra's `main`; exits with a message where the user has something to mend."""
+def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfig]], None]) -> None:
+    """Check the command line, then run Hydra's `main`; exit with a message where the user has something to mend.
+
+    Args:
+        main: A function that `hydra.main` has decorated.
+        conf: The folder of config groups.
+        check_here: Called once with all runs that the command line starts; raises RunError for what this machine cannot
+            run.
+    """
     wants_internals = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would otherwise print with a stack trace
-    sys.argv += _without_folders_of_their_own()
+    sys.argv[1:] = [*spelt_out(sys.argv[1:]), *_without_folders_of_their_own()]
     try:
         try:
-            check(sys.argv[1:], conf)
-        except ConfigError as error:
+            runs = check(sys.argv[1:], conf)
+            if runs and not flags_of(sys.argv[1:]) & SHOWS:
+                check_here(runs)
+        except RunError as error:
             # torchrun starts this on every rank, and all of them find the same: one per node says it.
-            sys.exit(f"error: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+            sys.exit(f"error: {error}" if is_first_of_node() else 1)
         main()
     except (HydraException, OmegaConfBaseException) as error:
         if wants_internals:
@@ -51,44 +79,80 @@ def run(main: Callable[[], Any], conf: Path) -> None:
         sys.exit(f"error: {_essence(error)}")
     except RunError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        unusable = {*REPAIRS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ELOOP}
+        if error.errno not in unusable or error.filename is None or is_raised_here(error):
+            raise
+        where = "name another folder for this run's output, hydra.run.dir=FOLDER"
+        sys.exit(f"error: {Path(error.filename).absolute()}: {error.strerror}; {where}")
 
 
-def composed(
-    settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig, *, here: bool = True
-) -> RunConfig:
-    """The checked configuration that `settings` make, for commands that start no run of Hydra's. Raises ConfigError.
+def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> RunConfig:
+    """Return the checked configuration that `settings` make, for commands that start no run of Hydra's.
 
-    here: as a run on this machine, with its files.
+    Raises:
+        ConfigError: A setting is unknown, mistyped or impossible.
     """
     register(schema)
+    settings = spelt_out(settings)
     try:
-        check(settings, conf, schema, here=here)
+        check(settings, conf, schema)
         with initialize_config_dir(str(conf), version_base="1.3"):
             return resolve(compose("config", overrides=[*settings]))
     except HydraException as error:
         raise ConfigError(_essence(error)) from error
 
 
-def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig, *, here: bool = True) -> None:
-    """Raises ConfigError for the first setting in `arguments` that is unknown, mistyped or impossible.
+def spelt_out(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with what is short in full: `resume=auto`, and `~` of KEY=~/FOLDER."""
+    home = os.path.expanduser("~")
+    return [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
 
-    conf: the folder of config groups. schema: what is registered. here: as `composed`. Command lines that do not run
-    or bring another configuration are left to Hydra.
+
+def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> list[RunConfig]:
+    """Return the runs that a command line starts, composed and validated.
+
+    Args:
+        arguments: The words of the command line. Those that do not run, or bring another configuration, are left to
+            Hydra: for them there are no runs.
+        conf: The folder of config groups.
+        schema: What is registered.
+
+    Raises:
+        ConfigError: The first setting that is unknown, mistyped or impossible.
     """
-    flags = {word.split("=")[0] for word in arguments if word.startswith("-")}
+    flags = flags_of(arguments)
     if flags & (NO_RUN | OTHER_CONFIG):
-        return
+        return []
     if launched() and flags & MULTIRUN:
         raise ConfigError("--multirun starts workers of its own for each run: leave torchrun away")
+    for before, word in itertools.pairwise(["", *arguments]):
+        if re.fullmatch(r"[a-z_]\w*", word) and not before.startswith("-"):  # `--cfg job` is an option's own word
+            raise ConfigError(f"{word}: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help")
     words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-    overrides = OverridesParser.create().parse_overrides(words)
+    overrides = [_parsed(word) for word in words]
     for override in overrides:
         _check_override(override, conf, schema)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        for settings in _runs(overrides, multirun=bool(flags & MULTIRUN)):
-            _check_run(settings, schema, here=here)
+        return [_checked_run(settings, schema) for settings in _runs(overrides, multirun=bool(flags & MULTIRUN))]
+
+
+def _parsed(word: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(word)
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{word[:40]}...: the value cannot be read: {error}") from error
+    except HydraException as error:
+        key, _, value = word.partition("=")
+        quoted = f"""'{key}="{value}"'"""
+        raise ConfigError(
+            f"{word}: not a value as Hydra writes them; a text with such characters takes {quoted}"
+        ) from error
+
+
+def flags_of(arguments: Sequence[str]) -> set[str]:
+    """Return the options among the words of a command line, without their values."""
+    return {word.split("=")[0] for word in arguments if word.startswith("-")}
 
 
 def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> None:
@@ -104,7 +168,7 @@ def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> 
             if not isinstance(value, dict) and not str(value).startswith("{") and str(value) not in options:
                 raise ConfigError(f"{key}={value}: choose one of {options}{_closest(str(value), options)}")
         return
-    hint = _hint(key, schema)
+    hint = _hint(key, schema, str(override.input_line).partition("=")[2])
     if override.is_delete() and hint is not Any:
         raise ConfigError(f"{override.input_line}: a setting cannot be deleted; leave it away for its default")
     if dataclasses.is_dataclass(hint) and not override.is_sweep_override() and not isinstance(values[0], dict):
@@ -131,13 +195,11 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
     yield from (list(choice) for choice in itertools.product(*choices))
 
 
-def _check_run(settings: list[str], schema: type[RunConfig], *, here: bool) -> None:
+def _checked_run(settings: list[str], schema: type[RunConfig]) -> RunConfig:
     _check_figures(settings)
     try:
-        config = resolve(compose("config", overrides=settings))
-        if here:
-            config.check_here()
-    except (ValueError, OSError) as error:
+        return resolve(compose("config", overrides=settings))
+    except ValueError as error:
         raise ConfigError(str(error)) from error
     except HydraException as error:
         key = str(getattr(error.__cause__, "full_key", None) or "").split("[")[0]
@@ -156,8 +218,12 @@ def _check_figures(settings: list[str]) -> None:
         raise ConfigError(f"{changed[0]}: this machine's figures are measured; choose a node as well, hardware=...")
 
 
-def _hint(key: str, schema: type[RunConfig]) -> Any:
-    """The declared type of a setting; Any inside a free mapping. Raises ConfigError for a key that does not exist."""
+def _hint(key: str, schema: type[RunConfig], value: str = "") -> Any:
+    """Return the declared type of a setting; Any inside a free mapping.
+
+    Raises:
+        ConfigError: The key does not exist. The message suggests others, with the `value` that was given.
+    """
     owner: Any = schema
     done: list[str] = []
     for part in key.split("."):
@@ -166,7 +232,10 @@ def _hint(key: str, schema: type[RunConfig]) -> Any:
         hints = get_type_hints(owner)
         if part not in hints:
             where = ".".join(done) or "the configuration"
-            raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{_closest(part, list(hints))}")
+            meant = _meant(key, [".".join([*done, name]) for name in hints], list(_keys(schema)))
+            told = " or ".join(f"{each}={value}" if value else each for each in meant)
+            suggestion = f"; did you mean {told}?" if told else ""
+            raise ConfigError(f"{key}: unknown key; {where} has {sorted(hints)}{suggestion}")
         owner = _present(hints[part])
         done.append(part)
     return owner
@@ -194,6 +263,35 @@ def _essence(error: Exception) -> str:
     said = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line for line in str(said).splitlines() if "reference_type=" not in line and "object_type=" not in line]
     return "\n".join(line for line in lines if line and not line.startswith("See https://"))
+
+
+def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the names of all settings and groups, those of a group after it."""
+    for name, hint in get_type_hints(owner).items():
+        yield f"{prefix}{name}"
+        if dataclasses.is_dataclass(inner := _present(hint)):
+            yield from _keys(inner, f"{prefix}{name}.")
+
+
+def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str]:
+    """Return the keys that an unknown one may stand for, the likeliest kind only, at most three.
+
+    Args:
+        key: The unknown key.
+        here: Keys of the group in which it was looked for.
+        everywhere: All keys.
+    """
+    last = key.rpartition(".")[2]
+    if last.lower() in USUAL_NAMES:
+        return [USUAL_NAMES[last.lower()]]
+    named = [each for each in everywhere if each.rpartition(".")[2] == last]
+    if shallowest := [each for each in named if each.count(".") == min(other.count(".") for other in named)]:
+        return shallowest[:SUGGESTED]
+    for keys in (here, everywhere):
+        by_last = {each.rpartition(".")[2]: each for each in reversed(keys)}
+        if close := difflib.get_close_matches(last, by_last, n=1):
+            return [by_last[close[0]]]
+    return []
 
 
 def _closest(word: str, allowed: Sequence[str]) -> str:

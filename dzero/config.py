@@ -1,40 +1,47 @@
 """The whole configuration of a run: the owners' dataclasses under one roof, and what must agree between them.
 
-Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides train.py and the command-line
-doors, no other file knows Hydra.
+Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides `entry.py`, `command_line.py` and
+`run_names.py`, no other file knows Hydra.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.comm.collectives import is_exact
-from dzero.data.corpus import DataConfig
-from dzero.data.files import find
+from dzero import run_names
+from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
+from dzero.data.config import DataConfig
 from dzero.degrees import MeshConfig
 from dzero.errors import RunError
-from dzero.launch import LauncherConfig, launched
+from dzero.launch.config import LauncherConfig
+from dzero.limits import check, whole
 from dzero.models.config import ModelConfig
-from dzero.models.hf import check_folder
-from dzero.monitor.profile import ProfileConfig
-from dzero.monitor.sink import MonitorConfig
-from dzero.optim.build import OptimConfig
+from dzero.monitor.config import MonitorConfig, ProfileConfig
+from dzero.optim.config import OptimConfig
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.schedule import ScheduleConfig
-from dzero.parallel.blocks import BlockConfig
-from dzero.parallel.schedules import check_microbatches
+from dzero.parallel.config import BlockConfig
 from dzero.plan.machine import HardwareConfig
 from dzero.together import Together, check_together
-from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
+from dzero.zero.offload_config import OffloadConfig
+
+PACKAGE = Path(__file__).parent
+CONF = next((folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir()), PACKAGE / "conf")
+"""The config groups: inside an installed package; of a clone, the folder beside it."""
+
+PLACES = ("checkpoint.folder", "resume.source", "model.name_or_path", "model.weights", "offload.disk.paths")
+"""Settings of files and folders, in which `~` is the home folder: shells leave it in KEY=~/FOLDER."""
+MOST_SEQUENCES = 10**6
+"""Of a microbatch, and of a step: with its microbatches."""
 
 
 class ConfigError(RunError):
@@ -43,39 +50,41 @@ class ConfigError(RunError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long and in what portions.
+    """How long a run trains, and in what portions.
 
-    A step consumes `microbatch_sequences` x `accumulate` x ranks sequences of `sequence_tokens` tokens, where those of
-    mesh.cp, which share theirs, count as one; set `global_sequences` to have that product checked, or with `accumulate`
-    None made, whatever the number of ranks.
-    `evaluate_every_steps`: held-out loss on `evaluate_batches` microbatches per rank (0: never). `max_skipped_steps`:
-    in a row, for what is not finite, before the run stops. `on_nan`: a rank's loss that is not finite, though its
-    gradients may be: skip the step, or stop.
+    A step consumes microbatch_sequences x accumulate x ranks sequences; ranks of mesh.cp share theirs and count as one.
     """
 
     steps: int = 200
+    """Optimizer steps of the run."""
     microbatch_sequences: int = 4
+    """Sequences of one forward and backward on a rank."""
     sequence_tokens: int = 256
+    """Tokens of a sequence."""
     accumulate: int | None = 1
+    """Microbatches per step. null: from global_sequences."""
     global_sequences: int | None = None
+    """Sequences per step over all ranks. Given: the product is checked; with accumulate=null, made."""
     seed: int = 0
+    """Seed of initial values and of the order of the data."""
     evaluate_every_steps: int = 100
+    """Steps between two evaluations of the held-out loss."""
     evaluate_batches: int = 8
+    """Microbatches per rank of an evaluation. 0: never evaluate."""
     max_skipped_steps: int = 20
+    """Steps in a row that may be skipped for non-finite gradients before the run stops."""
     on_nan: str = "skip"
+    """A rank's loss is not finite: `skip` the step, or `stop`."""
 
     def __post_init__(self) -> None:
         if self.on_nan not in ("skip", "stop"):
             raise ValueError(f"train.on_nan={self.on_nan!r}: choose skip or stop")
         if self.accumulate is None and self.global_sequences is None:
             raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
-        for key in ("steps", "microbatch_sequences", "sequence_tokens", "accumulate", "evaluate_every_steps"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"train.{key}={value}: must be a whole number ≥ 1")
-        for key in ("seed", "evaluate_batches", "max_skipped_steps"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"train.{key}={getattr(self, key)}: must be a whole number ≥ 0")
+        sequences = whole(1, MOST_SEQUENCES)
+        check("train", self, microbatch_sequences=sequences, accumulate=sequences, global_sequences=sequences)
+        check("train", self, steps=whole(), sequence_tokens=whole(), seed=whole(0, 2**63 - 1))
+        check("train", self, evaluate_every_steps=whole(), evaluate_batches=whole(0), max_skipped_steps=whole(0))
 
     def microbatches(self, ranks: int) -> int:
         """Of one optimizer step. Raises ValueError where `global_sequences` is not what ranks and microbatches make."""
@@ -112,7 +121,7 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     auto: bool = False
-    """`zero=auto`: choosing.py settles what was not given before anything starts; what runs has False here."""
+    """Set by zero=auto: stage, tiers, recomputation and microbatch are chosen where they were not given."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
@@ -122,8 +131,7 @@ class RunConfig:
     block: BlockConfig = field(default_factory=BlockConfig)
     launch: LauncherConfig = field(default_factory=LauncherConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    resume: str | None = None
-    """A checkpoint's folder, `auto` for the latest in checkpoint.folder, None to start afresh."""
+    resume: ResumeConfig = field(default_factory=ResumeConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     hardware: HardwareConfig | None = None
@@ -151,62 +159,12 @@ class RunConfig:
             )
         check_together(Together(self.mesh, self.model, self.block, self.zero, self.offload, self.optim.rule))
         self.mesh.check_tokens(self.train.sequence_tokens)
-        self.optim.check_whole({"mesh.tp": self.mesh.tp, "mesh.ep": self.mesh.ep, "block.tiles": self.block.tiles})
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
             raise ValueError(
                 f"train.sequence_tokens={self.train.sequence_tokens}: the model takes sequences up to "
                 f"model.max_tokens={longest}; shorten them or raise that"
             )
-
-    @property
-    def worker_count(self) -> int:
-        """Ranks of a plain run on this machine: launch.workers, or as many as the mesh says, or as devices.
-
-        Raises ValueError for more than there are GPUs.
-        """
-        wanted = self.launch.workers or self.mesh.ranks
-        inner = self.mesh.sharing * self.mesh.pp
-        if wanted is None and self.launch.device_type == "cpu" and inner > 1:
-            wanted = inner
-        return replace(self.launch, workers=wanted).worker_count
-
-    def check_ranks(self, world: int) -> None:
-        """What depends on the number of all ranks. Raises ValueError."""
-        self.layout(self.mesh.data_ranks(world), self.launch.device_type)
-
-    def layout(self, ranks: int, device_type: str) -> Layout:
-        """The table as these settings fill it on `ranks` data-parallel ranks. Raises ValueError."""
-        replicate, shard = self.mesh.degrees(ranks, stage=self.zero.stage)
-        layout = Layout.of(
-            self.zero,
-            self.precision,
-            self.offload,
-            replicate=replicate,
-            shard=shard,
-            microbatches=self.train.microbatches(self.mesh.readers(ranks)),
-            exact=is_exact(self.zero.reduction, device_type),
-            model_ranks=self.mesh.tp,
-            pipeline_ranks=self.mesh.pp,
-            expert_ranks=self.mesh.ep,
-        )
-        if self.mesh.pp > 1:
-            check_microbatches(self.mesh.pp_schedule, layout.microbatches, self.mesh.pp)
-        self.optim.check(layout)
-        return layout
-
-    def check_here(self) -> None:
-        """What this machine can tell before any worker starts: its devices and files. Raises ValueError or OSError."""
-        if not launched():
-            self.check_ranks(self.worker_count)
-        elif self.launch.workers is not None:
-            raise ValueError(f"launch.workers={self.launch.workers} has no effect under torchrun; remove it")
-        if self.data.path is not None:
-            find(self.data.path)
-        if self.model.name_or_path is not None:
-            check_folder(self.model.name_or_path)
-        if isinstance(self.model.weights, str) and not Path(self.model.weights).is_dir():
-            raise FileNotFoundError(f"model.weights={self.model.weights}: no such folder; nothing is downloaded")
 
 
 def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:
@@ -219,6 +177,7 @@ def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> N
 
 def register(of: type[RunConfig] = RunConfig) -> None:
     """Make `of` the schema under which Hydra composes `conf/`: `RunConfig`, or one with groups of its own besides."""
+    run_names.register()
     schema = OmegaConf.structured(of)
     _thaw(schema)
     schema.model = OmegaConf.structured(ModelConfig)  # has no default: its sizes come from conf/model
@@ -238,13 +197,29 @@ def _thaw(node: DictConfig) -> None:
 
 
 def resolve(composed: DictConfig) -> RunConfig:
-    """The composed configuration as validated dataclasses. Raises ConfigError."""
+    """Return the composed configuration as validated dataclasses. Raises ConfigError."""
+    for key in PLACES:
+        place = OmegaConf.select(composed, key)
+        if isinstance(place, str):
+            OmegaConf.update(composed, key, os.path.expanduser(place))
+        elif isinstance(place, ListConfig):
+            OmegaConf.update(composed, key, [os.path.expanduser(each) for each in place])
     try:
         config = OmegaConf.to_object(composed)
     except (ValueError, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from error
     assert isinstance(config, RunConfig)
     return config
+
+
+def saving_apart(config: RunConfig, folder: Path) -> RunConfig:
+    """Return `config` with a checkpoint.folder of its own, for one of several runs of a sweep.
+
+    A relative one lies inside `folder`, the run's output folder; an absolute one holds a folder named like that.
+    """
+    given = Path(config.checkpoint.folder)
+    own = given / folder.name if given.is_absolute() else folder / given
+    return replace(config, checkpoint=replace(config.checkpoint, folder=str(own)))
 
 
 def as_yaml(config: RunConfig) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dzero.limits import MOST_RANKS, check, divisors, whole
+
 CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
 PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 """By default, of every schedule of a pipeline."""
@@ -13,32 +15,34 @@ PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of the axes; dp x cp x tp x pp is the number of ranks.
+    """Degrees of the axes: dp x cp x tp x pp is the number of ranks.
 
-    `dp`: ranks, or groups of them, that read sequences of their own; None for all that are left. `replicate`: copies of
-    the sharded model (hybrid sharding); 1 = shard over all data-parallel ranks, dp x cp. Stage 0 replicates over all of
-    them by itself, so it takes no degree. `cp`: ranks that share every sequence (context parallelism). `cp_attention`:
-    how they attend, `all_gather`, `ulysses` or `ring` (parallel/attention.py). `tp`: ranks that share every matrix
-    (tensor and sequence parallelism). `ep`: ranks, of the dp x cp x tp, that share the experts (expert parallelism);
-    those of tp are among them. `pp`: ranks that share the layers (pipeline parallelism), each `pp_parts` parts of the
-    model; `pp_schedule`: in which order they run them (parallel/pipeline.py).
+    Stage 0 replicates over all data-parallel ranks, dp x cp, by itself, so it takes no `replicate`.
     """
 
     dp: int | None = None
+    """Ranks, or groups of ranks, that read sequences of their own. null: all that are left."""
     replicate: int = 1
+    """Copies of the sharded model (hybrid sharding). 1: shard over all data-parallel ranks."""
     cp: int = 1
+    """Ranks that share every sequence (context parallelism)."""
     cp_attention: str = "all_gather"
+    """How those ranks attend: all_gather, ulysses or ring."""
     tp: int = 1
+    """Ranks that share every matrix (tensor and sequence parallelism)."""
     ep: int = 1
+    """Ranks, of the dp x cp x tp, that share the experts (expert parallelism)."""
     pp: int = 1
+    """Ranks that share the layers (pipeline parallelism)."""
     pp_schedule: str = "1f1b"
+    """Order in which pipeline stages run microbatches: 1f1b, gpipe, interleaved or zero_bubble."""
     pp_parts: int | None = None
+    """Pipeline stages on each rank. null: what the schedule needs."""
 
     def __post_init__(self) -> None:
-        for key in ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"mesh.{key}={value}: must be a whole number ≥ 1")
+        degree = whole(1, MOST_RANKS)
+        keys = ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts")
+        check("mesh", self, **dict.fromkeys(keys, degree))
         if self.cp_attention not in CP_ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
         if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
@@ -121,7 +125,7 @@ class MeshConfig:
                 )
             return ranks, 1
         if ranks % self.replicate:
-            allowed = [d for d in range(1, ranks + 1) if ranks % d == 0]
+            allowed = divisors(ranks)
             raise ValueError(f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}")
         return self.replicate, ranks // self.replicate
 
@@ -130,8 +134,7 @@ def factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
     """All ordered products of so many whole numbers that make `number`."""
     if factors == 1:
         return [(number,)]
-    divisors = [each for each in range(1, number + 1) if number % each == 0]
-    return [(each, *rest) for each in divisors for rest in factorings(number // each, factors - 1)]
+    return [(each, *rest) for each in divisors(number) for rest in factorings(number // each, factors - 1)]
 
 
 def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:

@@ -23,11 +23,14 @@ import torch
 
 from dzero.choosing import candidates_of, chosen, subject_of, value_of
 from dzero.config import RunConfig
-from dzero.errors import RunError
+from dzero.errors import RunError, user_errors
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
-from dzero.launch import launched
+from dzero.launch.config import launched
+from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
+from dzero.models.config import SHAPES
 from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
+from dzero.optim.build import check_options, moments_of
 from dzero.plan.analytic import Memory, memory_of, with_moments
 from dzero.plan.candidates import ACCUMULATE, Candidate
 from dzero.plan.costs import Costs
@@ -35,15 +38,27 @@ from dzero.plan.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.plan.machine import HardwareConfig
 from dzero.plan.search import fitting, short_bytes
 from dzero.plan.search_tables import words
-from dzero.planning import layout_of, ranks_of
+from dzero.planning import MANY_LAYERS, layout_of, ranks_of, tell_if_slow
+from dzero.run_layout import workers_of
+from dzero.scratch import make_folder
+from dzero.zero.offload_config import KINDS, OffloadConfig
 
 SUGGESTED = LARGEST = 3
+HOPELESS = 64
+"""Times the memory there is, beyond which sizes are refused before a model of them is laid out."""
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
 LINGER_S = 2.0
+LEAST_IDS = 1
 
 
 class UnforeseenError(Exception):
     """What a model needs cannot be told before it runs; the message says what went wrong."""
+
+
+def prepared(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int]:
+    """Return what will be trained, as `settled`, and by how many workers where this machine starts them."""
+    config = settled(config, given)
+    return config, 0 if launched() else workers_of(config)
 
 
 def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
@@ -52,9 +67,16 @@ def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
     Under torchrun all ranks find the same, and the first of a node says it.
     """
     try:
-        config = chosen(config, given)
-        if config.launch.check_memory:
-            check_memory(config)
+        with user_errors():
+            check_options(config.optim)
+            check_scratch(config.offload)
+            if config.launch.check_memory:
+                check_least(config)
+            tell_if_slow(config)
+            config = chosen(config, given)
+            check_scratch(config.offload)  # which zero=auto may have chosen
+            if config.launch.check_memory:
+                check_memory(config)
     except RunError:
         if local_rank() == 0:
             raise
@@ -83,6 +105,33 @@ def check_memory(config: RunConfig) -> None:
             )
 
 
+def check_least(config: RunConfig) -> None:
+    """Raise RunError for sizes that are hopeless by arithmetic, before a model of them is laid out.
+
+    A rank has at least its share of 16-bit parameters and one hidden state of its part of a microbatch.
+    """
+    if config.model.kind not in SHAPES:
+        return
+    shape, mesh, train = config.model.shape(config.model.vocab_size or LEAST_IDS), config.mesh, config.train
+    ranks = ranks_of(config) * mesh.tp * mesh.pp
+    sequences = 1 if config.auto else train.microbatch_sequences  # zero=auto may choose smaller microbatches
+    tokens, hidden = sequences * train.sequence_tokens // (mesh.cp * mesh.tp), "a hidden state of the microbatch"
+    least = {"parameters": 2 * shape.params // ranks, hidden: 2 * tokens * shape.hidden_size}
+    here = this_machine(config, host_memory_bytes())
+    beside = 0 if here.devices_are_host else here.host_bytes or 0
+    if config.auto or "disk" in map(config.offload.tier, KINDS):
+        beside += here.disk_bytes or 0
+    has = {"parameters": here.device_bytes + beside, hidden: here.device_bytes}
+    quick = shape.layers <= MANY_LAYERS  # to lay out, so that the user is told what takes how much, and what would fit
+    for what, needs in least.items():
+        if needs > (HOPELESS if quick else 1) * has[what]:
+            raise RunError(
+                f"this run cannot fit this machine, so it was not started: {what} alone would take "
+                f"{format_bytes(needs)} of the {format_bytes(has[what])} that each rank has; make the sizes of model "
+                "or train smaller, or take more ranks. launch.check_memory=false starts it all the same"
+            )
+
+
 def needed(config: RunConfig) -> Memory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
@@ -94,7 +143,7 @@ def needed(config: RunConfig) -> Memory:
 
 
 def _needed(config: RunConfig, part: int) -> Memory:
-    layout, model = layout_of(config, config.launch.device_type), model_of(config)
+    layout, model = layout_of(config, device_type(config.launch)), model_of(config)
     try:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
@@ -103,14 +152,14 @@ def _needed(config: RunConfig, part: int) -> Memory:
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    memory = memory_of(layout, units, costs, config.launch.device_type)
-    return flights_of(config, rank, layout).held(with_moments(memory, config.optim.moments), costs)
+    memory = memory_of(layout, units, costs, device_type(config.launch))
+    return flights_of(config, rank, layout).held(with_moments(memory, moments_of(config.optim)), costs)
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
     """Its capacities, without measuring: memory of the smallest device, `host_bytes`, and free scratch space."""
-    local = local_ranks() if launched() else config.worker_count
-    kind = config.launch.device_type
+    local = local_ranks() if launched() else workers_of(config)
+    kind = device_type(config.launch)
     devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
     return HardwareConfig.of_sizes(
         "this machine",
@@ -118,12 +167,24 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
         local,
         device_bytes=min(devices, default=host_bytes // local),
         host_bytes=host_bytes,
-        disk_bytes=free_bytes(config.offload.disk.paths),
+        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk(config) else None,
     )
 
 
+def may_use_disk(config: RunConfig) -> bool:
+    """Return whether states may be on disk: where a setting says so, or zero=auto may choose it."""
+    return config.offload.uses_disk or config.auto
+
+
+def check_scratch(offload: OffloadConfig) -> None:
+    """Make the last folder of scratch paths where it is missing. Raises DiskError for one that cannot be used."""
+    if offload.uses_disk:
+        for path in offload.disk.paths:
+            make_folder(path)
+
+
 def free_bytes(paths: Sequence[str]) -> int:
-    """On the disks at `paths`, each counted once."""
+    """Return the free bytes of the disks at `paths`, each disk counted once."""
     disks = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}
     return sum(disks.values())
 

@@ -1,7 +1,8 @@
 """What CPU kernels share: flat NumPy views of tensors, bf16 as patterns, and how numba compiles.
 
-Kernels are compiled once per process and combination of dtypes, release the GIL, and round as IEEE says: no fast-math,
-no contraction, so the vector body and the scalar tail of a loop give the same bits, and a slice those of the whole.
+Kernels are compiled once per machine and combination of dtypes (kernel_cache.py), release the GIL, and round as IEEE
+says: no fast-math, no contraction, so the vector body and the scalar tail of a loop give the same bits, and a slice
+those of the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-JIT = {"nogil": True, "error_model": "numpy"}
+from dzero import kernel_cache
+
+JIT = {"nogil": True, "error_model": "numpy", "cache": kernel_cache.enable()}
 Array = NDArray[Any]
 
 

@@ -11,16 +11,18 @@ A list with a rank's own new name was written in this attempt, so rank 0's name 
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from datetime import timedelta
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from dzero.errors import RunError
+from dzero.errors import RunError, converting
 
 POLL_S = 0.02
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
@@ -29,7 +31,10 @@ def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
     Raises RunError where a rank does not come in time.
     """
     until_s = time.monotonic() + timeout.total_seconds()
-    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    where = ", ".join(f"{key}={os.environ[key]}" for key in VARIABLES if key in os.environ)
+    repair = "start workers with torchrun, or leave RANK and WORLD_SIZE unset"
+    with converting(f"no store to meet at with {where}", ValueError, DistError, repair=repair):
+        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
     name, names_key = uuid.uuid4().hex, f"meeting/{purpose}/names"
     store.set(f"meeting/{purpose}/{rank}", name)
     attempt, keys = "", [f"meeting/{purpose}/{each}" for each in range(ranks)]

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,6 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.degrees import factorings
+from dzero.errors import RunError
+from dzero.limits import divisors
 from dzero.meeting import meet
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
@@ -59,6 +62,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
 
     CPU tensors travel over gloo, CUDA tensors over nccl, in one group.
     """
+    check_interfaces()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, ranks = meet("group", timeout)
     device_id = device if device.type == "cuda" else None
@@ -67,6 +71,17 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
         yield
     finally:
         dist.destroy_process_group()
+
+
+def check_interfaces() -> None:
+    """Raises RunError where GLOO_SOCKET_IFNAME, as gloo reads it, names a network interface that does not exist."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    has = [name for _, name in socket.if_nameindex()]
+    if len(named) > 1 and (unknown := [name for name in named.split(",") if name not in has]):
+        raise RunError(
+            f"GLOO_SOCKET_IFNAME={named}: this machine has no network interface {', '.join(unknown)}; choose one of "
+            f"{has}, or unset it"
+        )
 
 
 def make_mesh(
@@ -119,7 +134,7 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
     """
     data = mesh[REPLICATE].size() * mesh[SHARD].size()
     if data % cp:
-        allowed = [each for each in range(1, data + 1) if data % each == 0]
+        allowed = divisors(data)
         raise ValueError(f"cp={cp} does not divide the {data} data-parallel ranks; allowed: {allowed}")
     parts = mesh[PIPELINE].size() if PIPELINE in (mesh.mesh_dim_names or ()) else 1
     ranks = mesh.mesh.reshape(parts, data // cp, cp, -1).transpose(2, 3).reshape(-1, cp)
@@ -137,7 +152,7 @@ def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[in
     if ep % tp == 0 and ranks % (ep // tp) == 0:
         others = ranks * tp // ep
         return (others, 1) if shard == 1 else (replicate, others)
-    allowed = [tp * each for each in range(1, ranks + 1) if ranks % each == 0]
+    allowed = [tp * each for each in divisors(ranks)]
     told = f" x mesh.tp={tp}, all of which share them" if tp > 1 else ""
     raise ValueError(
         f"mesh.ep={ep} does not divide the {ranks} data-parallel ranks of axis {axis}{told}, of which experts are "

@@ -16,12 +16,14 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.hardware import format_bytes
-from dzero.launch import launched
+from dzero.launch.config import is_first_of_node, launched
+from dzero.launch.devices import device_type
 from dzero.mesh import PIPELINE, local_ranks
 from dzero.models.build import flops_per_token
 from dzero.models.moe import MoE
 from dzero.monitor.board import TensorBoardSink
 from dzero.on_a_rank import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
+from dzero.optim.build import moments_of
 from dzero.parallel.experts import expected_experts
 from dzero.parallel.parts import Parts
 from dzero.plan.explain import actions, tables
@@ -30,6 +32,7 @@ from dzero.plan.machine import HardwareConfig
 from dzero.plan.measure import cached, measured, unmeasured
 from dzero.plan.picture import pixels
 from dzero.plan.tables import tables as plan_tables
+from dzero.run_layout import layout_on, workers_of
 from dzero.sources import sources, stands_for
 from dzero.terminal import Table
 from dzero.theory import context_traffic, pipeline_traffic, tensor_traffic
@@ -37,27 +40,47 @@ from dzero.zero.account import expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 
+MANY_LAYERS, LAYERS_PER_S = 300, 10
+MOST_RANKS_HERE = 8
+"""A run of more ranks than a node has devices is one of a cluster's GPUs, unless its settings say otherwise."""
+
 
 def ranks_of(config: RunConfig) -> int:
     """Data-parallel ones of the run that is planned: those of `mesh.dp`, or what torchrun's, or those that a plain run
     would start here, leave for it."""
     if config.mesh.dp is not None:
         return config.mesh.dp * config.mesh.cp
-    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else config.worker_count)
+    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else workers_of(config))
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
     """The table as these settings fill it. Raises ValueError for ranks that do not divide."""
-    return config.layout(ranks_of(config), device_type)
+    return layout_on(config, ranks_of(config), device_type)
+
+
+def target_of(config: RunConfig) -> tuple[str, str]:
+    """Return the device type that a run with these settings is meant for, and the machine in words.
+
+    It is the chosen hardware's, or `launch.device`. Where neither is chosen it is this machine's for as many ranks as
+    this machine may start, and GPUs for more ranks.
+    """
+    if config.hardware is not None:
+        return config.hardware.device_type, config.hardware.name
+    ranks = config.mesh.ranks
+    if config.launch.device == "auto" and ranks is not None and ranks > MOST_RANKS_HERE:
+        return "cuda", f"{ranks} GPUs (or say hardware=NODE, or launch.device=cpu)"
+    kind = device_type(config.launch)
+    return kind, f"this machine's {'GPUs' if kind == 'cuda' else 'processor'}"
 
 
 def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
     """What a run with these settings is and does; and its actions off the device, a line each."""
-    layout = layout_of(config, config.launch.device_type if config.hardware is None else config.hardware.device_type)
+    kind, where = target_of(config)
+    layout = layout_of(config, kind)
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
-    told = [sources(config, settings, conf), stands_for(config, layout)]
+    told = [sources(config, settings, conf), stands_for(config, layout, kind, where)]
     told += [
         *tables(layout, units),
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
@@ -115,6 +138,7 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
     """
     check_foreseen(config)
+    tell_if_slow(config)
     ranks, train = ranks_of(config), config.train
     layout, found = layout_of(config, hardware.device_type), list[Forecast]()
     for part in parts_of(config):
@@ -130,12 +154,19 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
                 hardware,
                 step_tokens=train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens,
                 model_flops=flops,
-                moments=config.optim.moments,
+                moments=moments_of(config.optim),
                 flights=flights_of(config, rank, layout),
             )
         )
     slowest = max(found, key=lambda each: each.pace.step_s or 0.0)
-    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace)
+    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace, bound=slowest.bound)
+
+
+def tell_if_slow(config: RunConfig) -> None:
+    """Say on stderr that a model of very many layers takes a while to be laid out."""
+    layers = config.model.layers or 0
+    if layers > MANY_LAYERS and is_first_of_node():
+        print(f"laying out {layers} layers, which takes about {layers // LAYERS_PER_S} s or more", file=sys.stderr)
 
 
 def check_foreseen(config: RunConfig) -> None:

@@ -36,6 +36,10 @@ class Shared:
     stop: bool
 
 
+LEARNING_STEPS = 3
+"""Steps after which the sizes of states and gradients stay as they are: some rules make their states in the first."""
+
+
 class Recorder:
     """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
@@ -80,7 +84,7 @@ class Recorder:
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
         self.planned_bytes: int | None = None
-        self._grad_bytes = 0
+        self._grad_bytes, self._state_bytes = 0, dict[str, int]()
         self._lr = self._scale = 0.0
 
     def begin_run(self) -> None:
@@ -97,7 +101,8 @@ class Recorder:
 
     def before_update(self) -> None:
         """Note what the update will use and then drop: gradients, rate, loss scale."""
-        self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
+        if self._meter.steps < LEARNING_STEPS:
+            self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
@@ -190,9 +195,11 @@ class Recorder:
 
         On a CPU machine the offload's arena lies in the same memory.
         """
-        states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
-        unsharded = peak_bytes(*table).param - resting_bytes(*table).param
-        kinds = {**states, "param": states["param"] + unsharded, "grad": self._grad_bytes}
+        if not self._state_bytes or self._meter.steps <= LEARNING_STEPS:
+            states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
+            unsharded = peak_bytes(*table).param - resting_bytes(*table).param
+            self._state_bytes = {**states, "param": states["param"] + unsharded}
+        kinds = {**self._state_bytes, "grad": self._grad_bytes}
         if self._device.type == "cpu" and (arena := self._optim.offload.host_bytes):
             kinds["arena"] = arena
         return self._memory.split(kinds)

@@ -8,8 +8,10 @@ changed is told.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dzero.checkpoint.checkpoints import Checkpoints, Resumed
 from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import MANIFEST
+from dzero.checkpoint.saved import check_extra
 from dzero.config import RunConfig
 from dzero.data.stream import TokenStream
 from dzero.errors import RankLost
@@ -46,7 +50,7 @@ class Saves:
     ) -> None:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
         self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
-        wanted = config.checkpoint.every is not None or config.resume is not None
+        wanted = config.checkpoint.every is not None or config.resume.source is not None
         self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
         self.notes: list[str] = []
 
@@ -59,14 +63,22 @@ class Saves:
 
     def resume(self) -> int:
         """The number of steps that were made before, 0 where the run starts afresh. `notes` says what was found."""
-        if self._checkpoints is None or self._config.resume is None:
+        if self._checkpoints is None:
             return 0
-        resumed = self._checkpoints.resume(self._config.resume)
+        config, resumed = self._config.resume, None
+        if config.source is not None:
+            resumed = self._checkpoints.resume(config.source, strict=config.strict)
+            if resumed is None:
+                self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
         if resumed is None:
-            self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
+            if self._config.checkpoint.every is not None:
+                self._checkpoints.begin()
             return 0
+        for note in resumed.notes:  # at once, and where a scheduler's mail has it
+            print(f"WARNING: {note}", file=sys.stderr, flush=True)
         if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
             raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
+        check_extra(str(resumed.path / MANIFEST), resumed.extra)
         self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
         self._stream.load_state_dict(resumed.extra["stream"])
         self._check_batch(resumed)
@@ -74,7 +86,7 @@ class Saves:
         if resumed.local is None or self._shared_otherwise(resumed):
             self.notes.append("resume: other ranks than those that saved; random generators start afresh (dropout)")
         else:
-            self._set_generators(resumed.local)
+            self._set_generators(resumed.path, resumed.local)
         return resumed.step
 
     def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
@@ -120,10 +132,13 @@ class Saves:
             states["rng.cuda"] = torch.cuda.get_rng_state(self._device)
         return states
 
-    def _set_generators(self, states: dict[str, torch.Tensor]) -> None:
-        torch.set_rng_state(states["rng.cpu"])
-        if self._device.type == "cuda" and "rng.cuda" in states:
-            torch.cuda.set_rng_state(states["rng.cuda"], self._device)
+    def _set_generators(self, path: Path, states: dict[str, torch.Tensor]) -> None:
+        try:
+            torch.set_rng_state(states["rng.cpu"])
+            if self._device.type == "cuda" and "rng.cuda" in states:
+                torch.cuda.set_rng_state(states["rng.cuda"], self._device)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(str(path), f"no state of random generators is in it: {error}") from error
 
     def _shared_otherwise(self, resumed: Resumed) -> bool:
         """Whether other ranks than then share their samples, whose random numbers must be the same."""

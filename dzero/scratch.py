@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from dzero.errors import RunError
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
-class DiskError(OSError):
+class DiskError(OSError, RunError):
     """A fault of a scratch path: `errno`, `strerror` (what was done, what is wrong, the repair), `filename` (the path).
 
     piece, offset, count: whose bytes, where in the path's file, how many; empty and 0 where no transfer was running.
@@ -19,6 +22,9 @@ class DiskError(OSError):
     def __init__(self, code: int, path: str, what: str, *, piece: str = "", offset: int = 0, count: int = 0) -> None:
         super().__init__(code, what, path)
         self.piece, self.offset, self.count = piece, offset, count
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 @contextmanager
@@ -30,6 +36,31 @@ def telling(path: str, doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise DiskError(error.errno or 0, path, f"{doing}: {error.strerror}") from error
+
+
+def make_folder(path: str) -> None:
+    """Make the last folder of a scratch path where it is missing.
+
+    Raises DiskError where its parent is missing too, and for a path in which no file can be made.
+    """
+    path = os.path.abspath(path)
+    if not os.path.lexists(path):
+        repair = "make it, or name another in offload.disk.paths"
+        with (
+            telling(
+                path, f"making this scratch directory ({os.path.dirname(path)} must exist and be writable: {repair})"
+            ),
+            suppress(FileExistsError),
+        ):  # another rank's work
+            os.mkdir(path)
+    try_folder(path)
+
+
+def try_folder(path: str) -> None:
+    """Raises DiskError for a scratch path that is no directory, or in which no file can be made."""
+    os.close(open_path(path))
+    with telling(path, "making a file in this scratch directory"), tempfile.TemporaryFile(dir=path):
+        pass
 
 
 def open_path(path: str) -> int:

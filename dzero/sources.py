@@ -14,6 +14,7 @@ from dzero.hardware import dtype_name
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 COMMAND_LINE, EXPERIMENT = "the command line", "experiment"
 
 
@@ -34,9 +35,11 @@ def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
     return Table("settings that are not the defaults", ("setting", "value", "from"), tuple(rows), left=3)
 
 
-def stands_for(config: RunConfig, layout: Layout) -> Table:
-    """Settings that choose by the rest."""
-    reduction = "exact: fp32 sums in rank order, the same bits at every stage" if layout.exact else "the backend's own"
+def stands_for(config: RunConfig, layout: Layout, device_type: str, where: str) -> Table:
+    """Tell what settings that choose by themselves come to, `where` (in words) devices are of that type."""
+    backend = BACKENDS[device_type]
+    exact = f"exact, over {backend}: fp32 sums in rank order, the same bits at every stage"
+    reduction = exact if layout.exact else f"native: {backend}'s own sums, in its own order"
     chosen = (
         ("zero.reduction", config.zero.reduction, "auto", reduction),
         ("precision.reduce", config.precision.reduce, "auto", f"{dtype_name(layout.wire)} on the wire"),
@@ -50,7 +53,7 @@ def stands_for(config: RunConfig, layout: Layout) -> Table:
         for key, value, asks, meaning in chosen
         if value == asks and (key != "offload.overlap" or off_device)
     ]
-    return Table("settings that choose by themselves", ("setting", "value", "here"), tuple(rows), left=3)
+    return Table(f"settings that choose by themselves, on {where}", ("setting", "value", "is"), tuple(rows), left=3)
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,6 @@
-"""SIGTERM and SIGINT: the step is finished, the run saved, and the process ends with `EXIT_SAVED`.
+"""Signals that ask a run to stop: the step is finished, the run saved, and the process ends with `EXIT_SAVED`.
+
+They are SIGTERM, SIGINT, and SIGHUP where it is not ignored (`nohup` ignores it).
 
     signal            what happens
     the first         `asked` is set; all ranks learn of it with the next step, and stop after the same one
@@ -20,7 +22,7 @@ from types import FrameType, TracebackType
 
 EXIT_SAVED = 75
 """EX_TEMPFAIL of sysexits.h: try again. The same command with resume=auto goes on."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_S = 1.0
 UNWIND_S = 3.0
 
@@ -34,6 +36,8 @@ class StopRequest:
         self._asked_s, self._at_once, self._leaving = 0.0, False, False
         self._done = threading.Event()
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        if self._before[signal.SIGHUP] is signal.SIG_IGN:
+            del self._before[signal.SIGHUP]
         self._ends: tuple[int, int] | None = None
 
     def __enter__(self) -> StopRequest:
@@ -42,7 +46,7 @@ class StopRequest:
             os.set_blocking(self._ends[1], False)
             signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
             threading.Thread(target=self._listen, args=(self._ends[0],), name="signals", daemon=True).start()
-            for number in SIGNALS:
+            for number in self._before:
                 signal.signal(number, self._in_main_thread)
         return self
 
@@ -50,8 +54,8 @@ class StopRequest:
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN if self._done.is_set() else self._before[number])
+        for number, before in self._before.items():
+            signal.signal(number, pass_over if self._done.is_set() else before)
         os.close(self._ends[1])  # ends the thread
 
     def saved(self) -> None:
@@ -65,7 +69,7 @@ class StopRequest:
 
     def _listen(self, fd: int) -> None:
         while data := os.read(fd, 1):
-            if data[0] in SIGNALS:
+            if data[0] in self._before:
                 self._count(signal.Signals(data[0]))
         os.close(fd)
 
@@ -83,6 +87,10 @@ class StopRequest:
         if not self._done.is_set():
             print(f"{number.name}: {why}", file=sys.stderr, flush=True)
             os._exit(128 + number)
+
+
+def pass_over(number: int, _: FrameType | None) -> None:
+    """Do nothing at a signal; where Python's handler is SIG_IGN, one that is pending already prints a traceback."""
 
 
 def _after(seconds: float, do: object, *args: object) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -52,6 +53,13 @@ def bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 def plain(tables: Sequence[Table]) -> str:
     """Tables as aligned text, a blank line between them."""
     return "\n\n".join(_plain_table(table) for table in tables)
+
+
+def from_here(path: Path) -> Path:
+    """Return the path as it is typed in the working directory, where it lies below that; else as it is."""
+    with suppress(ValueError, FileNotFoundError):  # it lies elsewhere, or that directory is gone
+        return path.relative_to(Path.cwd())
+    return path
 
 
 def _plain_table(table: Table) -> str:

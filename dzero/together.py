@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dzero.degrees import MeshConfig
+from dzero.limits import divisors
 from dzero.models.config import ModelConfig
-from dzero.parallel.attention import check_heads
-from dzero.parallel.blocks import BlockConfig
-from dzero.parallel.parts import check_blocks
-from dzero.parallel.tensor_plans import Sizes
-from dzero.zero.layout import ZeroConfig
-from dzero.zero.tiers import OffloadConfig
+from dzero.parallel.config import BlockConfig
+from dzero.parallel.divisibility import Sizes, check_blocks, check_heads
+from dzero.zero.config import ZeroConfig
+from dzero.zero.offload_config import OffloadConfig
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _check_experts(run: Together) -> None:
             "are shared; take mesh.ep=1"
         )
     if model.experts % mesh.ep:
-        allowed = [each for each in range(1, model.experts + 1) if model.experts % each == 0]
+        allowed = divisors(model.experts)
         raise ValueError(f"mesh.ep={mesh.ep} does not divide model.experts={model.experts}; allowed: {allowed}")
     if block.activation_checkpoint == "selective":
         raise ValueError(
@@ -134,7 +133,7 @@ def _check_experts(run: Together) -> None:
 def _check_experts_of_tensors(run: Together) -> None:
     mesh, experts = run.mesh, run.model.experts or 0
     if mesh.ep % mesh.tp:
-        allowed = [each for each in range(mesh.tp, experts + 1, mesh.tp) if experts % each == 0]
+        allowed = [each for each in divisors(experts) if each % mesh.tp == 0]
         raise ValueError(
             f"mesh.ep={mesh.ep} with mesh.tp={mesh.tp} and model.kind=moe: ranks of tp have tokens of their own "
             f"between blocks and share experts as others do, so mesh.ep counts them; of model.experts={experts} "

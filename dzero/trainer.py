@@ -29,10 +29,13 @@ from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
 from dzero.optim.build import build_optimizer
+from dzero.output import outlast_readers
 from dzero.planning import tell_plan
 from dzero.recorder import Recorder, Shared
+from dzero.run_layout import check_ranks
 from dzero.saves import Saves
 from dzero.stopping import EXIT_SAVED, StopRequest
+from dzero.terminal import from_here
 from dzero.watch import Watch
 from dzero.zero.placed import local_of
 
@@ -43,12 +46,16 @@ class TrainingStopped(RunError):
 
 def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
     """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
+    outlast_readers()
     with Watch(config.launch.timeout) as watch:
         folder = _folder_of_rank_0(run_folder, device)
         with user_errors():
             trainer = Trainer(config, folder, device)
         watch.follow(trainer.sharded.ledger.trail)
-        trainer.run()
+        if trainer.done_steps >= config.train.steps:
+            trainer.close()
+        else:
+            trainer.run()
 
 
 class Trainer:
@@ -57,7 +64,7 @@ class Trainer:
     def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
         self.config, self.device, self.run_folder = config, device, run_folder
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        config.check_ranks(world)
+        check_ranks(config, world)
         memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
         self.assembled = assembled = Assembled(config, device, self.corpus.vocab_size)
@@ -79,14 +86,18 @@ class Trainer:
             self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
         self.saves = Saves(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
-        if self.done_steps >= config.train.steps:
-            raise TrainingStopped(
-                f"nothing is left to train: {self.done_steps} steps were made, train.steps={config.train.steps}"
-            )
         self.recorder = Recorder(config, assembled, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
+
+    def close(self) -> None:
+        """Say that nothing is left to train, as where a scheduler starts a finished run again, and let go of all."""
+        with self.saves:
+            steps, made = self.config.train.steps, self.done_steps
+        if self.rank == 0:
+            nothing = f"nothing is left to train: {made} steps were made, train.steps={steps}"
+            print(*self.saves.notes, nothing, sep="\n", flush=True)
 
     def run(self) -> RunSummary:
         """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic.
@@ -226,7 +237,7 @@ class Trainer:
             f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "
             f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
             f"{self.config.precision.param}; "
-            f"{self.corpus.summary}; run folder {self.run_folder}"
+            f"{self.corpus.summary}; run folder {from_here(self.run_folder)}"
         )
 
 

@@ -1,11 +1,13 @@
 """Text to token ids: the bytes themselves, or a `tokenizers` file.
 
 Every document ends with a separator token, so that a model can learn where texts end: byte 0, which text does
-not use, or a token of the tokenizer's own.
+not use, or a token of the tokenizer's own: data.separator, else the eos_token of a tokenizer_config.json beside the
+file, else the first of `END_TOKENS` that its vocabulary has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +18,13 @@ from numpy.typing import NDArray
 from dzero.data.documents import Document, is_held_out
 from dzero.data.extras import require
 from dzero.data.tokens import Array
+from dzero.errors import converting
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 BATCH_BYTES = 4 * 2**20
 PIECE_CHARACTERS = 2**20
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHOOSE = "set data.separator to the token that ends a document"
 
 
 class Codec(Protocol):
@@ -62,18 +67,20 @@ class TokenizerCodec:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises no narrower class
             raise ValueError(f"data.tokenizer={path} is no tokenizers JSON file: {error}") from error
+        self._path = path
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.int32)
-        self.separator = _separator(vocab, separator, path)
+        self.separator = _separator(vocab, separator, file)
 
     def encode(self, documents: list[Document]) -> list[Array]:
         """All documents as one batch, on the tokenizer's own threads. Raises ValueError for what is not UTF-8."""
         pieces = [list(_pieces(_text(document))) for document in documents]
         flat = [piece for of_document in pieces for piece in of_document]
-        encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # none narrower
+            encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [
             np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document]) for of_document in pieces
         ]
@@ -108,13 +115,33 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _separator(vocab: dict[str, int], token: str | None, path: str) -> int:
-    known = (token,) if token is not None else END_TOKENS
+def _separator(vocab: dict[str, int], token: str | None, tokenizer: Path) -> int:
+    """Return the id that ends a document: of `token`, else of the first known or declared end token."""
+    if token is not None:
+        if token not in vocab:
+            raise ValueError(f"data.separator={token} is not in the vocabulary of {tokenizer}: {CHOOSE}")
+        return vocab[token]
+    declared = _declared_end(tokenizer.with_name(TOKENIZER_CONFIG))
+    known = [name for name in (declared, *END_TOKENS) if name is not None]
     for name in known:
         if name in vocab:
             return vocab[name]
-    problem = f"data.separator={token} is not in" if token is not None else f"none of {[*END_TOKENS]} is in"
-    raise ValueError(f"{problem} the vocabulary of {path}: set data.separator to the token that ends a document")
+    raise ValueError(
+        f"none of {known} is in the vocabulary of {tokenizer}, and no {TOKENIZER_CONFIG} beside it names its "
+        f"eos_token: {CHOOSE}"
+    )
+
+
+def _declared_end(config: Path) -> str | None:
+    """Return the eos_token of a tokenizer_config.json, a string or an object with "content"; None where it has none."""
+    if not config.is_file():
+        return None
+    repair = "repair it, or set data.separator"
+    with converting(f"{config} is no JSON object", ValueError, RecursionError, repair=repair):
+        found = json.loads(config.read_bytes())
+    token = found.get("eos_token") if isinstance(found, dict) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _text(document: Document) -> str:

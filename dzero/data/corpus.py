@@ -19,75 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dzero.data.codec import ByteCodec, Codec, TokenizerCodec, encode_split
+from dzero.data.config import DataConfig
 from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
 from dzero.data.files import TOKEN_SUFFIXES, Found, find
-from dzero.data.tokens import TOKEN_DTYPES, Tokens, largest_id, map_tokens
-
-TEXT = frozenset({"tokenizer", "separator"})
-SETTINGS = {
-    "python": TEXT,
-    "files": TEXT | {"path", "field", "token_dtype", "vocab_size"},
-    ".txt": TEXT | {"path"},
-    ".jsonl": TEXT | {"path", "field"},
-    ".parquet": TEXT | {"path", "field"},
-    ".npy": frozenset({"path", "vocab_size"}),
-    ".bin": frozenset({"path", "vocab_size", "token_dtype"}),
-    "dataset": TEXT | {"name", "config", "split", "field"},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read. `path` (a file, folder or glob) or `name` (a dataset) choose the source; neither: python.
-
-    `field`: text key or column (unset: `text`). `tokenizer`: a tokenizers JSON file (unset: bytes, 256 ids);
-    `separator`: its token that ends a document (unset: the usual end tokens are tried). `token_dtype`: ids of
-    a .bin (unset: uint16); `vocab_size`: of token files (unset: the largest id + 1). `config`, `split`: of
-    the dataset (unset: its only one, and `train`). `held_out`: share kept for evaluation. `shuffle`: a new
-    order every epoch.
-    """
-
-    path: str | None = None
-    name: str | None = None
-    config: str | None = None
-    split: str | None = None
-    field: str | None = None
-    tokenizer: str | None = None
-    separator: str | None = None
-    token_dtype: str | None = None
-    vocab_size: int | None = None
-    held_out: float = 0.02
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.path is not None and self.name is not None:
-            raise ValueError(
-                f"data.path={self.path} and data.name={self.name}: only one can be read; path is for files, "
-                "name for Hugging Face datasets; remove the other"
-            )
-        if not 0.0 <= self.held_out < 1.0:
-            raise ValueError(f"data.held_out={self.held_out}: must be a share, 0 ≤ held_out < 1")
-        if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
-            raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise ValueError(f"data.vocab_size={self.vocab_size}: must be a whole number ≥ 1")
-        if self.separator is not None and self.tokenizer is None:
-            raise ValueError(f"data.separator={self.separator} has no effect without data.tokenizer; remove it")
-        self.refuse_idle(self.source, [self.source])
-
-    @property
-    def source(self) -> str:
-        """`files`, `dataset` or `python`."""
-        return "files" if self.path is not None else "dataset" if self.name is not None else "python"
-
-    def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
-        """Raises ValueError when a setting has no effect on any of `kinds` (rows of SETTINGS)."""
-        allowed = frozenset[str]().union(*(SETTINGS[kind] for kind in kinds))
-        for key in sorted(frozenset[str]().union(*SETTINGS.values()) - allowed):
-            if (value := getattr(self, key)) is not None:
-                raise ValueError(
-                    f"data.{key}={value} has no effect on {what}, which takes {sorted(allowed)}; remove it"
-                )
+from dzero.data.tokens import Tokens, largest_id, map_tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from dzero.data.extras import require
 from dzero.data.files import Found
+from dzero.errors import converting
 
 ROWS = 1024
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
@@ -97,30 +98,31 @@ def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, object]]:
             name = f"{path} line {number}"
             try:
                 row = json.loads(line.decode())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{name} is not JSON in UTF-8 ({error}); repair or remove it") from error
             if not isinstance(row, dict) or field not in row:
                 has = f"keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}, no object"
-                raise ValueError(f"data.field={field}: {name} has no such key, it has {has}")
+                raise ValueError(
+                    f"data.field={field}: {name} has no such key, it has {has}; choose one that all rows have"
+                )
             yield name, row[field]
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:
     pyarrow = require("pyarrow", "a .parquet file")
     parquet = require("pyarrow.parquet", "a .parquet file")
-    try:
-        with parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                raise ValueError(
-                    f"data.field={field}: {path} has no such column; choose one of {file.schema_arrow.names}"
-                )
-            row = 0
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    yield f"{path} row {row}", text
-                    row += 1
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path} is no readable .parquet file ({error}); write it again") from error
+    damage = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
+    with (
+        converting(f"{path} is no readable .parquet file", *damage, repair="write it again"),
+        parquet.ParquetFile(path) as file,
+    ):
+        if field not in file.schema_arrow.names:
+            raise ValueError(f"data.field={field}: {path} has no such column; choose one of {file.schema_arrow.names}")
+        row = 0
+        for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                yield f"{path} row {row}", text
+                row += 1
 
 
 def _open_dataset(name: str, config: str | None, split: str | None) -> Any:

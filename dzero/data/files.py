@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ def find(pattern: str) -> Found:
 
 
 def _in_folder(root: Path) -> Found:
+    os.scandir(root).close()  # raises where the folder cannot be read, which rglob passes over
     paths = _sorted(root, root.rglob("*"))
     known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
     if not known:
@@ -87,6 +89,8 @@ def _check(found: Found, pattern: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
             raise ValueError(f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")
+        if not path.is_file():
+            raise ValueError(f"data.path={pattern}: {path} is no regular file; pipes cannot be read twice")
         if path.stat().st_size == 0:
             raise ValueError(f"data.path={pattern}: {path} is empty (0 bytes); remove it or write it again")
     if found.suffixes & set(TEXT_SUFFIXES) and found.suffixes & set(TOKEN_SUFFIXES):

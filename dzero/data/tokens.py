@@ -14,7 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+from dzero.data.config import MOST_IDS, TOKEN_DTYPES
+from dzero.errors import converting
+
+ZIP = b"PK\x03\x04"
+NPY_ERRORS = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, KeyError, IndexError, MemoryError)
+"""What numpy raises for headers that are damaged."""
 SCAN_TOKENS = 16 * 2**20
 
 Array = NDArray[Any]
@@ -91,10 +96,11 @@ def map_tokens(path: Path, dtype: str) -> Array:
                 f"set data.token_dtype to one of {[*TOKEN_DTYPES]}, or write the file again"
             )
         return np.memmap(path, dtype=dtype, mode="r")
-    try:
+    with path.open("rb") as file:
+        if file.read(len(ZIP)) == ZIP:
+            raise ValueError(f"{path} is an .npz archive of arrays: write one array of ids with numpy.save")
+    with converting(f"{path} is no .npy file of token ids", *NPY_ERRORS, repair="write it with numpy.save"):
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is no .npy file of token ids: {error}; write it with numpy.save") from error
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.size == 0:
         raise ValueError(
             f"{path} holds {array.dtype} of shape {[*array.shape]}; token ids must be 1-D integers, not empty"
@@ -108,6 +114,8 @@ def largest_id(array: Array, name: str | Path) -> int:
     for start in range(0, len(array), SCAN_TOKENS):
         block = array[start : start + SCAN_TOKENS]
         largest = max(largest, int(block.max()))
+        if largest >= MOST_IDS:
+            raise ValueError(f"{name}: token id {largest} is no id: there are at most {MOST_IDS}; write the file again")
         if block.dtype.kind == "i" and block.min() < 0:
             raise ValueError(
                 f"{name}: token id {block.min()} is negative; correct data.token_dtype (.bin) or write it again"

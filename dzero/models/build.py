@@ -12,7 +12,8 @@ from dzero.models.config import ModelConfig
 from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
-from dzero.models.moe import MoE, MoEShape
+from dzero.models.moe import MoE
+from dzero.models.shapes import MoEShape
 from dzero.models.stored import StoredTensor
 from dzero.models.weights import local_weights
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from dzero.models.llama import LlamaShape
-from dzero.models.moe import MoEShape
+from dzero.models.shapes import LlamaShape, MoEShape
 
 SHAPES: dict[str, type[LlamaShape]] = {"llama": LlamaShape, "moe": MoEShape}
 SIZES = {kind: {field.name for field in fields(shape)} for kind, shape in SHAPES.items()}
@@ -24,32 +23,46 @@ REQUIRED = {"llama": DENSE, "moe": (*DENSE, "experts", "top_k"), "hf": ("name_or
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's kind and sizes; unset ones take the defaults of `LlamaShape` and `MoEShape`, which say what they are.
-
-    `vocab_size` (unset: the data's), `kv_heads` (unset: heads). `name_or_path`: a local folder with config.json, or a
-    model type such as `gpt2` in its default sizes. `weights`: a folder in whose safetensors files training
-    starts, as Hugging Face publishes them; true for the folder that name_or_path names; false for random values.
-    """
+    """The model's kind and sizes; unset sizes take the defaults of `LlamaShape` and `MoEShape`."""
 
     kind: str = "llama"
+    """llama, moe (a mixture of experts), or hf (any causal LM of transformers)."""
     vocab_size: int | None = None
+    """Ids that the model knows. null: those of the data."""
     hidden_size: int | None = None
+    """Width of the hidden states."""
     layers: int | None = None
+    """Number of blocks."""
     heads: int | None = None
+    """Attention heads."""
     kv_heads: int | None = None
+    """Heads of keys and values. null: as many as heads."""
     ffn_size: int | None = None
+    """Width of the feed-forward part; in a mixture, of one expert."""
     max_tokens: int | None = None
+    """Longest sequence that the model takes. null: any."""
     rope_theta: float | None = None
+    """Base of the rotary positions. null: 10000."""
     norm_eps: float | None = None
+    """Epsilon of the norms. null: 1e-5."""
     tied: bool | None = None
+    """Embedding and head are one parameter."""
     experts: int | None = None
+    """Experts of each layer (moe)."""
     top_k: int | None = None
+    """Experts that a token uses (moe)."""
     shared_experts: int | None = None
+    """Width of what all tokens use, in experts (moe)."""
     scores: str | None = None
+    """Scores of experts: softmax over all, or sigmoid of each (moe)."""
     balance: str | None = None
+    """How experts are kept in use: auxiliary-loss-free, loss or none (moe)."""
     balance_rate: float | None = None
+    """Rate of the balance. null: 1e-3 for auxiliary-loss-free, 1e-2 for loss (moe)."""
     name_or_path: str | None = None
+    """A local folder with config.json, or a model type such as gpt2 in its default sizes (hf)."""
     weights: bool | str = False
+    """Folder of safetensors files to start from; true: that of name_or_path; false: random values."""
 
     def __post_init__(self) -> None:
         if self.kind not in SETTINGS:
@@ -85,13 +98,16 @@ class ModelConfig:
         return SHAPES[self.kind](**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
 
 
-def check_vocabulary(model: int | None, data: int | None) -> int:
-    """The model's vocabulary: its own, else the data's. Raises ValueError when ids of the data would be outside."""
+def check_vocabulary(model: int | None, data: int | None, *, key: str = "model.vocab_size") -> int:
+    """Return the model's vocabulary: its own, else the data's. key: where the model's is set.
+
+    Raises ValueError when ids of the data would be outside.
+    """
     if model is None and data is None:
         raise ValueError("model.vocab_size is unset and the data names no vocabulary: set model.vocab_size")
     if model is not None and data is not None and model < data:
         raise ValueError(
-            f"model.vocab_size={model}: the data has ids up to {data - 1}; take a vocabulary ≥ {data} "
+            f"{key}={model}: the data has ids up to {data - 1}; take a vocabulary ≥ {data} "
             "or a tokenizer with fewer ids"
         )
     size = data if model is None else model

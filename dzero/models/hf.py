@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dzero.errors import converting
 from dzero.models.config import check_vocabulary
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+MOST = 2**31 - 1
 
 
 class HFDecoder(nn.Module):
@@ -48,13 +52,33 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     """
     transformers = _transformers()
     config = _read_config(transformers, name_or_path)
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"model.name_or_path={name_or_path}: {type(config).__name__} is no causal LM") from error
-    check_vocabulary(config.get_text_config().vocab_size, vocab_size)
+    what = f"model.name_or_path={name_or_path}"
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{what}: {type(config).__name__} is no causal LM")
+    encoders = transformers.models.auto.modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if config.model_type in encoders and not getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"{what}: {config.model_type} attends to later tokens, so it would be trained on what it sees; set "
+            "is_decoder to true in its config.json, or take a causal model"
+        )
+    check_vocabulary(config.get_text_config().vocab_size, vocab_size, key=f"{what}: its vocab_size")
+    # One library's call on a file of the user's: what it raises for sizes that make no model can be anything.
+    with converting(f"{what}: its config.json makes no model", Exception), torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return HFDecoder(model)
+
+
+def _check_sizes(config: Any, folder: Path) -> None:
+    """Raises ValueError for an impossible size, with which some models are built all the same."""
+    for key in SIZES:
+        value = getattr(config, key, None)
+        if isinstance(value, int) and not 1 <= value <= MOST:
+            raise ValueError(f"{folder / 'config.json'}: {key}={value}: must be a whole number from 1 to {MOST}")
+    heads, kv_heads = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(
+            f"{folder / 'config.json'}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+        )
 
 
 def _transformers() -> ModuleType:
@@ -86,13 +110,14 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
     check_folder(name_or_path)
     folder = Path(name_or_path)
     if folder.is_dir():
-        try:
-            return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(
-                f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
-                f"or its config.json is broken; code from the folder is never run ({error})"
-            ) from error
+        what = (
+            f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
+            "or its config.json is broken; code from the folder is never run"
+        )
+        with converting(what, Exception):  # as above
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _check_sizes(config.get_text_config(), folder)
+        return config
     types = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if name_or_path not in types:
         raise FileNotFoundError(

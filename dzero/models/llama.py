@@ -15,63 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dzero.models.shapes import LlamaShape
+
 DEVIATION = 0.02
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaShape:
-    """Sizes of the decoder; a head has hidden_size / heads dims, shared keys and values serve heads / kv_heads heads.
-
-    `max_tokens`: longest sequence accepted (None: any). `tied`: embedding and head are one parameter.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn_size: int
-    max_tokens: int | None = None
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        for key in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "ffn_size", "max_tokens"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"model.{key}={value}: must be a whole number ≥ 1")
-        for key in ("rope_theta", "norm_eps"):
-            if not 0.0 < getattr(self, key) < math.inf:
-                raise ValueError(f"model.{key}={getattr(self, key)}: must be a finite number > 0")
-        if self.hidden_size % (2 * self.heads):
-            raise ValueError(
-                f"model.heads={self.heads} with model.hidden_size={self.hidden_size}: hidden_size / heads must be an "
-                f"even whole number (rotary turns pairs of dims); allowed heads: {_divisors(self.hidden_size // 2)}"
-                if self.hidden_size % 2 == 0
-                else f"model.hidden_size={self.hidden_size}: must be even (rotary turns pairs of dims); "
-                f"take {self.hidden_size + 1}"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
-                f"allowed: {_divisors(self.heads)}"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.heads
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 class Llama(nn.Module):

@@ -25,57 +25,14 @@ what is only evaluated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dzero.models.llama import DEVIATION, Llama, LlamaShape, SwiGLU, residual_deviation
-
-SCORES = ("softmax", "sigmoid")
-BALANCES = ("auxiliary-loss-free", "loss", "none")
-RATES = {"auxiliary-loss-free": 1e-3, "loss": 1e-2, "none": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEShape(LlamaShape):
-    """Sizes as of the dense decoder; `ffn_size` is that of one expert.
-
-    A token uses `top_k` of `experts`, and all use one SwiGLU as wide as `shared_experts` of them. `scores`: an expert's
-    is softmax over all, or its own sigmoid. `balance`: see the note; `balance_rate`: None for the value in `RATES`.
-    """
-
-    experts: int
-    top_k: int
-    shared_experts: int = 0
-    scores: str = "softmax"
-    balance: str = "auxiliary-loss-free"
-    balance_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key, least in (("experts", 1), ("top_k", 1), ("shared_experts", 0)):
-            if getattr(self, key) < least:
-                raise ValueError(f"model.{key}={getattr(self, key)}: must be a whole number ≥ {least}")
-        if self.top_k > self.experts:
-            raise ValueError(
-                f"model.top_k={self.top_k} of model.experts={self.experts}: a token cannot use more experts than there "
-                f"are; take model.top_k ≤ {self.experts}"
-            )
-        for key, allowed in (("scores", SCORES), ("balance", BALANCES)):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"model.{key}={getattr(self, key)!r}: choose one of {[*allowed]}")
-        if self.balance_rate is not None and self.balance == "none":
-            raise ValueError(f"model.balance_rate={self.balance_rate} has no effect with model.balance=none; remove it")
-        if self.balance_rate is not None and not 0.0 < self.balance_rate < float("inf"):
-            raise ValueError(f"model.balance_rate={self.balance_rate}: must be a finite number > 0")
-
-    @property
-    def rate(self) -> float:
-        """Of `balance`."""
-        return RATES[self.balance] if self.balance_rate is None else self.balance_rate
+from dzero.models.llama import DEVIATION, Llama, SwiGLU, residual_deviation
+from dzero.models.shapes import MoEShape
 
 
 class MoE(Llama):

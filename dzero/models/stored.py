@@ -162,4 +162,6 @@ def _open(file: Path) -> int:
             f"{file}: a symbolic link, as in the Hub's cache, is not followed: name a folder that holds the files "
             "themselves (`cp -rL`, or `hf download --local-dir`)"
         )
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file}: a folder, a pipe or a device, not a file of weights")
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from dzero.models.hf import HFDecoder
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 from dzero.models.published import llama_config, published_name
+from dzero.models.shapes import LlamaShape
 from dzero.models.stored import StoredTensor, stored_tensors
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}

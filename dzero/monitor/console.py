@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column
@@ -10,6 +11,10 @@ from dzero.hardware import format_bytes, format_seconds
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.tables import summary_tables
 from dzero.terminal import plain, rich_table
+
+SEPARATOR = " · "
+WIDE_COLUMNS, WIDE_BAR, NARROW_BAR = 110, 20, 10
+"""A terminal of so many columns or more has the wide bar; others leave the room to figures."""
 
 
 class Console:
@@ -52,9 +57,11 @@ class Console:
         tables = summary_tables(summary)
         if not self._live:
             self._write("\n" + plain(tables))
+            self._write_places(summary)
             return
         for table in tables:
             self._terminal.print(rich_table(table))
+        self._write_places(summary)
 
     def close(self) -> None:
         """Leave the live line as it is. May be called again."""
@@ -67,26 +74,44 @@ class Console:
             self._progress = _progress(self._terminal)
             self._task = self._progress.add_task("", total=self._total_steps, reading="")
             self._progress.start()
-        reading = live_line(record, self._held_out_loss)
+        step = f"step {self._total_steps}/{self._total_steps}"
+        room = self._terminal.width - cell_len(step) - _bar_width(self._terminal) - len("  ")
+        reading = live_line(record, self._held_out_loss, room)
         self._progress.update(self._task, completed=record.step, reading=reading)
+
+    def _write_places(self, summary: RunSummary) -> None:
+        """Say where board and trace lie, and how to open them."""
+        if summary.places:
+            self._write("\nlook inside")
+            for line in summary.places:
+                self._write(f"  {line}")
 
     def _write(self, line: str) -> None:
         self._terminal.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def live_line(record: StepRecord, held_out_loss: float | None) -> str:
-    """What stands behind the bar: the most wanted first, since a narrow terminal cuts the end."""
+def live_line(record: StepRecord, held_out_loss: float | None, room: int | None = None) -> str:
+    """Return what stands behind the bar.
+
+    Args:
+        record: The last step.
+        held_out_loss: The last one [nats], None before the first.
+        room: Columns that there are; the least wanted figures are left out until the others fit. None: no limit.
+    """
     rate, mfu = record.speed.tokens_per_s, record.speed.mfu
-    words = [
-        f"loss {record.loss:.3f}",
-        None if held_out_loss is None else f"held-out {held_out_loss:.3f}",
-        None if rate is None else f"{rate:,.0f} tokens/s",
-        None if mfu is None else f"MFU {mfu:.1%}",
-        format_bytes(sum(record.memory_bytes.values())) if record.memory_bytes else None,
-        f"ETA {format_seconds(record.eta_s)}" if record.eta_s else None,
-        f"{record.skipped_steps} skipped" if record.skipped_steps else None,
-    ]
-    return " · ".join(word for word in words if word)
+    wanted = {  # in the order of the line; the number is how soon it is left out
+        f"loss {record.loss:.3f}": 7,
+        None if held_out_loss is None else f"held-out {held_out_loss:.3f}": 2,
+        None if rate is None else f"{rate:,.0f} tokens/s": 6,
+        None if mfu is None else f"MFU {mfu:.1%}": 3,
+        format_bytes(sum(record.memory_bytes.values())) if record.memory_bytes else None: 1,
+        f"ETA {format_seconds(record.eta_s)}" if record.eta_s else None: 5,
+        f"{record.skipped_steps} skipped" if record.skipped_steps else None: 4,
+    }
+    words = [word for word in wanted if word]
+    while room is not None and len(words) > 1 and cell_len(SEPARATOR.join(words)) > room:
+        words.remove(min(words, key=lambda word: wanted[word]))
+    return SEPARATOR.join(words)
 
 
 def plain_line(record: StepRecord) -> str:
@@ -111,8 +136,12 @@ def _progress(terminal: Terminal) -> Progress:
     """One line, redrawn by a thread of its own (a millisecond, four times a second), so that steps never wait."""
     return Progress(
         TextColumn("step {task.completed}/{task.total}", markup=False),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=_bar_width(terminal)),
         TextColumn("{task.fields[reading]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         console=terminal,
         refresh_per_second=4,
     )
+
+
+def _bar_width(terminal: Terminal) -> int:
+    return WIDE_BAR if terminal.width >= WIDE_COLUMNS else NARROW_BAR

@@ -5,15 +5,22 @@
 
 Written to `<run folder>/profile`:
     rank0.pt.trace.json.gz          spans are the `record_function` names of the code, beside torch's own
-                                    (`ProfilerStep#k` counts from 0: it is step k + 1); the offload's lanes
-                                    FETCH, EVICT, COMPUTE are threads, hence tracks, of their own
+                                    (`ProfilerStep#k` counts from 0: it is step k + 1); the process is named after its
+                                    rank, and threads have the code's names: tracks `training`, and of the offload's
+                                    lanes `FETCH`, `EVICT`, `COMPUTE`, `LOAD states`, `SPILL states`, and so on
     rank0.memory_snapshot.pickle    CUDA only: every allocation of the same steps, for https://pytorch.org/memory_viz
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,45 +28,18 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from dzero.monitor.config import ProfileConfig
+
+TRACES, SNAPSHOTS = "profile/rank*.pt.trace.json.gz", "profile/rank*.memory_snapshot.pickle"
+"""Of all ranks, in the run's folder."""
 SNAPSHOT_EVENTS = 100_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
-    """Which steps of the run are traced: `steps` of them from the `start_step`-th on (the first is 1).
-
-    `memory_snapshot`: keep the allocations of those steps too; None: where the device is CUDA.
-    """
-
-    enabled: bool = False
-    start_step: int = 10
-    steps: int = 3
-    memory_snapshot: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.start_step < 2:
-            raise ValueError(
-                f"profile.start_step={self.start_step}: must be a whole number ≥ 2, "
-                "since the step before warms the profiler up"
-            )
-        if self.steps < 1:
-            raise ValueError(f"profile.steps={self.steps}: must be a whole number ≥ 1")
-        if not self.enabled:
-            for name in ("start_step", "steps", "memory_snapshot"):
-                if getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(
-                        f"profile.{name}={getattr(self, name)} has no effect with profile.enabled=false; "
-                        "remove it, or set profile.enabled=true"
-                    )
-
-    def check(self, run_steps: int) -> None:
-        """Raises ValueError where a run of `run_steps` ends before the trace does."""
-        last = self.start_step + self.steps - 1
-        if self.enabled and run_steps < last:
-            raise ValueError(
-                f"profile.start_step={self.start_step}, profile.steps={self.steps}: the trace ends with step "
-                f"{last}, but the run has {run_steps}; trace earlier or fewer steps, or train longer"
-            )
+LANE = "offload "
+"""Before the names of the offload's threads (offload/swap.py)."""
+PROCESS = '"name": "process_name"'
+EVENTS = '"traceEvents": ['
+THREAD = {"ph": "M", "name": "thread_name", "ts": 0}
+NAME = re.compile(r'^(\s*"name": )"(?:thread (\d+) \()?(.*?)\)?"$')
+"""A line of torch's trace that names a process, or a thread by its number."""
 
 
 class Profiler:
@@ -72,12 +52,13 @@ class Profiler:
     def __init__(
         self, config: ProfileConfig, run_folder: Path, *, rank: int, device: torch.device, run_steps: int
     ) -> None:
-        folder = run_folder / "profile"
-        self.trace_path = folder / f"rank{rank}.pt.trace.json.gz"
+        self.trace_path = run_folder / TRACES.replace("*", str(rank))
+        folder = self.trace_path.parent
         self.snapshot_path: Path | None = None
         self._first = config.start_step
         self._last = config.start_step + config.steps - 1
         self._step = 1
+        self._rank, self._tracks = rank, dict[int, str]()
         self._stack = ExitStack()
         self._profile: profile | None = None
         if not config.enabled:
@@ -88,7 +69,7 @@ class Profiler:
                 f"profile.memory_snapshot=true has no effect on {device.type}, only on cuda; set it to null or false"
             )
         if device.type == "cuda" and config.memory_snapshot is not False:
-            self.snapshot_path = folder / f"rank{rank}.memory_snapshot.pickle"
+            self.snapshot_path = run_folder / SNAPSHOTS.replace("*", str(rank))
         folder.mkdir(parents=True, exist_ok=True)
         self._profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
@@ -107,6 +88,7 @@ class Profiler:
         if self._profile is None or self._step > self._last:
             return
         self._step += 1
+        self._tracks |= track_names()
         if self.snapshot_path and self._step == self._first:
             _memory_history()._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         self._profile.step()
@@ -118,11 +100,59 @@ class Profiler:
         self._stack.close()
 
     def _write(self, traced: profile) -> None:
-        traced.export_chrome_trace(str(self.trace_path))
-        if self.snapshot_path:
-            memory = _memory_history()
-            memory._dump_snapshot(str(self.snapshot_path))
-            memory._record_memory_history(enabled=None)
+        """Write the trace and the snapshot; where they cannot be written, say so: training goes on without them."""
+        try:
+            as_torch_names_it = self.trace_path.with_suffix("")
+            traced.export_chrome_trace(str(as_torch_names_it))
+            with as_torch_names_it.open() as lines, gzip.open(self.trace_path, "wt") as file:
+                file.writelines(named(lines, f"rank {self._rank}", self._tracks | track_names()))
+            as_torch_names_it.unlink()
+            if self.snapshot_path:
+                memory = _memory_history()
+                memory._dump_snapshot(str(self.snapshot_path))
+                memory._record_memory_history(enabled=None)
+        except (OSError, RuntimeError) as error:
+            print(f"the trace in {self.trace_path.parent} was not written: {error}", file=sys.stderr)
+
+
+def track_names() -> dict[int, str]:
+    """Return what each thread of this process is called in a trace, by its number in the system.
+
+    The thread that asks is `training`; it does not ask Python for its number, which a fork leaves as it was.
+    """
+    others = (each for each in threading.enumerate() if each is not threading.current_thread())
+    known = {each.native_id: _track_name(each) for each in others if each.native_id is not None}
+    return known | {threading.get_native_id(): "training"}
+
+
+def _track_name(thread: threading.Thread) -> str:
+    """`FETCH` for the offload's lane, `LOAD states (2)` for the second of its threads."""
+    name, underscore, number = thread.name.removeprefix(LANE).rpartition("_")
+    if not (underscore and number.isdigit()):
+        return thread.name
+    return name if number == "0" else f"{name} ({int(number) + 1})"
+
+
+def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iterator[str]:
+    """Yield the lines of a trace as torch writes it, one field to a line, with names of ours.
+
+    Args:
+        trace: Its lines. A trace may be larger than memory, so it is never read as a whole.
+        process: Put before the names of processes.
+        tracks: Names of threads by their numbers; others keep torch's.
+    """
+    of_process = False
+    for line in trace:
+        found = NAME.match(line)
+        if found and found[2] and (name := tracks.get(int(found[2]))):
+            line = f"{found[1]}{json.dumps(name)}\n"
+        elif found and of_process:
+            line, of_process = f"{found[1]}{json.dumps(f'{process} ({found[3]})')}\n", False
+        of_process = of_process or PROCESS in line
+        yield line
+        if EVENTS in line:  # torch names only some of the threads
+            for thread, name in tracks.items():
+                yield json.dumps({**THREAD, "pid": os.getpid(), "tid": thread, "args": {"name": name}}) + ",\n"
 
 
 def _every_thread() -> Any:

@@ -48,6 +48,7 @@ class RunSummary:
     arena. `step_flops`: of the model on this rank in a step, None where unknown.
     `planned_bytes`: this rank's peak as the plan says, the process aside; None without a plan, and on a CPU, whose
     measured peak has libraries and the allocator's rest in it.
+    `places`: where board and trace of this run lie and what opens them, a line each.
     """
 
     steps: int
@@ -69,3 +70,4 @@ class RunSummary:
     host_bytes: int = 0
     step_flops: float | None = None
     planned_bytes: int | None = None
+    places: Sequence[str] = ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -10,36 +13,13 @@ from typing import Protocol, Self
 from rich.console import Console as Terminal
 
 from dzero.monitor.board import TensorBoardSink
+from dzero.monitor.config import MonitorConfig
 from dzero.monitor.console import Console
+from dzero.monitor.profile import SNAPSHOTS, TRACES
 from dzero.monitor.records import RunSummary, StepRecord
+from dzero.terminal import from_here
 
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    """What is shown and kept.
-
-    `log_every_steps`: steps between two lines of the plain log (a terminal has a live line instead).
-    `tensorboard`: write event files to `<run folder>/tensorboard`, a point every `scalars_every_steps` steps.
-    `plan`: with this run's plan (`python -m dzero plan`), which rank 0 makes after the first step; the others wait for
-    it, a second or two, 10 s for 80 layers.
-    """
-
-    log_every_steps: int = 10
-    tensorboard: bool = True
-    scalars_every_steps: int = 1
-    plan: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("log_every_steps", "scalars_every_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"monitor.{name}={getattr(self, name)}: must be a whole number ≥ 1")
-        if not self.tensorboard and self.scalars_every_steps != 1:
-            raise ValueError(
-                f"monitor.scalars_every_steps={self.scalars_every_steps} has no effect with monitor.tensorboard=false; "
-                "remove it, or set monitor.tensorboard=true"
-            )
-        if not self.tensorboard and not self.plan:
-            raise ValueError("monitor.plan=false has no effect with monitor.tensorboard=false; remove it")
+BOARD = "tensorboard"
 
 
 class Sink(Protocol):
@@ -80,36 +60,34 @@ class Monitor:
         terminal: Terminal | None = None,
     ) -> None:
         self.sinks: list[Sink] = []
+        self._run_folder = run_folder
         if rank != 0:
             return
         self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))
         if config.tensorboard:
-            self.board = TensorBoardSink(
-                run_folder / "tensorboard",
-                resolved_config=resolved_config,
-                scalars_every_steps=config.scalars_every_steps,
-            )
-            self.sinks.append(self.board)
+            folder, every = run_folder / BOARD, config.scalars_every_steps
+            try:
+                self.board = TensorBoardSink(folder, resolved_config=resolved_config, scalars_every_steps=every)
+                self.sinks.append(self.board)
+            except OSError as error:
+                self.note(0, f"no TensorBoard: nothing can be written to {folder}: {error}")
 
     def step(self, record: StepRecord) -> None:
         """Tell of one optimizer step."""
-        for sink in self.sinks:
-            sink.step(record)
+        self._tell(lambda sink: sink.step(record), record.step)
 
     def held_out(self, step: int, loss: float) -> None:
         """Tell of a held-out loss [nats], evaluated after `step` steps."""
-        for sink in self.sinks:
-            sink.held_out(step, loss)
+        self._tell(lambda sink: sink.held_out(step, loss), step)
 
     def note(self, step: int, message: str) -> None:
         """Tell of something rare: a skipped step and the parameter that caused it, say."""
-        for sink in self.sinks:
-            sink.note(step, message)
+        self._tell(lambda sink: sink.note(step, message), step)
 
     def summary(self, summary: RunSummary) -> None:
-        """Tell how the run went."""
-        for sink in self.sinks:
-            sink.summary(summary)
+        """Tell how the run went, and where board and trace lie."""
+        summary = replace(summary, places=places(self._run_folder, board=self.board is not None))
+        self._tell(lambda sink: sink.summary(summary), summary.steps)
 
     def __enter__(self) -> Self:
         return self
@@ -117,5 +95,34 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sink in self.sinks:
-            sink.close()
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, do: Callable[[Sink], None], step: int | None = None) -> None:
+        """Do it with every sink. One that fails is left out from then on and the others told: output never ends a run.
+
+        step: where in the run this is; None at its end, when sinks may be closed already.
+        """
+        for sink in [*self.sinks]:
+            try:
+                do(sink)
+            except Exception as error:
+                self.sinks.remove(sink)
+                self.board = None if sink is self.board else self.board
+                lost = f"{type(sink).__name__} failed, the run goes on without it: {type(error).__name__}: {error}"
+                if step is None or not self.sinks:
+                    print(lost, file=sys.stderr)
+                else:
+                    self.note(step, lost)
+
+
+def places(run_folder: Path, *, board: bool) -> list[str]:
+    """Return what a run left to look at, and what opens it, a line each; paths from the current directory."""
+    here = from_here(run_folder)
+    lines = [f"TensorBoard      tensorboard --logdir {shlex.quote(str(here))}"] if board else []
+    for what, pattern, opened in (
+        ("trace", TRACES, "https://ui.perfetto.dev"),
+        ("memory snapshot", SNAPSHOTS, "https://pytorch.org/memory_viz"),
+    ):
+        if next(run_folder.glob(pattern), None) is not None:
+            lines.append(f"{what:<15}  {here / pattern}: open one at {opened}")
+    return lines

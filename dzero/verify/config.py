@@ -7,6 +7,7 @@ from typing import Any
 
 from dzero.config import RunConfig
 from dzero.degrees import MeshConfig
+from dzero.limits import check, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,7 @@ class VerifyConfig:
     steps: int = 5
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"verify.steps={self.steps}: must be a whole number ≥ 1")
+        check("verify", self, steps=whole())
 
 
 @dataclass(frozen=True, kw_only=True)

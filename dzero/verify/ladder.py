@@ -31,16 +31,17 @@ from typing import NamedTuple
 
 import torch
 
-from dzero.checkpoint.config import CheckpointConfig
-from dzero.comm.collectives import is_exact
+from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
 from dzero.config import RunConfig
 from dzero.hardware import dtype_name
-from dzero.monitor.profile import ProfileConfig
-from dzero.optim.build import OURS
+from dzero.launch.devices import device_type
+from dzero.monitor.config import ProfileConfig
+from dzero.optim.config import OURS
 from dzero.verify.compare import Gap
 from dzero.verify.config import WHY, VerifyRun, meshes_to
+from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.offload_config import OffloadConfig
 
 BASELINE, CONFIGURATION = "stage 0 on the device", "the configuration"
 IN_FP32 = Gap(loss=1e-5, norm=1e-4, unit_norm=1e-3, masters=0.01)
@@ -91,7 +92,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """The runs that are made of `run` on `ranks` ranks, the baseline first, `run` itself last."""
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
-    device = run.launch.device_type
+    device = device_type(run.launch)
     (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
@@ -145,7 +146,7 @@ def layout_of(config: RunConfig, ranks: int) -> Layout:
         replicate=replicate,
         shard=shard,
         microbatches=config.train.microbatches(mesh.readers(data)),
-        exact=is_exact(config.zero.reduction, config.launch.device_type),
+        exact=is_exact(config.zero.reduction, device_type(config.launch)),
         model_ranks=mesh.tp,
         pipeline_ranks=mesh.pp,
         expert_ranks=mesh.ep,
@@ -158,7 +159,7 @@ def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
         run,
         precision=replace(run.precision, grad=dtype_name(layout.grad.dtype)),
         checkpoint=CheckpointConfig(),
-        resume=None,
+        resume=ResumeConfig(),
         profile=ProfileConfig(),
     )
 

@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from dzero.choosing import chosen
 from dzero.command_line import composed
+from dzero.config import CONF
 from dzero.errors import RunError, user_errors
-from dzero.launch import start
+from dzero.launch.launcher import start
+from dzero.run_layout import check_all_here, workers_of
 from dzero.terminal import show
 from dzero.verify.compare import Apart, by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
@@ -33,7 +35,6 @@ from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
 from dzero.verify.trace import Followed, Mark, Trace
 from dzero.watch import Watch
 
-CONF = Path(__file__).parents[2] / "conf"
 AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
@@ -41,10 +42,12 @@ def verify(settings: Sequence[str]) -> int:
     """The command. `settings`: Hydra overrides. Returns 0 where the runs agree, 1 where not, 2 where it could not be
     told."""
     try:
-        run = chosen(composed(settings, CONF, VerifyRun), settings)
+        asked = composed(settings, CONF, VerifyRun)
+        check_all_here([asked])
+        run = chosen(asked, settings)
         assert isinstance(run, VerifyRun)
         with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
-            start(work, run, Path(folder), workers=run.worker_count)
+            start(work, run, Path(folder), workers=workers_of(run))
             left, *_ = Path(folder).glob("agrees-*")
             return AGREES if left.read_text() == str(True) else DIFFERS
     except RunError as error:

@@ -1,0 +1,77 @@
+"""Settings of the corpus: which of four sources is read, and how (corpus.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dzero.limits import BELOW_1, check, whole
+
+TEXT = frozenset({"tokenizer", "separator"})
+SETTINGS = {
+    "python": TEXT,
+    "files": TEXT | {"path", "field", "token_dtype", "vocab_size"},
+    ".txt": TEXT | {"path"},
+    ".jsonl": TEXT | {"path", "field"},
+    ".parquet": TEXT | {"path", "field"},
+    ".npy": frozenset({"path", "vocab_size"}),
+    ".bin": frozenset({"path", "vocab_size", "token_dtype"}),
+    "dataset": TEXT | {"name", "config", "split", "field"},
+}
+MOST_IDS = 2**31
+TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The source of the tokens, by `path` or `name`; with neither, the text of Python's own library."""
+
+    path: str | None = None
+    """A file, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy."""
+    name: str | None = None
+    """A Hugging Face dataset, or a folder of one."""
+    config: str | None = None
+    """Configuration of the dataset. null: its only one."""
+    split: str | None = None
+    """Split of the dataset. null: train."""
+    field: str | None = None
+    """Key or column of the text. null: text."""
+    tokenizer: str | None = None
+    """A tokenizers JSON file. null: bytes, 256 ids."""
+    separator: str | None = None
+    """The tokenizer's token that ends a document. null: the usual end tokens are tried."""
+    token_dtype: str | None = None
+    """Dtype of the ids in a .bin. null: uint16."""
+    vocab_size: int | None = None
+    """Vocabulary of token files. null: the largest id + 1."""
+    held_out: float = 0.02
+    """Share of the data that is kept for evaluation."""
+    shuffle: bool = True
+    """Take sequences in a new order every epoch."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.name is not None:
+            raise ValueError(
+                f"data.path={self.path} and data.name={self.name}: only one can be read; path is for files, "
+                "name for Hugging Face datasets; remove the other"
+            )
+        check("data", self, held_out=BELOW_1, vocab_size=whole(1, MOST_IDS))
+        if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
+            raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
+        if self.separator is not None and self.tokenizer is None:
+            raise ValueError(f"data.separator={self.separator} has no effect without data.tokenizer; remove it")
+        self.refuse_idle(self.source, [self.source])
+
+    @property
+    def source(self) -> str:
+        """`files`, `dataset` or `python`."""
+        return "files" if self.path is not None else "dataset" if self.name is not None else "python"
+
+    def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
+        """Raises ValueError when a setting has no effect on any of `kinds` (rows of SETTINGS)."""
+        allowed = frozenset[str]().union(*(SETTINGS[kind] for kind in kinds))
+        for key in sorted(frozenset[str]().union(*SETTINGS.values()) - allowed):
+            if (value := getattr(self, key)) is not None:
+                raise ValueError(
+                    f"data.{key}={value} has no effect on {what}, which takes {sorted(allowed)}; remove it"
+                )

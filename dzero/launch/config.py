@@ -1,0 +1,75 @@
+"""Settings of a launch, and whether this process was launched already. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+from dzero.limits import MOST_RANKS, SECONDS, check, whole
+
+MOST_THREADS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherConfig:
+    """How many workers run on this machine, on what, and how long they wait for each other."""
+
+    workers: int | None = None
+    """Workers on this machine. Unset: one per GPU, or two on a machine without."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: cuda where torch sees a GPU."""
+    threads: int | None = None
+    """CPU threads of each worker. Unset: cores / workers."""
+    timeout_s: float = 120.0
+    """Seconds that a collective may take; a rank that does not come is then named."""
+    check_collectives: bool = False
+    """Compare every collective before it moves data, to find where ranks diverge; costs a small gather each."""
+    check_memory: bool = True
+    """Refuse a run that cannot fit this machine before it starts."""
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"launch.device={self.device!r}: choose auto, cpu or cuda")
+        machine = "to choose by the machine"
+        workers, threads = whole(1, MOST_RANKS, or_null=machine), whole(1, MOST_THREADS, or_null=machine)
+        check("launch", self, workers=workers, threads=threads, timeout_s=SECONDS)
+
+    @property
+    def timeout(self) -> timedelta:
+        """Longest duration of any collective."""
+        return timedelta(seconds=self.timeout_s)
+
+
+def check_group() -> None:
+    """Raises ValueError where the variables that make this process a worker name no rank of a group."""
+    if not launched():
+        if "RANK" in os.environ:
+            raise ValueError(
+                f"RANK={os.environ['RANK']} without WORLD_SIZE: torchrun sets both, unset it for a run without it"
+            )
+        return
+    told = {key: os.environ.get(key, "0") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    if wrong := {key: value for key, value in told.items() if not value.isdecimal()}:
+        raise ValueError(f"{wrong}: must be whole numbers; torchrun sets them, unset them for a run without it")
+    if not int(told["RANK"]) < int(told["WORLD_SIZE"]):
+        raise ValueError(
+            f"RANK={told['RANK']} with WORLD_SIZE={told['WORLD_SIZE']}: a rank is less than the number of ranks; "
+            "torchrun sets both, unset them for a run without it"
+        )
+    if "LOCAL_WORLD_SIZE" in os.environ and not int(told["LOCAL_RANK"]) < int(told["LOCAL_WORLD_SIZE"]):
+        raise ValueError(
+            f"LOCAL_RANK={told['LOCAL_RANK']} with LOCAL_WORLD_SIZE={told['LOCAL_WORLD_SIZE']}: a rank is less than "
+            "the number of ranks; torchrun sets both, unset them for a run without it"
+        )
+
+
+def launched() -> bool:
+    """Return whether this process is a worker already, torchrun's or ours."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first_of_node() -> bool:
+    """Return whether this process is the one of its node that tells the user what all of them find."""
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    return not (launched() and local_rank.isdecimal() and int(local_rank) > 0)

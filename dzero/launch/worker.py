@@ -1,0 +1,112 @@
+"""A worker: a fork of the warm process, or a process of torchrun, that joins the group and runs its part of a run.
+
+A worker that fails reports why before it leaves the group, so that its report is older than those of the ranks that
+only see it leave.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from dzero.errors import RunError, ToldElsewhere, user_errors
+from dzero.hardware import available_cores
+from dzero.launch.config import LauncherConfig
+from dzero.launch.devices import device_type
+from dzero.launch.warm import PASSED_ON, Report, found
+from dzero.mesh import local_rank, local_ranks, process_group
+from dzero.stopping import UNWIND_S, pass_over
+
+LINGER_S = 0.5
+"""For a worker that failed because another was killed: it outlives the moment in which the launcher learns of that."""
+
+Entry = Callable[[Any, Path, torch.device], None]
+"""`entry(config, run_folder, device)`: what every worker runs, inside the process group."""
+
+
+def run(entry: str, config: Any, run_folder: Path, say: Callable[[Report], None]) -> None:
+    """Be a worker of the launcher: join the group, run the entry, and say why where that fails."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _unwind)
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # the launcher passes them on as SIGTERM
+        signal.signal(number, signal.SIG_IGN)
+    report = partial(_to_launcher, say)
+    with reported(report), group(config.launch) as device, reported(report):
+        found(entry)(config, run_folder, device)
+
+
+def join(entry: Entry, config: Any, run_folder: Path) -> None:
+    """Be a worker of torchrun: as `run`, but tell the user and torchrun."""
+    with reported(to_torchrun), group(config.launch) as device, reported(to_torchrun):
+        entry(config, run_folder, device)
+
+
+def host_store(address: str, say: Callable[[int], None]) -> None:
+    """Hold the store in which the workers of this machine meet; say its port. Ends when it is killed."""
+    for number in PASSED_ON:  # it stays while any worker needs it; the launcher kills it then
+        signal.signal(number, signal.SIG_IGN)
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
+    say(store.port)
+    while True:
+        signal.pause()
+
+
+@contextmanager
+def group(config: LauncherConfig) -> Iterator[torch.device]:
+    """This worker's device, with the group joined; also sets the current CUDA device and the number of CPU threads."""
+    torch.set_num_threads(config.threads or max(1, available_cores() // local_ranks()))
+    device = torch.device("cpu")
+    if device_type(config) == "cuda":
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+    with ExitStack() as joined:
+        with user_errors():
+            joined.enter_context(process_group(device, timeout=config.timeout))
+        yield device
+
+
+@contextmanager
+def reported(report: Callable[[Exception], None]) -> Iterator[None]:
+    """On an exception `report` why, and leave at once: what runs at exit could wait for ranks that never come."""
+    try:
+        yield
+    except Exception as error:
+        report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(LINGER_S)
+        os._exit(1)
+
+
+def to_torchrun(error: Exception) -> None:
+    """Tell the user on stderr, at once, and leave the error for torchrun's summary."""
+    get_error_handler().record_exception(error)
+    if not isinstance(error, ToldElsewhere):
+        print(f"error: {error}" if isinstance(error, RunError) else traceback.format_exc(), file=sys.stderr)
+
+
+def _to_launcher(say: Callable[[Report], None], error: Exception) -> None:
+    text = None if isinstance(error, RunError) else traceback.format_exc()
+    say(Report(rank=int(os.environ["RANK"]), time_ns=time.time_ns(), message=str(error), traceback=text))
+
+
+def _unwind(number: int, _: FrameType | None) -> None:
+    """Leave through every `finally`, so that files are flushed and the terminal is whole; but leave."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, pass_over)
+    signal.alarm(int(UNWIND_S))
+    sys.exit(128 + number)

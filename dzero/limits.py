@@ -1,0 +1,105 @@
+"""The ranges that numeric settings are checked against, and whole-number arithmetic that stays fast for any size.
+
+Every bound is finite: a value beyond it is a slip of the keyboard, and would overflow or hang somewhere below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+MOST_COUNT = 10**12
+"""Of steps, and of what is counted in steps."""
+MOST_RANKS = 2**20
+MOST_BYTES = 2**60
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `least` to `most`; without `least` itself where `above`, without `most` itself where `below`.
+
+    unit: of the numbers, for messages. or_null: what null stands for, where a message shall say so.
+    """
+
+    least: float
+    most: float
+    above: bool = False
+    below: bool = False
+    unit: str = ""
+    or_null: str = ""
+
+    def __contains__(self, value: float) -> bool:
+        """Return whether `value` is one of the numbers; nan and the infinities never are."""
+        low = value > self.least if self.above else value >= self.least
+        return low and (value < self.most if self.below else value <= self.most)
+
+    def __str__(self) -> str:
+        null = f", or null {self.or_null}" if self.or_null else ""
+        if isinstance(self.most, int):
+            return f"a whole number ≥ {self.least} and ≤ {self.most}{null}"
+        left, right = "(" if self.above else "[", ")" if self.below else "]"
+        return f"a number in {left}{self.least:g}, {self.most:g}{right}{self.unit}{null}"
+
+
+def whole(least: int = 1, most: int = MOST_COUNT, *, or_null: str = "") -> Range:
+    """Return the whole numbers from `least` to `most`."""
+    return Range(least, most, or_null=or_null)
+
+
+def number(most: float, *, or_null: str = "") -> Range:
+    """Return the numbers from 0 to `most`."""
+    return Range(0.0, most, or_null=or_null)
+
+
+def positive(most: float, *, unit: str = "", or_null: str = "") -> Range:
+    """Return the numbers above 0 up to `most`."""
+    return Range(0.0, most, above=True, unit=unit, or_null=or_null)
+
+
+FRACTION = positive(1.0)
+BELOW_1 = Range(0.0, 1.0, below=True)
+SECONDS = Range(1e-3, 30.0 * 24 * 3600, unit=" seconds")
+
+
+def check(group: str, config: Any, **ranges: Range) -> None:
+    """Check fields of a configuration dataclass; one that is None is unset.
+
+    Args:
+        group: The name of the group in messages, e.g. `train` or `optim.muon`.
+        config: The dataclass.
+        ranges: For every field to be checked its range.
+
+    Raises:
+        ValueError: A field is no finite number of its range. The message has its name, its value and the range.
+    """
+    for name, allowed in ranges.items():
+        value = getattr(config, name)
+        if value is not None and value not in allowed:
+            raise ValueError(f"{group}.{name}={shown(value)}: must be {allowed}")
+
+
+def shown(value: float) -> str:
+    """Return a number for a message: a whole one of more than 40 digits by its order of magnitude."""
+    digits = value.bit_length() * 0.30103 if isinstance(value, int) else 0
+    return f"{'-' if value < 0 else ''}10^{digits:.0f} or so" if digits > 40 else str(value)
+
+
+def divisors(count: int) -> list[int]:
+    """Return the divisors of `count` ≥ 1 in ascending order, in time that grows with its square root at most."""
+    found = [1]
+    for prime, power in _factors(count):
+        found = [each * prime**exponent for each in found for exponent in range(power + 1)]
+    return sorted(found)
+
+
+def _factors(count: int) -> list[tuple[int, int]]:
+    """Return the primes that divide `count`, with their powers."""
+    found, prime = [], 2
+    while prime * prime <= count:
+        power = 0
+        while count % prime == 0:
+            count, power = count // prime, power + 1
+        if power:
+            found.append((prime, power))
+        prime += 1 if prime == 2 else 2
+    return [*found, (count, 1)] if count > 1 else found

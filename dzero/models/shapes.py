@@ -1,0 +1,108 @@
+"""Sizes of the decoders, checked without building one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dzero.limits import check, divisors, positive, whole
+
+SCORES = ("softmax", "sigmoid")
+BALANCES = ("auxiliary-loss-free", "loss", "none")
+MOST_WIDTH, MOST_LAYERS, MOST_EXPERTS, MOST_IDS = 2**26, 10_000, 2**16, 2**31
+MOST_THETA, MOST_BALANCE_RATE = 1e18, 1e6
+RATES = {"auxiliary-loss-free": 1e-3, "loss": 1e-2, "none": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """Sizes of the decoder; a head has hidden_size / heads dims, shared keys and values serve heads / kv_heads heads.
+
+    `max_tokens`: longest sequence accepted (None: any). `tied`: embedding and head are one parameter.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_size: int
+    max_tokens: int | None = None
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        width = whole(1, MOST_WIDTH)
+        check("model", self, vocab_size=whole(1, MOST_IDS), layers=whole(1, MOST_LAYERS), max_tokens=whole())
+        check("model", self, hidden_size=width, heads=width, kv_heads=width, ffn_size=width)
+        check("model", self, rope_theta=positive(MOST_THETA), norm_eps=positive(1.0))
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(
+                f"model.heads={self.heads} with model.hidden_size={self.hidden_size}: hidden_size / heads must be an "
+                f"even whole number (rotary turns pairs of dims); allowed heads: {divisors(self.hidden_size // 2)}"
+                if self.hidden_size % 2 == 0
+                else f"model.hidden_size={self.hidden_size}: must be even (rotary turns pairs of dims); "
+                f"take {self.hidden_size + 1}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}; "
+                f"allowed: {divisors(self.heads)}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.heads
+
+    @property
+    def params(self) -> int:
+        """Number of parameters of the whole model."""
+        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_heads * self.head_dim)
+        block = attention + self._ffn_params + 2 * self.hidden_size
+        return self.layers * block + (1 if self.tied else 2) * self.vocab_size * self.hidden_size + self.hidden_size
+
+    @property
+    def _ffn_params(self) -> int:
+        return 3 * self.hidden_size * self.ffn_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEShape(LlamaShape):
+    """Sizes as of the dense decoder; `ffn_size` is that of one expert.
+
+    A token uses `top_k` of `experts`, and all use one SwiGLU as wide as `shared_experts` of them. `scores`: an expert's
+    is softmax over all, or its own sigmoid. `balance`: see the note; `balance_rate`: None for the value in `RATES`.
+    """
+
+    experts: int
+    top_k: int
+    shared_experts: int = 0
+    scores: str = "softmax"
+    balance: str = "auxiliary-loss-free"
+    balance_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = MOST_EXPERTS
+        check("model", self, experts=whole(1, most), top_k=whole(1, most), shared_experts=whole(0, most))
+        check("model", self, balance_rate=positive(MOST_BALANCE_RATE))
+        if self.top_k > self.experts:
+            raise ValueError(
+                f"model.top_k={self.top_k} of model.experts={self.experts}: a token cannot use more experts than there "
+                f"are; take model.top_k ≤ {self.experts}"
+            )
+        for key, allowed in (("scores", SCORES), ("balance", BALANCES)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"model.{key}={getattr(self, key)!r}: choose one of {[*allowed]}")
+        if self.balance_rate is not None and self.balance == "none":
+            raise ValueError(f"model.balance_rate={self.balance_rate} has no effect with model.balance=none; remove it")
+
+    @property
+    def _ffn_params(self) -> int:
+        return (self.experts + self.shared_experts) * super()._ffn_params + self.experts * self.hidden_size
+
+    @property
+    def rate(self) -> float:
+        """Return the rate of `balance`: the one that is set, or its default."""
+        return RATES[self.balance] if self.balance_rate is None else self.balance_rate

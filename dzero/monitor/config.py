@@ -1,0 +1,71 @@
+"""Settings of what a run shows, keeps and traces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dzero.limits import check, whole
+
+MOST_TRACED = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """The output of a run, shown and kept."""
+
+    log_every_steps: int = 10
+    """Steps between two lines of the plain log; a terminal has a live line instead."""
+    tensorboard: bool = True
+    """Write event files to <run folder>/tensorboard."""
+    scalars_every_steps: int = 1
+    """Steps between two points of the event files."""
+    plan: bool = True
+    """Put this run's plan on the board, which rank 0 makes after the first step, in a second or two."""
+
+    def __post_init__(self) -> None:
+        check("monitor", self, log_every_steps=whole(), scalars_every_steps=whole())
+        if not self.tensorboard and self.scalars_every_steps != 1:
+            raise ValueError(
+                f"monitor.scalars_every_steps={self.scalars_every_steps} has no effect with monitor.tensorboard=false; "
+                "remove it, or set monitor.tensorboard=true"
+            )
+        if not self.tensorboard and not self.plan:
+            raise ValueError("monitor.plan=false has no effect with monitor.tensorboard=false; remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Which steps of the run are traced."""
+
+    enabled: bool = False
+    """Trace some steps, one file per rank."""
+    start_step: int = 10
+    """First step that is traced, at least 2."""
+    steps: int = 3
+    """Number of steps that are traced."""
+    memory_snapshot: bool | None = None
+    """Keep every allocation of those steps too. null: where the device is CUDA."""
+
+    def __post_init__(self) -> None:
+        if self.start_step < 2:
+            raise ValueError(
+                f"profile.start_step={self.start_step}: must be a whole number ≥ 2, "
+                "since the step before warms the profiler up"
+            )
+        check("profile", self, start_step=whole(), steps=whole(1, MOST_TRACED))
+        if not self.enabled:
+            for name in ("start_step", "steps", "memory_snapshot"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f"profile.{name}={getattr(self, name)} has no effect with profile.enabled=false; "
+                        "remove it, or set profile.enabled=true"
+                    )
+
+    def check(self, run_steps: int) -> None:
+        """Raises ValueError where a run of `run_steps` ends before the trace does."""
+        last = self.start_step + self.steps - 1
+        if self.enabled and run_steps < last:
+            raise ValueError(
+                f"profile.start_step={self.start_step}, profile.steps={self.steps}: the trace ends with step "
+                f"{last}, but the run has {run_steps}; trace earlier or fewer steps, or train longer"
+            )

@@ -1,0 +1,97 @@
+"""What a run's settings come to on so many ranks and on this machine: its table, its workers, and what does not fit.
+
+Apart from config.py because it needs torch, which composing and checking a command line do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dzero.config import RunConfig
+from dzero.data.files import find
+from dzero.errors import user_errors
+from dzero.launch.config import check_group, launched
+from dzero.launch.devices import check_workers, device_type, worker_count
+from dzero.models.hf import check_folder
+from dzero.optim.build import check_layout, check_rule_name, check_uncut
+from dzero.parallel.divisibility import check_microbatches
+from dzero.zero.config import is_exact
+from dzero.zero.layout import Layout
+
+
+def workers_of(config: RunConfig) -> int:
+    """Return the number of ranks of a plain run on this machine.
+
+    It is launch.workers, or what the mesh says, or the number of devices.
+
+    Raises:
+        ValueError: There are fewer GPUs.
+    """
+    wanted = config.launch.workers or config.mesh.ranks
+    inner = config.mesh.sharing * config.mesh.pp
+    if wanted is None and device_type(config.launch) == "cpu" and inner > 1:
+        wanted = inner
+    return worker_count(replace(config.launch, workers=wanted))
+
+
+def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
+    """Return the table as these settings fill it.
+
+    Args:
+        config: The settings.
+        ranks: Data-parallel ranks.
+        device: `cpu` or `cuda`, which `zero.reduction=auto` depends on.
+
+    Raises:
+        ValueError: The settings do not go together, or do not divide the ranks.
+    """
+    replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
+    check_rule_name(config.optim)
+    cuts = {"mesh.tp": config.mesh.tp, "mesh.ep": config.mesh.ep, "block.tiles": config.block.tiles}
+    check_uncut(config.optim, cuts)
+    layout = Layout.of(
+        config.zero,
+        config.precision,
+        config.offload,
+        replicate=replicate,
+        shard=shard,
+        microbatches=config.train.microbatches(config.mesh.readers(ranks)),
+        exact=is_exact(config.zero.reduction, device),
+        model_ranks=config.mesh.tp,
+        pipeline_ranks=config.mesh.pp,
+        expert_ranks=config.mesh.ep,
+    )
+    if config.mesh.pp > 1:
+        check_microbatches(config.mesh.pp_schedule, layout.microbatches, config.mesh.pp)
+    check_layout(config.optim, layout)
+    return layout
+
+
+def check_ranks(config: RunConfig, world: int) -> None:
+    """Raises ValueError for settings that do not fit a run of `world` ranks."""
+    layout_on(config, config.mesh.data_ranks(world), device_type(config.launch))
+
+
+def check_all_here(runs: Sequence[RunConfig]) -> None:
+    """Check every run that a command line starts before the first of them does. Raises RunError."""
+    for config in runs:
+        with user_errors():
+            check_here(config)
+
+
+def check_here(config: RunConfig) -> None:
+    """Raises ValueError or OSError for what this machine's devices and files tell before any worker starts."""
+    check_group()
+    if not launched():
+        check_workers(workers_of(config))
+        check_ranks(config, workers_of(config))
+    elif config.launch.workers is not None:
+        raise ValueError(f"launch.workers={config.launch.workers} has no effect under torchrun; remove it")
+    if config.data.path is not None:
+        find(config.data.path)
+    if config.model.name_or_path is not None:
+        check_folder(config.model.name_or_path)
+    if isinstance(config.model.weights, str) and not Path(config.model.weights).is_dir():
+        raise FileNotFoundError(f"model.weights={config.model.weights}: no such folder; nothing is downloaded")
