@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dzero.checkpoint.errors import CheckpointError, NoAnswer
 from dzero.mesh import timeout_of_ranks
 
-SAY_BYTES, WHY_BYTES = 64, 1024
+SAY_BYTES, WHY_BYTES = 1024, 1024
 BEAT_S, BEATS = 5.0, 3
 """Seconds between two signs of life, and at least how many fit into the timeout."""
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,21 +15,27 @@ import torch.distributed as dist
 from dzero.checkpoint.agreement import Agreement
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.errors import CheckpointError, Damaged
+from dzero.checkpoint.folder import Shelf, is_there
 from dzero.checkpoint.format import MANIFEST, NAMES, Part
-from dzero.checkpoint.saver import Saver
+from dzero.checkpoint.saved import check_state
+from dzero.checkpoint.saver import Saver, all_see
+from dzero.checkpoint.selection import Origin, candidates, step_of
 from dzero.checkpoint.states import Put, States
 from dzero.optim.master import MasterOptimizer
 from dzero.zero.shard import Sharded
 
 AUTO, LOCAL = "auto", "local."
+STRICT = "resume.strict=true stops here"
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What came out of a checkpoint besides the states: `local` only where as many ranks saved it. `notes`: for the
-    log."""
+    """A checkpoint's contents besides the states.
+
+    `local`: only where as many ranks saved it. `notes`, on rank 0: what was damaged and therefore passed over, for the
+    user to read.
+    """
 
     path: Path
     step: int
@@ -52,6 +57,8 @@ class Checkpoints:
         self.config, self._optim, self._shares = config, optim, sharded.layout.shares > 1
         self._states = States(sharded, optim)
         self._saver: Saver | None = None
+        self._origin: Origin | None = None
+        self._begun = False
         with ExitStack() as self._undo:
             self._ranks = Agreement(config.folder)
             self._undo.callback(self._ranks.close)
@@ -64,6 +71,15 @@ class Checkpoints:
         if self._saver is None:
             self._saver = self._undo.enter_context(Saver(self.config, self._ranks))
         return self._saver
+
+    def begin(self) -> None:
+        """Begin a run in the folder, one that goes on from what was resumed, if anything was. Collective.
+
+        `resume` and the first save do it where it is still to do. Raises CheckpointError where the folder holds
+        checkpoints of another run, before anything in it changes.
+        """
+        self._open().claim(self._origin)
+        self._begun = True
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -84,6 +100,8 @@ class Checkpoints:
             for name, tensor in own.items():
                 put(name, tensor)
 
+        if not self._begun:
+            self.begin()
         parts = self._states.parts() | {name: _own(tensor) for name, tensor in own.items()}
         self._open().save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
 
@@ -91,44 +109,77 @@ class Checkpoints:
         """The name of a checkpoint that became whole since the last call. Raises CheckpointError if it failed."""
         return None if self._saver is None else self._saver.finished()
 
-    def resume(self, which: str) -> Resumed | None:
+    def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
         """Become what a checkpoint holds: `auto` for the latest in the folder, None where there is none; or its folder.
+
+        Where the latest is damaged or gone, the newest before it that is whole is taken, and `Resumed.notes` says so;
+        `strict` raises instead. What is damaged stays where it is.
 
         Raises CheckpointError on all ranks alike; also for a save that was under way, which it waits for.
         """
         self.finish()
-        path, notes = self._find(which)
-        if path is None:
-            return None
+        shelf, auto, names = Shelf(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
+        notes, tried = list[str](), list[str]()
+
+        def offer() -> str:
+            """Rank 0's choice."""
+            if not names:
+                is_one = not auto and is_there(shelf.path / MANIFEST)
+                names.extend([""] if is_one else candidates(shelf, notes) or [""])
+                if strict and notes:
+                    raise CheckpointError("", "; ".join([*notes, STRICT]))
+            if len(tried) < len(names):
+                return names[len(tried)]
+            what = "no checkpoint of this run is whole; move them away to start anew"
+            raise CheckpointError(str(shelf.path), "; ".join([what, *notes]))
+
+        while True:
+            name = self._ranks.agree(offer if dist.get_rank() == 0 else str)[0]
+            if auto and not name:
+                return None
+            found, wrong = self._take(shelf.path / name)
+            if found is not None:
+                break
+            if strict or not name:
+                raise CheckpointError("", f"{wrong}; {STRICT}" if name else wrong)
+            tried.append(name)
+            notes.append(f"PASSED OVER {shelf.path / name}: {wrong}")
+        if tried:
+            lost = step_of(tried[0]) - found.step
+            notes.append(f"going on from {found.path} instead: {lost} steps before {tried[0]} are made again")
+        self._origin, self._begun = Origin.of(found.path), False
+        if self._saver is not None:
+            self.begin()
+        return replace(found, notes=notes if dist.get_rank() == 0 else [])
+
+    def _take(self, path: Path) -> tuple[Resumed | None, str]:
+        """Become what the checkpoint at `path` holds; where it is damaged, what is wrong, and every state is undefined.
+
+        Raises CheckpointError on all ranks for what is no damage.
+        """
+        self._optim.synchronize()
         found: list[Resumed] = []
 
         def take() -> str:
-            """This rank's part."""
-            with Checkpoint(path) as checkpoint:
-                manifest = checkpoint.manifest
-                self._optim.synchronize()
-                self._states.take(checkpoint, manifest.state["optim"])
-                found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), notes))
+            """This rank's part; what is damaged."""
+            try:
+                with Checkpoint(path) as checkpoint:
+                    manifest = checkpoint.manifest
+                    check_state(str(path / MANIFEST), manifest.state)
+                    self._states.take(checkpoint, manifest.state["optim"])
+                    found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), []))
+            except Damaged as error:
+                return f"rank {dist.get_rank()}: {error}"
             return ""
 
-        self._ranks.agree(take)
+        all_see(self._ranks, path, lambda: is_there(path / MANIFEST))
+        wrong = [row for row in self._ranks.agree(take) if row]
+        if wrong:
+            self._states.abandon()
+            return None, wrong[0]
         if self._shares:  # not before all have taken theirs; what overlap=delayed holds back stays so
             self._optim.synchronize()
-        return found[0]
-
-    def _find(self, which: str) -> tuple[Path | None, list[str]]:
-        """Which checkpoint, the same on every rank, and what the log should say of it."""
-        auto, notes = which == AUTO, list[str]()
-        shelf = Shelf(self.config.folder if auto else which)
-
-        def find() -> str:
-            """Rank 0's choice."""
-            if auto:
-                return chosen(shelf, notes)
-            return "" if os.path.lexists(shelf.path / MANIFEST) else shelf.latest() or ""
-
-        name = self._ranks.agree(find if dist.get_rank() == 0 else str)[0]
-        return None if auto and not name else shelf.path / name, notes
+        return found[0], ""
 
     def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:
         """What this rank saved of its own; None where another number of ranks did."""
@@ -146,24 +197,3 @@ class Checkpoints:
 def _own(tensor: torch.Tensor) -> Part:
     shape = tuple(tensor.shape)
     return Part(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)
-
-
-def chosen(shelf: Shelf, notes: list[str]) -> str:
-    """The latest, or the newest that opens where the pointer is lost; nothing where nothing was saved.
-
-    Raises CheckpointError where something was saved and nothing opens: to start anew is for the user to choose.
-    """
-    try:
-        if name := shelf.latest():
-            return name
-    except CheckpointError as error:
-        notes.append(f"{error}; the newest checkpoint that opens is taken instead")
-    for name in reversed(shelf.names()):
-        try:
-            with Checkpoint(shelf.path / name):
-                return name
-        except CheckpointError as error:
-            notes.append(f"passed over: {error}")
-    if notes:
-        raise CheckpointError(str(shelf.path), f"no checkpoint opens; move it away to start anew. {'; '.join(notes)}")
-    return ""

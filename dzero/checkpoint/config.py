@@ -4,37 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.limits import MOST_BYTES, SECONDS, check, whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """`every`: steps between saves, None for none but at the end of a run that is stopped. `keep`: checkpoints, the
-    newest. `folder`: of all of them, shared by all nodes.
-
-    `last`: save after the last step too, where anything is saved. `staging_bytes`: host memory per rank through which
-    states go to the disk; a save holds the run up until they are in it. `verify`: read a checkpoint back before it
-    counts. `on_error`: stop, or warn and train on, when one cannot be written. `deadline_s`: from SIGTERM or SIGINT to
-    the end of the save they ask for; later the run ends without it.
-    """
+    """When a run saves, where, and what becomes of older checkpoints."""
 
     every: int | None = None
+    """Steps between saves. null: no checkpoints."""
     keep: int = 2
+    """Checkpoints that stay, of this run and of what it resumed from; older ones are removed, those of others never."""
     folder: str = "checkpoints"
+    """Folder of the checkpoints, shared by all nodes; with --multirun inside each run's own output folder."""
     last: bool = True
+    """Save after the last step too, where anything is saved."""
     staging_bytes: int = 1 << 30
+    """Host memory per rank through which states go to the disk; a save holds the run up until they are in it."""
     verify: bool = True
+    """Read a checkpoint back before it counts."""
     on_error: str = "stop"
+    """A checkpoint cannot be written: `stop`, or `warn` and train on."""
     deadline_s: float = 60.0
+    """Seconds from SIGTERM or SIGINT to the end of the save they ask for; later the run ends without it."""
 
     def __post_init__(self) -> None:
-        for key in ("every", "keep"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"checkpoint.{key}={value}: must be a whole number ≥ 1")
-        if self.staging_bytes < 1 << 20:
-            raise ValueError(f"checkpoint.staging_bytes={self.staging_bytes}: must be ≥ 1048576, a MiB")
+        staging = whole(1 << 20, MOST_BYTES)
+        check("checkpoint", self, every=whole(), keep=whole(), staging_bytes=staging, deadline_s=SECONDS)
         if self.on_error not in ("stop", "warn"):
             raise ValueError(f"checkpoint.on_error={self.on_error!r}: choose stop or warn")
-        if self.deadline_s <= 0:
-            raise ValueError(f"checkpoint.deadline_s={self.deadline_s}: must be > 0 seconds")
         if not self.folder:
             raise ValueError("checkpoint.folder is empty: name a folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """The checkpoint that a run starts from. `resume=WORD` on the command line is short for `resume.source=WORD`."""
+
+    source: str | None = None
+    """A checkpoint's folder; `auto` for the latest in checkpoint.folder; null to start afresh."""
+    strict: bool = False
+    """Stop where the latest checkpoint is damaged or gone, instead of going on from the newest that is whole."""
+
+    def __post_init__(self) -> None:
+        if self.strict and self.source is None:
+            raise ValueError("resume.strict=true has no effect without resume=auto or a checkpoint's folder; remove it")

@@ -12,14 +12,12 @@ import torch
 
 from dzero.checkpoint.boxes import Box, is_slab
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Folder
+from dzero.checkpoint.folder import Folder, read_manifest
 from dzero.checkpoint.format import (
     DTYPES,
     MANIFEST,
     MOST_INDEX_BYTES,
-    MOST_MANIFEST_BYTES,
     Index,
-    Manifest,
     Part,
     check_together,
     index_name,
@@ -42,10 +40,7 @@ class Checkpoint:
         self.path = Path(path)
         with ExitStack() as undo:
             self._folder = undo.enter_context(Folder(self.path))
-            self.manifest = unseal(
-                self._folder.read(MANIFEST, MOST_MANIFEST_BYTES), Manifest, str(self.path / MANIFEST)
-            )
-            self._checked(MANIFEST, self.manifest.check)
+            self.manifest = read_manifest(self._folder)
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
             self._files = undo.enter_context(Files(self._folder, dict(enumerate(self.indexes))))

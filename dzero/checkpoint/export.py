@@ -14,6 +14,7 @@ parameters are in a checkpoint once, under the name that transformers keeps as w
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -100,7 +101,7 @@ def export(
     out = out.absolute()
     partial = out.with_name(out.name + PARTIAL)
     for path, whose in ((out, ""), (partial, ", left by an export that was stopped or is under way")):
-        if path.exists() or path.is_symlink():
+        if os.path.lexists(path):
             raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
     _check_room(out, planned.tensor_bytes)
     with _told(partial):
@@ -225,5 +226,6 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{error.strerror}: free space, or choose another folder; nothing was exported"
+        repair = "free space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose"
+        what = f"{error.strerror}: {repair} another folder; nothing was exported"
         raise CheckpointError(str(path), what) from error

@@ -1,8 +1,8 @@
 """Folders of checkpoints: what becomes durable in which order, and what counts as there.
 
     runs/checkpoints/
-        .lock                      held by the run that saves here
-        latest.json                the newest checkpoint that was verified
+        .lock                      held by the run that saves here; says by which word its ranks know the folder
+        latest.json                the newest checkpoint that was verified, and its lineage
         step_00000200/             a checkpoint: only renamed to this name when all of it is on disk
         step_00000400.partial/     being written, or left by a run that died: never read, removed by the next one
 
@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,14 +32,15 @@ from types import TracebackType
 
 import msgspec
 
-from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import MANIFEST, seal, unseal
+from dzero.checkpoint.errors import CheckpointError, Damaged
+from dzero.checkpoint.format import MANIFEST, MOST_MANIFEST_BYTES, Manifest, seal, unseal
+from dzero.checkpoint.lineage import Lineage, Segment
 
 STEP = re.compile(r"step_([0-9]{8,18})(?:_([0-9]{1,9}))?")
 PARTIAL, GOING = ".partial", ".going"
 LATEST, LOCK = "latest.json", ".lock"
 LEFT = re.compile(rf"({STEP.pattern}|{re.escape(LATEST)})({re.escape(PARTIAL)}|{re.escape(GOING)})")
-MOST_LATEST_BYTES = 4096
+MOST_LATEST_BYTES, MOST_LOCK_BYTES = MOST_MANIFEST_BYTES, 4096
 REPAIRS = {
     errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
     errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
@@ -47,13 +49,24 @@ REPAIRS = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
     errno.EEXIST: "another file is in the way; remove it",
     errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
-    errno.ENOTDIR: "name a folder, and no link to one",
+    errno.ENOTDIR: "name a folder",
     errno.ENOENT: "it is missing; take another checkpoint",
 }
+DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR)
+"""Errors of the system that say that bytes are gone; the others say that they may not be read."""
 
 
-class _Latest(msgspec.Struct, forbid_unknown_fields=True):
+class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The contents of `latest.json`: a checkpoint, and the lineage of its run in case its manifest is damaged."""
+
     name: str
+    run: str = ""
+    lineage: tuple[Segment, ...] = ()
+
+    @property
+    def origin(self) -> Lineage:
+        """Return the lineage of the run that saved the checkpoint."""
+        return Lineage(self.run, self.lineage)
 
 
 class Folder:
@@ -62,6 +75,9 @@ class Folder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         with told(self.path):
+            if self.path.is_symlink():
+                named = f"a symbolic link is not followed: name the folder itself, {os.path.realpath(self.path)}"
+                raise Damaged(str(self.path), named)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def __enter__(self) -> Folder:
@@ -91,7 +107,8 @@ class Folder:
         fd = self.open(name, os.O_RDONLY)
         with told(self.path / name), os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size > most_bytes:
-                raise OSError(None, f"{os.fstat(fd).st_size} bytes, more than the {most_bytes} that it may have")
+                size = os.fstat(fd).st_size
+                raise Damaged(str(self.path / name), f"{size} bytes, more than the {most_bytes} that it may have")
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -131,13 +148,22 @@ class Shelf:
 
     def latest(self) -> str | None:
         """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
-        if not os.path.lexists(self.path / LATEST):
+        return None if (pointer := self.pointer()) is None else pointer.name
+
+    def pointer(self) -> Latest | None:
+        """Return what `latest.json` says, None without one. Raises CheckpointError where it is damaged."""
+        path = self.path / LATEST
+        if not is_there(path):
             return None
         with Folder(self.path) as folder:
-            name = unseal(folder.read(LATEST, MOST_LATEST_BYTES), _Latest, str(self.path / LATEST)).name
-        if not STEP.fullmatch(name):
-            raise CheckpointError(str(self.path / LATEST), f"{name!r} is no name of a checkpoint")
-        return name
+            pointer = unseal(folder.read(LATEST, MOST_LATEST_BYTES), Latest, str(path))
+        if not STEP.fullmatch(pointer.name):
+            raise CheckpointError(str(path), f"{pointer.name!r} is no name of a checkpoint")
+        try:
+            pointer.origin.check()
+        except ValueError as error:
+            raise CheckpointError(str(path), str(error)) from error
+        return pointer
 
     def begin(self, step: int) -> str:
         """A new, empty partial folder for `step`; the name that it will have, which sorts behind all that are there."""
@@ -164,18 +190,10 @@ class Shelf:
             os.rename(name + PARTIAL, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
 
-    def point(self, name: str) -> None:
-        """`name` was verified: it is the latest."""
+    def point(self, name: str, lineage: Lineage) -> None:
+        """`name`, saved by the run of `lineage`, was verified: it is the latest."""
         with Folder(self.path) as folder:
-            folder.write(LATEST, seal(_Latest(name))[0])
-
-    def keep(self, count: int) -> list[str]:
-        """Remove the oldest but `count`, never the latest; the names removed."""
-        names, latest = self.names(), self.latest()
-        going = [name for name in names[: max(0, len(names) - count)] if name != latest]
-        for name in going:
-            self.remove(name)
-        return going
+            folder.write(LATEST, seal(Latest(name, *lineage))[0])
 
     def remove(self, name: str) -> None:
         """Rename it first, so that nobody finds half of it."""
@@ -193,8 +211,11 @@ class Shelf:
         return [entry.name for entry in left]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone in saving here. Raises CheckpointError where another run is."""
+    def locked(self) -> Iterator[str]:
+        """Alone in saving here; a word that is in the folder now and that no other folder has (`word`).
+
+        Raises CheckpointError where another run saves here.
+        """
         _make(self.path)
         with Folder(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
@@ -206,9 +227,21 @@ class Shelf:
                     str(self.path), "another run saves its checkpoints here: give this one a folder of its own"
                 ) from error
             try:
-                yield
+                word = uuid.uuid4().hex
+                with told(self.path / LOCK):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, word.encode(), 0)
+                    os.fsync(fd)
+                yield word
             finally:
                 os.close(fd)
+
+    def word(self) -> str:
+        """Return what `locked` last wrote here; nothing where this machine sees no such folder."""
+        if not is_there(self.path / LOCK):
+            return ""
+        with Folder(self.path) as folder:
+            return folder.read(LOCK, MOST_LOCK_BYTES).decode(errors="replace")
 
     def _entries(self) -> list[os.DirEntry[str]]:
         with told(self.path), suppress(FileNotFoundError), os.scandir(self.path) as entries:
@@ -221,7 +254,7 @@ def _regular(found: os.stat_result) -> os.stat_result:
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(None, "it is no regular file")
+        raise OSError(errno.EISDIR, "it is no regular file")
     return found
 
 
@@ -235,10 +268,29 @@ def _make(path: Path) -> None:
             above.sync()
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file, a folder or a link. Raises CheckpointError where this user may not know."""
+    with told(path), suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)
+        return True
+    return False
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest of the checkpoint in `folder`. Raises CheckpointError."""
+    path = str(folder.path / MANIFEST)
+    manifest = unseal(folder.read(MANIFEST, MOST_MANIFEST_BYTES), Manifest, path)
+    try:
+        manifest.check()
+    except ValueError as error:
+        raise CheckpointError(path, str(error)) from error
+    return manifest
+
+
 def checkpoint_at(path: Path | str) -> Path:
     """A checkpoint's folder: `path`, or the latest in it. Raises CheckpointError where there is none."""
     path = Path(path)
-    if (path / MANIFEST).exists():
+    if is_there(path / MANIFEST):
         return path
     if (name := Shelf(path).latest()) is None:
         what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
@@ -254,5 +306,5 @@ def told(path: Path | str) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        repair = REPAIRS.get(error.errno or 0)
-        raise CheckpointError(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error
+        repair, kind = REPAIRS.get(error.errno or 0), Damaged if error.errno in DAMAGE else CheckpointError
+        raise kind(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

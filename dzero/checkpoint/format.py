@@ -23,7 +23,8 @@ import msgspec
 import xxhash
 
 from dzero.checkpoint.boxes import Box, covered
-from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.errors import CheckpointError, Damaged
+from dzero.checkpoint.lineage import Lineage, Segment
 from dzero.hardware import FILE_DTYPES
 from dzero.offload.pinned import ALIGNMENT_BYTES
 
@@ -115,13 +116,21 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"its parts end at byte {self.data_start + at} of {self.file_bytes}")
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`seals`: the checksums of the ranks' indexes, by rank. `state`: what is no tensor; plain JSON."""
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A checkpoint's description: everything but its tensors.
+
+    `seals`: the checksums of the ranks' indexes, by rank. `state`: what is no tensor; plain JSON. `run`, `lineage`:
+    which start of a run saved it, and from what that had resumed (lineage.py). `saved_ns`: nanoseconds since 1970.
+    Manifests that lack the last three are older; their checksums hold because defaults are left out.
+    """
 
     version: int
     step: int
     seals: tuple[str, ...]
     state: dict[str, Any]
+    run: str = ""
+    lineage: tuple[Segment, ...] = ()
+    saved_ns: int = 0
 
     @property
     def ranks(self) -> int:
@@ -134,6 +143,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"version {self.version} of the format, this dzero reads {VERSION}: install a newer one")
         if not self.seals or self.step < 0 or not all(map(SUM.fullmatch, self.seals)):
             raise ValueError(f"step {self.step} of {len(self.seals)} ranks")
+        self.origin.check()
+
+    @property
+    def origin(self) -> Lineage:
+        """Return the lineage of the run that saved the checkpoint."""
+        return Lineage(self.run, self.lineage)
 
 
 def check_together(indexes: list[Index]) -> None:
@@ -175,17 +190,25 @@ def seal(body: Any) -> tuple[bytes, str]:
 
 
 def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> T:
-    """What `seal` was given. `sealed`: the seal that it must have. Raises CheckpointError."""
+    """What `seal` was given. `sealed`: the seal that it must have.
+
+    Raises Damaged where the bytes are not those that were written, CheckpointError where they say what they may not.
+    """
     try:
         outer = msgspec.json.decode(data, type=_Sealed)
         found = digest(bytes(outer.body))
-        if found != outer.xxh3:
-            raise ValueError(f"its checksum is {found}, not {outer.xxh3}: it was damaged")
-        if sealed is not None and found != sealed:
-            raise ValueError(f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
-        body = msgspec.json.decode(bytes(outer.body), type=kind)
-        if seal(body)[0] != data:
-            raise ValueError("it says the same in other words than dzero: keys twice, spaces, or numbers out of range")
-        return body
     except (ValueError, ArithmeticError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise Damaged(path, str(error)) from error
+    if found != outer.xxh3:
+        raise Damaged(path, f"its checksum is {found}, not {outer.xxh3}: it was damaged")
+    if sealed is not None and found != sealed:
+        raise Damaged(path, f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
+    try:
+        body = msgspec.json.decode(bytes(outer.body), type=kind)
+        again = seal(body)[0]
+    except (ValueError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(path, str(error)) from error
+    if again != data:
+        what = "it is not what dzero writes: cut short, keys twice, spaces, or numbers out of range"
+        raise Damaged(path, what)
+    return body

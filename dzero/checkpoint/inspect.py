@@ -12,7 +12,7 @@ from typing import Any
 
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.folder import Shelf, is_there
 from dzero.checkpoint.format import DTYPES, MANIFEST, Part, data_name
 from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.terminal import DAMAGED, OK, Table
@@ -39,7 +39,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
 
     Raises CheckpointError for a checkpoint that cannot be opened, and for a folder without one.
     """
-    if not (path / MANIFEST).exists():
+    if not is_there(path / MANIFEST):
         return _shelf(Shelf(path), verify=verify, progress=progress)
     with Checkpoint(path, check_files=False) as checkpoint:
         wrong = _wrong(checkpoint, verify=verify, progress=progress)
@@ -50,7 +50,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
 
 def bytes_of(path: Path) -> int:
     """What `inspect` reads to verify a checkpoint, or all in a folder; none of one that does not open."""
-    paths = [path] if (path / MANIFEST).exists() else [path / name for name in Shelf(path).names()]
+    paths = [path] if is_there(path / MANIFEST) else [path / name for name in Shelf(path).names()]
     total = 0
     for each in paths:
         with suppress(CheckpointError), Checkpoint(each) as checkpoint:
@@ -79,6 +79,7 @@ def _summary(checkpoint: Checkpoint) -> Table:
     rows = (
         ("step", str(checkpoint.manifest.step)),
         ("saved", _when(checkpoint)),
+        ("run", checkpoint.manifest.run[:8] or UNKNOWN),
         ("ranks", str(checkpoint.manifest.ranks)),
         ("model", _at(state, "extra", "model", "kind")),
         ("parameters", f"{format_count(elems)} in {len(owners)} tensors"),
@@ -132,20 +133,21 @@ def _shelf(shelf: Shelf, *, verify: bool, progress: Progress) -> Inspected:
     except CheckpointError as error:
         wrong.append(str(error))
     for name in shelf.names():
-        told = ("", "", "", "")
+        told = ("", "", "", "", "")
         try:
             with Checkpoint(shelf.path / name, check_files=False) as checkpoint:
                 manifest = checkpoint.manifest
-                told = str(manifest.step), str(manifest.ranks), format_bytes(_bytes(checkpoint)), _when(checkpoint)
+                run, size = manifest.run[:8] or UNKNOWN, format_bytes(_bytes(checkpoint))
+                told = str(manifest.step), str(manifest.ranks), size, _when(checkpoint), run
                 found = [*filter(None, _wrong(checkpoint, verify=verify, progress=progress))]
         except CheckpointError as error:
             found = [str(error)]
         wrong += found
         rows.append((name, DAMAGED if found else OK if verify else UNREAD, "latest" if name == latest else "", *told))
-    rows += [(name, "unfinished", "", "", "", "", "") for name in shelf.unfinished()]
-    if not rows:
+    rows += [(name, "unfinished", "", "", "", "", "", "") for name in shelf.unfinished()]
+    if not rows and not wrong:
         raise CheckpointError(str(shelf.path), "no checkpoint is in it: name one's folder, or the folder above")
-    header = ("name", "state", "", "step", "ranks", "size", "saved")
+    header = ("name", "state", "", "step", "ranks", "size", "saved", "run")
     return Inspected([Table(f"checkpoints in {shelf.path}", header, tuple(rows), left=3)], wrong)
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 import torch
 
 from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.errors import Damaged
 from dzero.checkpoint.folder import Folder, told
 from dzero.checkpoint.format import Index, data_name, digest
 from dzero.offload.direct import Direction, make_direct, transfer
@@ -116,7 +116,7 @@ class Files:
         with told(path):
             transfer(Direction.READ, self._fds[rank], begin, data)
         if (found := digest(data.data)) != sums[number]:
-            raise CheckpointError(
+            raise Damaged(
                 str(path),
                 f"block {number}, {data.size} bytes at offset {begin}, is not what was written (xxh3 {found} for "
                 f"{sums[number]}): the file was damaged; take another checkpoint",
@@ -137,7 +137,7 @@ class Files:
         said = self._indexes[rank].file_bytes
         if (size := self._folder.size(data_name(rank))) != said:
             what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
-            raise CheckpointError(str(self._folder.path / data_name(rank)), what)
+            raise Damaged(str(self._folder.path / data_name(rank)), what)
 
 
 def _copy(block: torch.Tensor, begin: int, wanted: Sequence[Want]) -> None:

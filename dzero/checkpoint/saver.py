@@ -15,10 +15,13 @@ next run removes; the checkpoint before is untouched.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +35,9 @@ from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, Part, index_name, seal
+from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.reader import Files
+from dzero.checkpoint.selection import Origin, keep, refuse_foreign
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload.pinned import ALIGNMENT_BYTES
 
@@ -40,7 +45,10 @@ Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
 class Saver:
-    """A run's checkpoints. Collective: every rank makes one. Raises CheckpointError where another run saves there."""
+    """A run's checkpoints. Collective: every rank makes one.
+
+    Raises CheckpointError where another run saves there, or a rank does not see the folder.
+    """
 
     def __init__(self, config: CheckpointConfig, ranks: Agreement) -> None:
         self._config, self._ranks, self._shelf = config, ranks, Shelf(config.folder)
@@ -48,15 +56,30 @@ class Saver:
         self._buffers: Buffers | None = None
         self._touched: Future[None] | None = None
         self._under_way: Future[str] | None = None
+        self._lineage: Lineage | None = None
         with ExitStack() as undo:
             self._thread = undo.enter_context(ThreadPoolExecutor(1, "checkpoint"))
-            ranks.agree(partial(self._take_folder, undo) if self._rank == 0 else str)
+            locked = partial(undo.enter_context, self._shelf.locked())
+            word = ranks.agree(locked if self._rank == 0 else str)[0]
+            all_see(ranks, config.folder, lambda: self._shelf.word() == word)
             self._undo = undo.pop_all()
 
-    def _take_folder(self, undo: ExitStack) -> str:
-        undo.enter_context(self._shelf.locked())
-        self._shelf.clean()
-        return ""
+    def claim(self, origin: Origin | None) -> None:
+        """Begin a run in the folder: that resumed from `origin`, or, where that is None, afresh. Collective.
+
+        Removes what runs that died left half-written. Raises CheckpointError, and changes nothing, where the folder
+        holds checkpoints of another run.
+        """
+        lineage = Lineage().resumed(0) if origin is None else origin.lineage.resumed(origin.step)
+
+        def take() -> str:
+            """Rank 0's part."""
+            refuse_foreign(self._shelf, lineage, origin)
+            self._shelf.clean()
+            return ""
+
+        self._ranks.agree(take if self._rank == 0 else str)
+        self._lineage = lineage
 
     def __enter__(self) -> Saver:
         return self
@@ -74,9 +97,12 @@ class Saver:
         state: what is no tensor; rank 0's counts. Collective. Raises CheckpointError for this save, or the one before.
         """
         self.finish()
+        if self._lineage is None:
+            self.claim(None)
+        assert self._lineage is not None
         name = self._ranks.agree(partial(self._shelf.begin, step) if self._rank == 0 else str)[0]
         stack, staged = ExitStack(), Future[Callable[[], str]]()
-        self._under_way = self._thread.submit(self._complete, name, step, state, staged)
+        self._under_way = self._thread.submit(self._complete, name, step, state, self._lineage, staged)
         try:
             folder = stack.enter_context(Folder(self._shelf.partial(name)))
             writer = stack.enter_context(ShardWriter(folder, self._rank, parts, self._staging(parts)))
@@ -99,11 +125,13 @@ class Saver:
         under_way, self._under_way = self._under_way, None
         return None if under_way is None else under_way.result()
 
-    def _complete(self, name: str, step: int, state: dict[str, Any], staged: Future[Callable[[], str]]) -> str:
+    def _complete(
+        self, name: str, step: int, state: dict[str, Any], lineage: Lineage, staged: Future[Callable[[], str]]
+    ) -> str:
         """In the background: when every rank's part is on disk, rank 0 makes a checkpoint of them."""
         try:
             seals = self._ranks.agree(lambda: staged.result()())
-            manifest = Manifest(VERSION, step, tuple(seals), state)
+            manifest = Manifest(VERSION, step, tuple(seals), state, *lineage, time.time_ns())
             self._ranks.agree(partial(self._publish, name, manifest) if self._rank == 0 else str)
         except BaseException:
             if self._rank == 0:
@@ -128,8 +156,8 @@ class Saver:
                 folder.write(MANIFEST, seal(manifest)[0])
             with Checkpoint(self._shelf.partial(name)):  # the ranks' parts make up whole tensors
                 self._shelf.publish(name)
-            self._shelf.point(name)
-            self._shelf.keep(self._config.keep)
+            self._shelf.point(name, manifest.origin)
+            keep(self._shelf, self._config.keep, manifest.origin)
         return ""
 
     def _staging(self, parts: Mapping[str, Part]) -> Buffers:
@@ -142,6 +170,30 @@ class Saver:
         if self._buffers is None or self._buffers.count < count:
             self._buffers = Buffers(count, block_bytes=block_bytes)
         return self._buffers
+
+
+def all_see(ranks: Agreement, path: Path | str, looks: Callable[[], bool]) -> bool:
+    """Return whether every rank sees `path`, as `looks` finds; False where none does. Collective.
+
+    Raises CheckpointError, with the ranks and their machines, where some do and others do not.
+    """
+    rows = [row.split(" ", 1) for row in ranks.agree(lambda: f"{int(looks())} {socket.gethostname()}")]
+    hosts: dict[str, dict[str, list[int]]] = {"0": {}, "1": {}}
+    for rank, (sees, host) in enumerate(rows):
+        hosts[sees].setdefault(host, []).append(rank)
+    if not all(hosts.values()):
+        return bool(hosts["1"])
+    without, by = (", ".join(f"{_ranks(found)} on {host}" for host, found in hosts[sees].items()) for sees in "01")
+    what = f"seen by {by}, but not by {without}: checkpoint.folder must name one folder that all nodes share"
+    raise CheckpointError(str(path), what)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3`, `ranks 0-7` or `ranks 0, 2, 4`."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 @contextmanager

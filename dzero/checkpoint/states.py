@@ -108,6 +108,11 @@ class States:
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
 
+    def abandon(self) -> None:
+        """Forget what a `take` that failed on some rank left to do on others, so that all may take another one."""
+        for unit in self._sharded.units:
+            unit.pending = None
+
     def _saved(self, unit: Unit) -> dict[str, Place]:
         """What this rank saves of a unit, by its own names."""
         return {place.own_name: place for place in self._places.of(unit) if place.saves and place.elems}

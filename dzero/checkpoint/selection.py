@@ -1,0 +1,151 @@
+"""Which checkpoints of a folder a run may resume from, may remove, and must leave alone.
+
+All of it by lineage (lineage.py), read from the manifests. A checkpoint whose manifest cannot be read belongs to no
+run: it is told, and never removed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.folder import STEP, Folder, Shelf, read_manifest
+from dzero.checkpoint.lineage import Lineage
+
+
+class Member(NamedTuple):
+    """A checkpoint of a folder whose manifest could be read."""
+
+    name: str
+    step: int
+    saved_ns: int
+    lineage: Lineage
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run resumed from."""
+
+    path: Path
+    step: int
+    lineage: Lineage
+
+    @classmethod
+    def of(cls, path: Path) -> Origin:
+        """Read it from the manifest. Raises CheckpointError."""
+        with Folder(path) as folder:
+            manifest = read_manifest(folder)
+        return cls(path, manifest.step, manifest.origin)
+
+
+def members(shelf: Shelf) -> tuple[list[Member], dict[str, CheckpointError]]:
+    """Return the checkpoints of a folder, and by name what is wrong with those whose manifests cannot be read."""
+    found, unreadable = list[Member](), dict[str, CheckpointError]()
+    for name in shelf.names():
+        try:
+            with Folder(shelf.path / name) as folder:
+                manifest = read_manifest(folder)
+        except CheckpointError as error:
+            unreadable[name] = error
+        else:
+            found.append(Member(name, manifest.step, manifest.saved_ns, manifest.origin))
+    return found, unreadable
+
+
+def candidates(shelf: Shelf, notes: list[str]) -> list[str]:
+    """Return the names of the checkpoints to resume from, the best first; none where nothing was saved.
+
+    The best is what the pointer names, or what a run saved after it and could not point to any more; then come the
+    ancestors of that, the newest first. Without a pointer the checkpoint that was saved last takes its place. `notes`
+    gets what the log should say. Raises CheckpointError where something was saved and nothing opens: to start anew is
+    for the user to choose.
+    """
+    pointer, (found, unreadable) = None, members(shelf)
+    try:
+        pointer = shelf.pointer()
+    except CheckpointError as error:
+        notes.append(f"{error}; the checkpoint that was saved last is taken instead")
+    by_name = {member.name: member for member in found}
+    if pointer is None:
+        notes += [f"passed over: {error}" for error in unreadable.values()]
+        if not found and notes:
+            raise CheckpointError(
+                str(shelf.path), f"no checkpoint opens; move it away to start anew. {'; '.join(notes)}"
+            )
+        if not found:
+            return []
+        best = max(found, key=_age)
+        name, lineage = best.name, best.lineage
+    else:
+        newer = [error for name, error in unreadable.items() if step_of(name) > step_of(pointer.name)]
+        notes += [f"passed over: {error}" for error in newer]
+        name, lineage = pointer.name, pointer.origin
+        if not lineage.run and name in by_name:
+            lineage = by_name[name].lineage
+    others = sorted((member for member in found if member.name != name), key=_age, reverse=True)
+    if not lineage.run:  # saved before runs had ids: their order in time is all there is
+        return [name, *(member.name for member in others if not member.lineage.run)]
+    step = by_name[name].step if name in by_name else step_of(name)
+    here, after = (len(lineage.ancestors), step), [each.name for each in others if _descends(each, lineage.run, step)]
+    before = [(place, saved_ns, each) for place, saved_ns, each in _along(lineage, others) if place <= here]
+    return [*after, name, *(each for _, _, each in reversed(before))]
+
+
+def keep(shelf: Shelf, count: int, lineage: Lineage) -> list[str]:
+    """Remove the oldest checkpoints of a lineage but `count`, never the latest; return their names.
+
+    Those of other runs, of other branches, and those that cannot be read, stay and do not count.
+    """
+    own, latest = _along(lineage, members(shelf)[0]), shelf.latest()
+    going = [name for _, _, name in own[: max(0, len(own) - count)] if name != latest]
+    for name in going:
+        shelf.remove(name)
+    return going
+
+
+def refuse_foreign(shelf: Shelf, lineage: Lineage, origin: Origin | None) -> None:
+    """Raises CheckpointError where a run of `lineage` would save beside checkpoints of another one.
+
+    A run that resumed from a checkpoint in this folder may: it chose among them.
+    """
+    if origin is not None and os.path.realpath(origin.path.parent) == os.path.realpath(shelf.path):
+        return
+    found, unreadable = members(shelf)
+    foreign = [each for each in found if lineage.position(each.lineage.run, each.step) is None]
+    if not foreign and not unreadable:
+        return
+    newest = max(foreign, key=_age).name if foreign else max(unreadable)
+    runs = {each.lineage.run[:8] or "without an id" for each in foreign}
+    whose = f" (run {', '.join(sorted(runs))})" if runs else ""
+    raise CheckpointError(
+        str(shelf.path),
+        f"it holds {len(foreign) + len(unreadable)} checkpoints of another run{whose}, the newest {newest}; none was "
+        "touched: resume=auto goes on from them, checkpoint.folder=NEW saves in a folder of this run's own",
+    )
+
+
+def step_of(name: str) -> int:
+    """Return the step in a checkpoint's name."""
+    match = STEP.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _age(member: Member) -> tuple[int, int, int]:
+    match = STEP.fullmatch(member.name)
+    assert match is not None
+    return member.saved_ns, member.step, int(match[2] or 0)
+
+
+def _along(lineage: Lineage, found: list[Member]) -> list[tuple[tuple[int, int], int, str]]:
+    """Return position, time of the save and name of the members of a lineage, in its order."""
+    own = [(lineage.position(each.lineage.run, each.step), each.saved_ns, each.name) for each in found]
+    return sorted((place, saved_ns, name) for place, saved_ns, name in own if place is not None)
+
+
+def _descends(member: Member, run: str, step: int) -> bool:
+    """Return whether the member goes on from `run` at `step`, directly or not."""
+    if member.lineage.run == run:
+        return member.step > step
+    return any(each == run and last >= step for each, last in member.lineage.ancestors)
