@@ -25,15 +25,6 @@ from dzero.comm.exchange import Exchange, all_gather_single
 from dzero.comm.ledger import Ledger
 from dzero.comm.trail import Collective, Trail
 
-REDUCTIONS = ("auto", "exact", "native")
-
-
-def is_exact(reduction: str, device_type: str) -> bool:
-    """`auto` is `exact` for CPU tensors (over gloo it is also the faster one) and `native` for CUDA tensors (nccl)."""
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"zero.reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
-    return reduction == "exact" or (reduction == "auto" and device_type == "cpu")
-
 
 class _Buffers:
     """FSDP2's allocation interface: one temporary buffer per call."""

@@ -2,6 +2,7 @@
 
     ranks began other collectives    who notices                                what it costs
     of the same size                 the checksum of a step, with its decision  8 bytes a step
+    the same, of other parameters    the same, by what is noted of a reduction  nothing where all of a unit are in it
     of other sizes                   nothing matches, so the timeout            nothing
     any, before data moves           `check`                                    a small gather before every collective
 
@@ -52,7 +53,7 @@ class Trail:
         self.check = self.failed = self.of_parts = self.moves = self._waits = False
         self.count = self.checksum = 0
         self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
-        self.step: deque[Collective] = deque(maxlen=KEPT)
+        self.step: deque[Collective | str] = deque(maxlen=KEPT)
 
     @property
     def at(self) -> tuple[int, str]:
@@ -71,6 +72,11 @@ class Trail:
             if self.check:
                 self._check(collective, group)
             yield
+
+    def note(self, what: str) -> None:
+        """Count `what` into the checksum: ranks must agree on it, and the size of no collective shows it."""
+        self.step.append(what)
+        self.checksum = zlib.crc32(what.encode(), self.checksum)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -30,8 +30,8 @@ from dzero.offload.undo import Undo
 from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import find_blocks
 from dzero.zero.hosted import HostMemory, InMemory
+from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.shard import Sharded
-from dzero.zero.tiers import OffloadConfig
 from dzero.zero.unit import as_module
 
 Named = dict[str, torch.Tensor]

@@ -32,7 +32,7 @@ from dzero.offload.disk_file import DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
 from dzero.offload.pinned import ALIGNMENT_BYTES
 from dzero.offload.striping import stripe
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 
 class DiskStore:

@@ -12,7 +12,8 @@ import torch
 from dzero.hardware import format_bytes
 from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
-from dzero.zero.tiers import DiskConfig
+from dzero.scratch import try_folder
+from dzero.zero.offload_config import DiskConfig
 
 SAMPLE_BYTES = 512 << 20
 QUICK_BYTES = 8 << 20
@@ -73,6 +74,8 @@ def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> Speed:
 
 def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> Iterator[str]:
     """Lines of a table of speeds by block size and threads, and last the settings to choose. Raises DiskError."""
+    for path in paths:
+        try_folder(path)
     wear = len(BLOCKS_BYTES) * len(THREADS) * (rounds + 1) * sample_bytes
     yield f"{format_bytes(sample_bytes)} at a time, {format_bytes(wear)} written to each path in all"
     width = max(map(len, paths))

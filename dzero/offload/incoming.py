@@ -83,7 +83,8 @@ class Incoming:
             return
         self._start(coming)
         point = self._point
-        for _ in range(self._places.layout.offload.prefetch_units):
+        passes = 2 * len(self._units)  # forward and backward; the guesses go round in a circle beyond
+        for _ in range(min(self._places.layout.offload.prefetch_units, passes)):
             point = point[1], coming, point[2]
             if (behind := self._next.get(point)) is None or point in self._in_vain:
                 return

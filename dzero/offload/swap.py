@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import record_function
 
+from dzero.errors import RunError
 from dzero.offload.pinned import Arena, Lease, Phase
 from dzero.offload.places import Place
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
@@ -68,6 +69,10 @@ CHAIN_SPANS = 8
 
 class OffloadError(RuntimeError):
     """An action failed; the cause is what its thread raised."""
+
+
+class ScratchFailed(OffloadError, RunError):
+    """An action failed for a reason that the user can mend: a scratch disk is full, damaged, or gone."""
 
 
 class Swap:
@@ -175,7 +180,8 @@ class Swap:
                     self.before(action.key)
                 return work()
         except BaseException as error:
-            raise OffloadError(f"{action.key} failed: {error}") from error
+            kind = ScratchFailed if isinstance(error, RunError) else OffloadError
+            raise kind(f"{action.key} failed: {error}") from error
         finally:
             self._leave(action.key.lane)
             chain += [*longest[1 - CHAIN_SPANS :], Span(action.key.lane, began, time.perf_counter())]

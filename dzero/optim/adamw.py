@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +79,7 @@ class AdamW(MasterOptimizer):
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
+        unit.origin |= {stored.name: kept for stored, _ in initial if (kept := stored.kept_master()) is not None}
 
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Keys of the moments that are kept for a parameter."""
@@ -93,8 +94,8 @@ class AdamW(MasterOptimizer):
         pending, how = self._plan(grads, factor)
         done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
         updates = max((int(stored.tensors["step"]) for stored in self._stored.values()), default=0)
-        for each in pending.values():
-            each.stored.tensors["step"] += 1
+        if pending:
+            torch._foreach_add_([each.stored.tensors["step"] for each in pending.values()], 1)
         self._tiers.start(pending, partial(self._run, how), updates, done)
         self._share([each.stored for each in pending.values()])
 
@@ -142,12 +143,14 @@ class AdamW(MasterOptimizer):
         self._ahead.abandon()
         super().zero_grad(set_to_none)
 
-    def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> None:
-        """A unit's gradients are complete (`UnitGrads.listener`); update it as if nothing will be clipped."""
-        if self._ahead.allows(unit):
-            pending, how = self._plan(grads, 1.0 / self.scaler.scale)
-            if pending:
-                self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
+    def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
+        """Update a unit whose gradients are complete as if nothing will be clipped; return whether that has begun."""
+        if not self._ahead.allows(unit):
+            return False
+        pending, how = self._plan(grads, 1.0 / self.scaler.scale)
+        if pending:
+            self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
+        return bool(pending)
 
     def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, Pending[Stored]], How]:
         """What to update from `grads` by name, and how; nothing is changed."""
@@ -164,8 +167,8 @@ class AdamW(MasterOptimizer):
 
     def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:
         """Of a parameter's update number `step`, by its group's settings; `scale`: of its gradient."""
-        options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay")}
-        return Coefficients.of(step=step, scale=scale, **options)
+        lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        return _coefficients(step, float(lr), tuple(betas), float(eps), float(decay), scale)
 
     def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
         updates = []
@@ -274,6 +277,14 @@ class AdamW(MasterOptimizer):
             if param not in self._stored:
                 totals["param"] += device_bytes(param)
         return totals
+
+
+@lru_cache(maxsize=16)
+def _coefficients(
+    step: int, lr: float, betas: tuple[float, float], eps: float, decay: float, scale: float
+) -> Coefficients:
+    """Return those of a group, made once for all of its parameters."""
+    return Coefficients.of(step=step, lr=lr, betas=betas, eps=eps, weight_decay=decay, scale=scale)
 
 
 def _each(do: Callable[[Stored, Value], None], values: Iterable[tuple[Stored, Value]]) -> None:

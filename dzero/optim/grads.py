@@ -17,13 +17,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.offload.attach import Offload
+from dzero.optim.grad_views import GradMaker
 from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import Named, UnitGrads
+from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
+from dzero.zero.shares import mesh_of_shares
 from dzero.zero.unit import Unit
 
 ALIKE = 1e-2
@@ -51,7 +56,10 @@ class Gradients:
         self._gathers = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         self._device = torch.device(sharded.mesh.device_type)
         self._mesh = sharded.mesh
-        self._units = [UnitGrads(unit, sharded, _copy_of(unit), offload) for unit in sharded.units]
+        parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
+        self._units = [
+            UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
+        ]
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
@@ -66,9 +74,13 @@ class Gradients:
         cut = {param.name for unit in sharded.shapes for param in unit.params if param.is_cut_by(axis)}
         return [name in cut for name in self._owned]
 
-    def listen(self, complete: Callable[[str, Named], None], refused: Callable[[], None]) -> None:
-        """From now on, tell of every unit whose gradients are complete, and before gradients are refused; both held
-        weakly."""
+    def listen(self, complete: Callable[[str, Named], bool], refused: Callable[[], None]) -> None:
+        """From now on, tell of every unit whose gradients are complete, and before gradients are refused.
+
+        Args:
+            complete: Called with a unit's name and gradients; returns whether their update has begun. Held weakly.
+            refused: Called without arguments. Held weakly.
+        """
         for unit in self._units:
             unit.complete, unit.refused = weakref.WeakMethod(complete), weakref.WeakMethod(refused)
 
@@ -141,9 +153,9 @@ class Gradients:
             shards = checksums.view(-1, self._groups[REPLICATE].size())
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             raise RuntimeError(
-                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, so data "
-                f"of different units was mixed: {self._trail.divergence(group)}\nEvery rank must run the same modules "
-                "in the same order in every microbatch (no branches on the data of one rank)"
+                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
+                f"modules of them, so gradients were mixed: {self._trail.divergence(group)}\nEvery rank must run the "
+                "same modules in the same order in every microbatch (no branches on the data of one rank)"
             )
 
     def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:
@@ -164,6 +176,22 @@ class Gradients:
             unit.clear()
         self._is_complete = False
         self._trail.end_step()
+
+
+def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
+    """Return the makers of a unit's `.grad`, by parameter. parts: the mesh of `Shares`, where there are some."""
+    makers = {}
+    for shape in unit.shape.params:
+        param = unit.params[shape.name]
+        if not shape.trainable or not isinstance(param, DTensor):
+            continue
+        local, mesh, placements = local_of(param).shape, param.device_mesh, param.placements
+        if unit.shares is not None and parts is not None:
+            rows = unit.shares.rows(shape.name)
+            local = torch.Size([rows.stop - rows.start, *local[1:]])
+            mesh, placements = parts, (Shard(0), Shard(0))
+        makers[shape.name] = GradMaker(shape.name, param, unit.layout.grad.dtype, local, mesh, placements)
+    return makers
 
 
 def _copy_of(unit: Unit) -> tuple[int, int]:

@@ -32,8 +32,10 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @cache
-def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool) -> Callable[..., None]:
+def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False) -> Callable[..., None]:
     """Compile AdamW for one row of dtypes. `master`: `param` (fp32 param is it), `fp32`, or `remainder` (bf16 param).
+
+    follows: an element of the working copy that is not its fp32 master rounded was edited, and is the master then.
 
     Arrays are flat and of one length; `work` is the uint16 pattern of the bf16 working copy, or unused (fp16 copies
     are made by torch). `coefficients`: see `rules.Coefficients.as_array`. `seed`, `first`: key and global index of
@@ -53,6 +55,9 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool) -> Callabl
                 old = np.uint32(bits).view(np.float32)
             else:
                 old = state[i]
+                if follows:
+                    rounded = np.uint16((np.float32(old).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16))
+                    old = old if rounded == work[i] else from_bf16(work[i])
             new = old * decay - (m_new / (np.sqrt(v_new) * root + eps)) * rate
             if moments_bf16:
                 noise = _mix(np.uint32(np.uint32(first + i) ^ np.uint32(seed)))

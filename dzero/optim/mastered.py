@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.optim.shards import Homes, still_of
+from dzero.optim.update import follow_edits
 from dzero.zero.placed import local_of
 from dzero.zero.working import to_working
 
@@ -33,7 +34,7 @@ class Mastered:
         """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
         local, mesh = local_of(param), homes.mesh("master", name, param)
         origin = origin if still_of(origin, local) else None
-        value = local if local.dtype == torch.float32 else local.float() if origin is None else origin
+        value = local if local.dtype == torch.float32 else local.float() if origin is None else origin.view(local.shape)
         if mesh is None:
             return cls(name, param, nn.Parameter(value), None, None)
         master = homes.offload.view(name, "master", local.numel()).copy_(value.view(-1))
@@ -60,6 +61,11 @@ class Mastered:
         local = self.local.to(self.master.device)
         if not self.is_param and not torch.equal(to_working(self.master.detach().view(-1), local.dtype), local):
             self.master.data.view(-1).copy_(local)
+
+    def follow_edits(self) -> None:
+        """Take what was edited in the working copy since the last update, where that is what forward reads."""
+        if self.work is None and not self.is_param:
+            follow_edits(self.master.data.view(-1), self.local)
 
     def write_back(self) -> None:
         """Round the master into the working copy."""

@@ -11,9 +11,7 @@ into, so the stages agree to the bit as they do with AdamW.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,56 +20,20 @@ from torch import nn
 from dzero.comm.ledger import Entry, Traffic
 from dzero.hardware import dtype_of
 from dzero.optim.adamw import AdamW, How
+from dzero.optim.config import MuonConfig
 from dzero.optim.matrices import MatrixUpdates
-from dzero.optim.orthogonal import SCALES, MatrixCoefficients
+from dzero.optim.orthogonal import MatrixCoefficients
 from dzero.optim.scaler import ScalerConfig
 from dzero.optim.storage import MOMENTS, Stored
 from dzero.optim.tiered import Pending
 from dzero.optim.whole import check_whole
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import KINDS
 from dzero.zero.shard import Sharded
-from dzero.zero.tiers import KINDS
 
 RULES = ("muon", "adamw")
 OPTIONS = ("lr", "momentum", "nesterov", "iterations", "scale")
 """Settings of a group of Muon's, besides weight_decay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """`lr`: of matrices (unset: that of the others, which fits scale=rms). `momentum`, `nesterov`: of gradients.
-
-    `iterations`: of Newton-Schulz. `scale`: of the update by the matrix's shape, `rms` or `original`
-    (optim/orthogonal.py). `compute`: dtype in which matrices travel and are orthogonalised, fp32 or bf16; `auto`: bf16
-    for bf16 parameters, else fp32. `exclude`: modules by any part of their name whose matrices are AdamW's, as all
-    embeddings' are; a parameter that is tied to an embedding is one.
-    """
-
-    lr: float | None = None
-    momentum: float = 0.95
-    nesterov: bool = True
-    iterations: int = 5
-    scale: str = "rms"
-    compute: str = "auto"
-    exclude: list[str] = field(default_factory=lambda: ["head", "lm_head"])
-
-    def __post_init__(self) -> None:
-        if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"optim.muon.lr={self.lr}: must be a number ≥ 0, or null for optim.lr")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"optim.muon.momentum={self.momentum}: must be in [0, 1)")
-        if self.iterations < 1:
-            raise ValueError(f"optim.muon.iterations={self.iterations}: must be ≥ 1; 5 suits most")
-        if self.scale not in SCALES:
-            raise ValueError(f"optim.muon.scale={self.scale!r}: choose one of {list(SCALES)}")
-        if self.compute not in ("auto", "fp32", "bf16"):
-            raise ValueError(f"optim.muon.compute={self.compute!r}: choose auto, fp32 or bf16")
-
-    def payload(self, layout: Layout) -> torch.dtype:
-        """What `compute` stands for."""
-        if self.compute == "auto":
-            return torch.bfloat16 if layout.param.dtype == torch.bfloat16 else torch.float32
-        return dtype_of(self.compute)
 
 
 class Muon(AdamW):
@@ -116,7 +78,7 @@ class Muon(AdamW):
         shapes = [shape for unit in sharded.shapes for shape in unit.params if shape.trainable]
         self._matrices = frozenset(self._names[param] for param, rule in self._rules.items() if rule == "muon")
         matrices = [shape for shape in shapes if shape.name in self._matrices]
-        self._updates = MatrixUpdates(matrices, sharded, muon.payload(sharded.layout))
+        self._updates = MatrixUpdates(matrices, sharded, _payload(muon.compute, sharded.layout))
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
@@ -230,3 +192,10 @@ def check_muon(layout: Layout) -> None:
                 f"offload.{kind}={tier}: Muon's matrices are put together between ranks on the device; take "
                 f"offload.{kind}=device, or optim.rule=adamw"
             )
+
+
+def _payload(compute: str, layout: Layout) -> torch.dtype:
+    """Return the dtype in which matrices travel; `auto` is bf16 for bf16 parameters and fp32 for others."""
+    if compute == "auto":
+        return torch.bfloat16 if layout.param.dtype == torch.bfloat16 else torch.float32
+    return dtype_of(compute)

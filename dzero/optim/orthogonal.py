@@ -25,7 +25,6 @@ import torch
 from dzero.optim.rules import noise_seed, rounding_noise, stochastic_bf16
 from dzero.optim.update import ParamStates, master_of, write_back
 
-SCALES = ("rms", "original")
 QUINTIC = 3.4445, -4.7750, 2.0315
 """a x + b x³ + c x⁵, whose slope at 0 is steep: small singular values grow fast, and all end between 0.7 and 1.2."""
 LEAST_NORM = 1e-7
@@ -106,6 +105,6 @@ def orthogonalise(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
 
 def apply(update: torch.Tensor, states: ParamStates, c: MatrixCoefficients) -> None:
     """Take a shard's part of an orthogonalised matrix [n] into the master and the working copy."""
-    state = master_of(states.work, states.master, states.remainder)
+    state = master_of(states.work, states.master, states.remainder, follows=states.follows)
     state.mul_(c.keep).sub_(update.float() * c.rate)
     write_back(state, states.work, states.remainder)

@@ -15,7 +15,8 @@ pattern before it is cut. The bits are a hash of (parameter, step, global index)
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,13 +57,14 @@ class Coefficients:
         )
         return cls(*(float(np.float32(value)) for value in values))
 
-    def as_floats(self) -> tuple[np.float32, ...]:
-        """In declaration order, for the CPU kernels."""
-        return tuple(np.float32(value) for value in vars(self).values())
+    @cached_property
+    def floats(self) -> tuple[np.float32, ...]:
+        """The values in declaration order, for the CPU kernels."""
+        return tuple(np.float32(value) for value in astuple(self))
 
     def as_tensors(self, device: torch.device) -> Coefficients:
         """For compiled code, which would be compiled anew for every new float; one small copy to the device."""
-        return Coefficients(*torch.tensor([float(v) for v in vars(self).values()], device=device).unbind())
+        return Coefficients(*torch.tensor([float(v) for v in astuple(self)], device=device).unbind())
 
 
 def adamw(grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients) -> None:

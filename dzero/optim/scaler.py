@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.limits import check, positive, whole
+
+MOST_SCALE = 2.0**40
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """`init`: first scale; it doubles after `growth_interval` good steps in a row.
-
-    It halves, never below `floor`, at the `hysteresis`-th bad step in a row and at each one after it (1 = at once).
-    """
+    """Dynamic loss scaling, for precision.param=fp16."""
 
     init: float = 65536.0
+    """First loss scale."""
     growth_interval: int = 2000
+    """Good steps in a row after which the scale doubles."""
     hysteresis: int = 1
+    """Bad steps in a row at which it halves, and at each one after. 1: at once."""
     floor: float = 1.0
+    """Smallest scale."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.floor <= self.init:
+        scale = positive(MOST_SCALE)
+        check("scaler", self, init=scale, floor=scale, growth_interval=whole(), hysteresis=whole())
+        if self.floor > self.init:
             raise ValueError(f"scaler.floor={self.floor}, scaler.init={self.init}: need 0 < floor ≤ init")
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ValueError(
-                f"scaler.growth_interval={self.growth_interval}, scaler.hysteresis={self.hysteresis}: must be ≥ 1"
-            )
 
 
 class LossScaler:

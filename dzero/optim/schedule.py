@@ -11,36 +11,34 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dzero.limits import check, number, whole
+
 KINDS = ("constant", "cosine", "wsd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """`kind` as above. `warmup_steps` of linear warm-up (unset: a 20th of the run). `final`: factor at the last step.
-
-    `decay_steps`: wsd only; `final`: not of constant.
-    """
+    """The learning rate over a run, as a factor of optim.lr."""
 
     kind: str = "cosine"
+    """constant, cosine, or wsd (warm-up, stable, linear decay)."""
     warmup_steps: int | None = None
+    """Steps of linear warm-up. null: a 20th of the run."""
     decay_steps: int | None = None
+    """Steps of the decay (wsd)."""
     final: float = 0.1
+    """Factor at the last step (cosine, wsd)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ValueError(f"schedule.warmup_steps={self.warmup_steps}: must be ≥ 0")
-        if not 0 <= self.final <= 1:
-            raise ValueError(f"schedule.final={self.final}: a factor in [0, 1]")
+        check("schedule", self, warmup_steps=whole(0), decay_steps=whole(), final=number(1.0))
         if self.kind == "constant" and self.final != type(self).final:
             raise ValueError(f"schedule.final={self.final} has no effect with schedule.kind=constant; remove it")
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ValueError(
                 f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: only wsd takes and needs it"
             )
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ValueError(f"schedule.decay_steps={self.decay_steps}: must be ≥ 1")
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Factor for step 0, 1, ... of a run of `total_steps`. Raises ValueError when warm-up and decay do not fit."""

@@ -40,6 +40,26 @@ class Initial(NamedTuple):
 
 
 @dataclass
+class KeptMaster:
+    """The home (`hosted.Home`) of the master of a parameter's `shard`, for the optimizer that comes after this one."""
+
+    shard: torch.Tensor
+    master: torch.Tensor | None
+    remainder: torch.Tensor | None
+
+    def get(self) -> torch.Tensor:
+        """Return the master, fp32 [elems]."""
+        if self.master is not None:
+            return self.master
+        assert self.remainder is not None
+        return join(self.shard, self.remainder)
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Take other values."""
+        raise NotImplementedError("the master belongs to its optimizer")
+
+
+@dataclass
 class Stored:
     """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
 
@@ -60,6 +80,7 @@ class Stored:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     off_device: set[str] = field(default_factory=set)
     kept: tuple[str, ...] = MOMENTS
+    _kept: tuple[torch.Tensor, ParamStates] | None = None
 
     @classmethod
     def create(
@@ -129,23 +150,38 @@ class Stored:
         if "remainder" in self.tensors:
             self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
 
+    def kept_master(self) -> KeptMaster | None:
+        """Return the master for a later optimizer; None where it is the parameter itself, or lives off the device."""
+        if self.work is not None or self.dtype == torch.float32:
+            return None
+        master, remainder = (self.flat(key) if key in self.tensors else None for key in ("master", "remainder"))
+        return KeptMaster(self.local, master, remainder)
+
     def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
         """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
 
         moved: moments by key that were brought to where the update runs.
         """
+        if moved or self.moments8:
+            return self._states(moved or {})
+        shard = local_of(self.param)
+        if self._kept is None or self._kept[0] is not shard:  # the first time, and where the model was moved
+            self._kept = shard, self._states({})
+        return self._kept[1]
+
+    def _states(self, moved: Mapping[str, torch.Tensor]) -> ParamStates:
         if self.param.dtype != self.dtype:
             raise RuntimeError(
                 f"{self.name} is {self.param.dtype} now, but its states were made for {self.dtype}: do not call .to() "
                 "or .half() after shard(); choose PrecisionConfig(param=...) instead"
             )
         work = self.local if self.work is None else self.work
-        moved = moved or {}
         m, *others = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in self.kept)
         v = others[0] if others else m.new_empty(0)
         master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
         remainder = self.flat("remainder") if "remainder" in self.tensors else None
-        return ParamStates(self.name, self.first, work, master, remainder, m, v)
+        follows = self.work is None and "master" in self.tensors
+        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows)
 
     def keep(self, states: ParamStates) -> None:
         """After the update: encode moments that are not stored as they are computed."""

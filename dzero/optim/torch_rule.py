@@ -22,6 +22,7 @@ from dzero.optim.scaler import ScalerConfig
 from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.whole import check_whole
+from dzero.zero.hosted import InMemory
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shard import Sharded
@@ -65,7 +66,10 @@ class TorchOptimizer(MasterOptimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 name = self._names[param]
-                self._mastered[param] = Mastered.create(name, param, unit_of[name].take_origin(name), homes)
+                made = Mastered.create(name, param, unit_of[name].take_origin(name), homes)
+                if made.mesh is None and not made.is_param:
+                    unit_of[name].origin[name] = InMemory(made.master.detach())
+                self._mastered[param] = made
             masters = [self._mastered[param].master for param in group["params"]]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters})
         self.offload.settle()
@@ -94,6 +98,7 @@ class TorchOptimizer(MasterOptimizer):
     def _run(self, factor: float, pending: Sequence[Pending[Mastered]]) -> None:
         with self._in_use:  # by the host's lane, and by this thread for what is updated on the device
             for each in pending:
+                each.stored.follow_edits()
                 master = each.stored.master
                 master.grad = each.grad.float().mul(factor).view(master.shape)
             self.inner.step()  # leaves out what has no gradient

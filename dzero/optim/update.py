@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
 
-from dzero.host import as_array, has_memory
+from dzero.host import Array, as_array, has_memory
 from dzero.optim import host_kernels, rules
 from dzero.zero.working import join, split, to_working
 
@@ -29,7 +30,8 @@ class ParamStates:
 
     work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
     remainder: int16 or None. m, v: fp32 or bf16, v empty where the rule keeps one moment. first: global flat index of
-    element 0. name: keys the rounding noise.
+    element 0. name: keys the rounding noise. follows: `work` is what forward reads, and what was edited there since the
+    last update is the master's new value.
     """
 
     name: str
@@ -39,6 +41,19 @@ class ParamStates:
     remainder: torch.Tensor | None
     m: torch.Tensor
     v: torch.Tensor
+    follows: bool = False
+
+    @cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """work, master, remainder, m, v as the kernels take them: empty where there is none, or no separate one."""
+        none, own = np.empty(0, np.uint16), self.work.dtype == torch.float32
+        return (
+            none if own else as_array(self.work),
+            np.empty(0, np.float32) if self.master is None else as_array(self.master),
+            np.empty(0, np.int16) if self.remainder is None else as_array(self.remainder),
+            as_array(self.m),
+            as_array(self.v),
+        )
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Elements [start, start + length)."""
@@ -47,7 +62,9 @@ class ParamStates:
             return None if state is None else state[start : start + length]
 
         m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
-        return ParamStates(self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v)
+        return ParamStates(
+            self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v, self.follows
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,10 @@ class Update:
     step: int
 
     def chunks(self, elems: int) -> Iterator[Update]:
-        """The same update in pieces of at most `elems` elements."""
+        """The same update in pieces of at most `elems` elements; itself where it is one."""
+        if 0 < self.grad.numel() <= elems:
+            yield self
+            return
         for start in range(0, self.grad.numel(), elems):
             piece = self.grad[start : start + elems]
             yield Update(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
@@ -78,8 +98,14 @@ class AdamWUpdater:
             free.put(core)
         pooled = threads > 1 or cores
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if pooled else None
-        # One fused kernel; shapes and indices stay symbolic, scalars are tensors, so nothing is compiled twice.
-        self._fused = torch.compile(step, dynamic=True, fullgraph=True)
+
+    @cached_property
+    def _fused(self) -> Callable[..., None]:
+        """One fused CUDA kernel. Shapes and indices stay symbolic, scalars are tensors, so nothing is compiled twice.
+
+        Made at its first use, since the compiler's own modules take most of a second to import.
+        """
+        return torch.compile(step, dynamic=True, fullgraph=True)
 
     @torch.no_grad()
     def run(self, updates: list[Update]) -> None:
@@ -111,22 +137,19 @@ def apply(update: Update) -> None:
 
 
 def _apply_with_kernel(update: Update) -> None:
-    s, none = update.states, np.empty(0, np.uint16)
-    own = s.work.dtype == torch.float32
+    s = update.states
+    own, noisy = s.work.dtype == torch.float32, s.m.dtype == torch.bfloat16
     kernel = host_kernels.adamw_kernel(
         grad_bf16=update.grad.dtype == torch.bfloat16,
         master="param" if own else "fp32" if s.remainder is None else "remainder",
-        moments_bf16=s.m.dtype == torch.bfloat16,
+        moments_bf16=noisy,
+        follows=s.follows,
     )
     kernel(
         as_array(update.grad),
-        none if own else as_array(s.work),
-        np.empty(0, np.float32) if s.master is None else as_array(s.master),
-        np.empty(0, np.int16) if s.remainder is None else as_array(s.remainder),
-        as_array(s.m),
-        as_array(s.v),
-        update.coefficients.as_floats(),
-        np.uint32(rules.noise_seed(s.name, update.step)),
+        *s.arrays,
+        update.coefficients.floats,
+        np.uint32(rules.noise_seed(s.name, update.step) if noisy else 0),
         np.int64(s.first),
     )
 
@@ -136,7 +159,7 @@ def _apply_with_torch(update: Update, run: Callable[..., None]) -> None:
     s = update.states
     coefficients = update.coefficients.as_tensors(s.work.device)
     seed = rules.noise_seed(s.name, update.step)
-    run(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed)
+    run(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)
 
 
 def step(
@@ -149,9 +172,10 @@ def step(
     coefficients: rules.Coefficients,
     first: int,
     seed: int,
+    follows: bool,
 ) -> None:
     """`ParamStates` updated in place by torch's operations: decode, `rules.adamw`, round. All tensors flat [n]."""
-    state = master_of(work, master, remainder)
+    state = master_of(work, master, remainder, follows=follows)
     m32, v32 = m.float(), v.float()  # the states themselves where they are fp32
     rules.adamw(grad.float(), state, m32, v32, coefficients)
     if m.dtype == torch.bfloat16:
@@ -161,12 +185,23 @@ def step(
     write_back(state, work, remainder)
 
 
-def master_of(work: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [n], to be updated in place and then given to `write_back`: the master itself, or a new one."""
+def master_of(
+    work: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None, *, follows: bool
+) -> torch.Tensor:
+    """Return fp32 [n], to be updated in place and then given to `write_back`: the master itself, or a new one.
+
+    follows: as in `ParamStates`.
+    """
     if master is not None:
-        return master
+        return follow_edits(master, work) if follows else master
     assert remainder is not None, "a state without fp32 master has a remainder"
     return join(work, remainder)
+
+
+def follow_edits(master: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    """Take the elements of `work` that are not `master` [same shape, fp32] rounded into it, in place; return it."""
+    edited = to_working(master, work.dtype) != work
+    return master.copy_(torch.where(edited, work.float(), master))
 
 
 def write_back(state: torch.Tensor, work: torch.Tensor, remainder: torch.Tensor | None) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from dzero.comm.context_exchange import ContextExchange
+from dzero.parallel.divisibility import check_heads
 from dzero.parallel.ring import Ring
 from dzero.parallel.zigzag import chunks_of, cut, joined
 
@@ -49,7 +50,6 @@ class AllGather:
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange, self._masks = exchange, Masks()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Attention`."""
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
@@ -68,7 +68,6 @@ class Ulysses:
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange = exchange
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Attention`. Raises ValueError for heads that the ranks do not divide."""
         ranks = self._exchange.ranks
@@ -87,16 +86,6 @@ ATTENTIONS: dict[str, Callable[[ContextExchange], Attention]] = {
     "ulysses": Ulysses,
     "ring": Ring,
 }
-
-
-def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raises ValueError for those that ulysses cannot share out."""
-    if heads % ranks or kv_heads % ranks:
-        allowed = [each for each in range(1, kv_heads + 1) if heads % each == kv_heads % each == 0]
-        raise ValueError(
-            f"mesh.cp_attention=ulysses with mesh.cp={ranks}, which does not divide heads={heads} and "
-            f"kv_heads={kv_heads} of a rank: take a cp of {allowed}, or mesh.cp_attention=all_gather"
-        )
 
 
 def _grouped(query: Tensor, key: Tensor) -> bool:

@@ -14,18 +14,17 @@ forward and once for backward, and what is recomputed finds the parameters gathe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.methods import checkpointed, wrap_method
 from dzero.parallel.tiled_loss import tile_loss
 from dzero.parallel.tiling import MLPS, find_tiles, is_mlp, tile_all
 
-ACTIVATIONS = ("none", "selective", "full")
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -36,44 +35,6 @@ KEPT = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """`activation_checkpoint`: see the table above. `compile`: torch.compile each block (unset: on CUDA, untiled,
-    without mesh.ep).
-
-    `tiles`: of each block's MLPs, gathered and freed one after the other (tiling.py). `loss_tiles`: of the logits and
-    their loss (tiled_loss.py). Both 1: as they are.
-    """
-
-    activation_checkpoint: str = "none"
-    compile: bool | None = None
-    tiles: int = 1
-    loss_tiles: int = 1
-
-    def __post_init__(self) -> None:
-        if self.activation_checkpoint not in ACTIVATIONS:
-            raise ValueError(
-                f"block.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
-            )
-        for key in ("tiles", "loss_tiles"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"block.{key}={getattr(self, key)}: must be a whole number ≥ 1")
-        if self.tiles > 1 and self.activation_checkpoint == "selective":
-            raise ValueError(
-                f"block.activation_checkpoint=selective with block.tiles={self.tiles}: what it computes again gathers "
-                "all tiles of a block at once; take activation_checkpoint=full, which recomputes tile by tile, or none"
-            )
-        if self.tiles > 1 and self.compile:
-            raise ValueError(
-                f"block.compile=true with block.tiles={self.tiles}: a tile is gathered inside its block, which ends "
-                "compiled code there; leave compile unset or take false"
-            )
-
-    def compiles(self, device_type: str) -> bool:
-        """Whether blocks are compiled there."""
-        return device_type == "cuda" and self.tiles == 1 if self.compile is None else self.compile
 
 
 def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:

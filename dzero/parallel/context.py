@@ -50,7 +50,7 @@ class ContextParallel:
         self._zigzag = Zigzag(group.rank(), group.size())
         exchange = ContextExchange((Exact if exact else Native)(group), group.rank(), CONTEXT, ledger)
         for method, wrap, key, needs in (
-            ("attend", _attending, "context_attention", ATTENTIONS[attention](exchange)),
+            ("attend", _attending, "context_attention", _eager(ATTENTIONS[attention](exchange))),
             ("features", _positioned, "context_part", self._zigzag),
         ):
             owners = [module for module in model.modules() if callable(getattr(module, method, None))]
@@ -139,3 +139,9 @@ def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[
             continue
         yield "all_to_all", (ranks - 1) * ((queries + 2 * keys) // ranks), forward, sizes.dtype
         yield "all_to_all", (ranks - 1) * (queries // ranks), forward, sizes.dtype
+
+
+def _eager(attend: Attention) -> Attention:
+    """Keep torch.compile out of attention that exchanges. Only a model that is cut imports the compiler for it."""
+    disabled: Attention = torch.compiler.disable(attend.__call__)  # type: ignore[no-untyped-call]
+    return disabled

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dzero.parallel.blocks import find_blocks
+from dzero.parallel.divisibility import check_blocks
 
 
 class Elsewhere(nn.Module):
@@ -151,17 +152,6 @@ def cut_parts(
         removed=tuple(module for _, module in removed),
         empty=_view(model, here),
     )
-
-
-def check_blocks(blocks: int, ranks: int, parts_of_a_rank: int = 1) -> None:
-    """Raises ValueError where there are fewer than parts."""
-    count, several = ranks * parts_of_a_rank, parts_of_a_rank > 1
-    if blocks < count:
-        of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
-        raise ValueError(
-            f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {blocks} blocks; take at most "
-            f"{max(1, blocks // parts_of_a_rank)} ranks{', or fewer parts' if several else ''}"
-        )
 
 
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:

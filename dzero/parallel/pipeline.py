@@ -38,8 +38,9 @@ from torch.distributed.pipelining import (
 from dzero.comm.ledger import Ledger
 from dzero.degrees import PARTS_OF_A_RANK
 from dzero.mesh import PIPELINE
+from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parts import Part, Parts
-from dzero.parallel.schedules import Hidden, check_microbatches
+from dzero.parallel.schedules import Hidden
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

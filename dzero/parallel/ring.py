@@ -46,7 +46,6 @@ class Ring:
         self._exchange, self._loops = exchange, loops
         loops.set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `Attention`. Raises ValueError on CUDA for what flash attention does not take."""
         if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):

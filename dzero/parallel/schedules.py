@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dzero.comm.ledger import Entry, Traffic, dtype_key
-from dzero.degrees import PARTS_OF_A_RANK
 from dzero.mesh import PIPELINE
 from dzero.parallel.parts import Parts
 
@@ -28,23 +27,6 @@ class Hidden:
     def on(self, device: torch.device | str) -> Tensor:
         """Room for them."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
-    """Raises ValueError where the schedule cannot order so many over so many ranks."""
-    rounds = max(1, microbatches // ranks)
-    fitting = {
-        "gpipe": True,
-        "1f1b": microbatches >= ranks,
-        **dict.fromkeys(("interleaved", "zero_bubble"), microbatches >= ranks and microbatches % rounds == 0),
-    }
-    if not fitting[schedule]:
-        repair = f"a multiple of {ranks}" if PARTS_OF_A_RANK[schedule] > 1 else f"at least {ranks}"
-        raise ValueError(
-            f"mesh.pp_schedule={schedule} over mesh.pp={ranks} ranks with {microbatches} microbatches to a step: take "
-            f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "
-            "of all"
-        )
 
 
 def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:

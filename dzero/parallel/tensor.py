@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn import functional
 
+from dzero.limits import divisors
 from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor_plans import plan_for
 
@@ -115,7 +116,7 @@ def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> Non
         if size % cut[0].device_mesh.size():
             raise ValueError(
                 f"{axis}={cut[0].device_mesh.size()} does not divide dim {dim} of parameter {name}, which is {size}; "
-                f"allowed: {[each for each in range(1, size + 1) if size % each == 0]}"
+                f"allowed: {divisors(size)}"
             )
 
 

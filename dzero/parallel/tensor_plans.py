@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,28 +16,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from dzero.parallel.conv1d import Columns, Fused, FusedInput, Rows
+from dzero.parallel.divisibility import Sizes
 from dzero.parallel.mixture_styles import OwnTokens, Routing
 
 SEQUENCE, WHOLE, VOCABULARY, TOKENS = Shard(1), Replicate(), Shard(-1), Shard(0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the ranks of an axis must divide, by the name of the setting; 0 of what a model does not have."""
-
-    heads: int
-    kv_heads: int
-    ffn_size: int
-    vocab_size: int
-
-    def check(self, ranks: int, axis: str) -> None:
-        """Raises ValueError naming those that are not divided."""
-        wrong = {name: size for name, size in vars(self).items() if size % ranks}
-        if wrong:
-            told = ", ".join(f"{name}={size}" for name, size in wrong.items())
-            sizes = [size for size in vars(self).values() if size]
-            allowed = [each for each in range(1, min(sizes) + 1) if not any(size % each for size in sizes)]
-            raise ValueError(f"{axis}={ranks} does not divide the model's {told}; allowed: {allowed}")
 
 
 def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, ParallelStyle], list[str]]:

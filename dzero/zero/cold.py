@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from dzero.hardware import format_bytes
-from dzero.scratch import DiskError, open_path, telling
+from dzero.scratch import DiskError, make_folder, open_path, telling
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.units import Slot
@@ -47,11 +47,11 @@ class ColdRoom:
         *,
         rank: int,
     ) -> ColdRoom | None:
-        """For what of units' `slots` lives on disk; None where nothing does. Every rank looks at all paths first."""
+        """For what of units' `slots` lives on disk; None where nothing does. Every rank tries all paths first."""
         paths = layout.offload.disk.paths
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
         for path in paths if on_disk or layout.offload.activations == "disk" else ():
-            os.close(open_path(path))
+            make_folder(path)
         if not on_disk & {"param", "master"}:
             return None
         needed, working = 0, layout.param.dtype

@@ -26,8 +26,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from dzero.zero.placed import written
 from dzero.zero.units import swap
 
 
@@ -191,17 +192,17 @@ class HostShard(torch.Tensor):
             size = torch.Size(args[1])
             zeros = torch.zeros(size.numel(), dtype=kwargs.get("dtype") or first.dtype)
             return cls.of(HostMemory.of(first.memory.name, zeros, first.memory.device, first.memory.door), size)
-        written = _written(func, args, kwargs)
-        if not any(isinstance(tensor, HostShard) for tensor in written):
+        changed = written(func, args, kwargs)
+        if not any(isinstance(tensor, HostShard) for tensor in changed):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
-        if not all(isinstance(tensor, HostShard) for tensor in written):
+        if not all(isinstance(tensor, HostShard) for tensor in changed):
             raise NotImplementedError(f"{func} writes into parameters in host memory and others: call it on each")
         opened: dict[HostMemory, torch.Tensor] = {}
         on_host = partial(_on_host, opened)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
-        for memory in {tensor.memory for tensor in written if isinstance(tensor, HostShard)}:
+        for memory in {tensor.memory for tensor in changed if isinstance(tensor, HostShard)}:
             memory.home.put(opened[memory])
-        return written[0] if func._schema.returns else None
+        return changed[0] if func._schema.returns else None
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
@@ -240,13 +241,6 @@ def memory_of(param: torch.Tensor) -> HostMemory | None:
     with torch.no_grad():
         local = param.to_local() if isinstance(param, DTensor) else param
     return local.memory if isinstance(local, HostShard) else None
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that `func` writes into, by its schema."""
-    by_name = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
-    into = [by_name.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(into) if isinstance(leaf, torch.Tensor)]
 
 
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -22,85 +22,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from dzero.comm.collectives import is_exact
 from dzero.hardware import dtype_of
+from dzero.limits import divisors
 from dzero.mesh import expert_degrees
+from dzero.zero.config import PrecisionConfig, ZeroConfig
+from dzero.zero.offload_config import KINDS, OffloadConfig
 from dzero.zero.shapes import UnitShape
-from dzero.zero.tiers import KINDS, OffloadConfig
-
-FLOATS = ("fp32", "bf16", "fp16")
-MASTERS = ("fp32", "remainder")
-MOMENTS = ("fp32", "bf16", "int8")
-STATES_OVER = ("shard", "all")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroConfig:
-    """What is sharded. `stage`: 0 nothing, 1 master and moments, 2 and gradients, 3 and parameters.
-
-    `reshard_after_forward` (stage 3 only): True frees a unit after its forward and gathers it again in backward, False
-    keeps it, an integer reshards it over that many neighbouring ranks (ZeRO++'s secondary partition, hpZ).
-    `units`: class names of the modules that are sharded and gathered together; empty means the transformer blocks
-    (elements of the outermost ModuleList or Sequential). `reduction`: `exact` (rank-ordered fp32 sums, the same bits at
-    every stage), `native` (the backend's), or `auto` (exact on CPU, native on CUDA). `states_over`: the data-parallel
-    ranks that masters and moments are cut over: those of the `shard` axis, or `all`, those of the replicate axis too.
-    """
-
-    stage: int = 2
-    reshard_after_forward: bool | int = True
-    units: list[str] | None = None
-    reduction: str = "auto"
-    states_over: str = "shard"
-
-    def __post_init__(self) -> None:
-        if self.states_over not in STATES_OVER:
-            raise ValueError(f"zero.states_over={self.states_over!r}: choose one of {[*STATES_OVER]}")
-        if self.stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
-        if isinstance(self.units, str):
-            raise ValueError(f"zero.units={self.units!r}: a list of class names, e.g. [{self.units}]")
-        is_exact(self.reduction, "cpu")  # raises for an unknown one
-        if self.reshard_after_forward is not True and self.stage != 3:
-            raise ValueError(
-                f"zero.reshard_after_forward={self.reshard_after_forward} has no effect at zero.stage={self.stage}, "
-                "which keeps unsharded parameters from forward to backward; remove it or take zero.stage=3"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Dtypes of the table.
-
-    `param`: fp32, bf16 or fp16, of the working copy and the compute. `reduce`: payload of the gradient reduction;
-    `grad`: storage and accumulation of gradients; `auto` is the parameter's dtype, but fp32 for `grad` when a step has
-    several microbatches or the reduction two hops. `master`: fp32, or `remainder`, the 16 bits that bf16 lacks (the
-    same bits as fp32 masters, 2 bytes less per parameter). `moments`: fp32; bf16 (rounded stochastically); int8
-    (torchao's block-wise 8 bits).
-    """
-
-    param: str = "bf16"
-    reduce: str = "auto"
-    grad: str = "auto"
-    master: str = "fp32"
-    moments: str = "fp32"
-
-    def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("param", self.param, [*FLOATS]),
-            ("reduce", self.reduce, ["auto", *FLOATS]),
-            ("grad", self.grad, ["auto", *FLOATS]),
-            ("master", self.master, [*MASTERS]),
-            ("moments", self.moments, [*MOMENTS]),
-        ):
-            if value not in allowed:
-                raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
-        if self.master == "remainder" and self.param != "bf16":
-            raise ValueError(
-                f"precision.master=remainder needs precision.param=bf16, not {self.param}: the remainder is the low "
-                "half of an fp32 whose high half is the bf16 parameter; take precision.master=fp32"
-            )
-        if self.grad not in ("auto", "fp32", self.param):
-            raise ValueError(f"precision.grad={self.grad}: choose auto, fp32 or precision.param's {self.param}")
 
 
 @dataclass(frozen=True)
@@ -273,7 +200,7 @@ def _check_stage(zero: ZeroConfig, shard: int) -> None:
             "make_mesh(device_type, replicate=<world size>)"
         )
     post_forward = zero.reshard_after_forward
-    allowed = [d for d in range(2, shard) if shard % d == 0]
+    allowed = divisors(shard)[1:-1]
     if not isinstance(post_forward, bool) and post_forward not in allowed:
         axis = f"the shard axis of {shard} ranks"
         choose = f"true, false or a non-trivial divisor of {axis}: {allowed}"

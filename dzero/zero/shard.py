@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams, is_exact
+from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
@@ -35,15 +35,18 @@ from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
+from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
 from dzero.zero.late import collect, unsharded_params
-from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
+from dzero.zero.layout import Layout
+from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
+from dzero.zero.registered import put_gathered_back, put_shards
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
-from dzero.zero.tiers import OffloadConfig, names_off_device
+from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import Slot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
 from dzero.zero.values import Materialise, Values
@@ -73,6 +76,9 @@ class Sharded:
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
+        self._stays_gathered = parts is None and layout.microbatches > 1 and not layout.cadence(False).reshard
+        if self._stays_gathered:
+            put_gathered_back(units)
 
     @contextmanager
     def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
@@ -87,6 +93,8 @@ class Sharded:
             yield
         finally:
             self._set(True, self._roots[part])
+            if self._stays_gathered and not is_last:
+                put_shards(self.units)
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:

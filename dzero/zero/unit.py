@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,11 +29,12 @@ class Unit:
 
     `layout`, `mesh`: the table and the data-parallel axes of this unit; experts that ranks share have their own.
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer to
-    take as masters. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for the update
-    that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last. `hosted`:
-    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
-    `forget` drops what it brought. `shares`: of states that copies share out.
+    [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer
+    to take as masters; later its masters, for an optimizer after it. `consumer` is held weakly: the gradients
+    belong to the optimizer. `pending`: waits for the update that is on its way to the shards. `drain`: waits for
+    all work of the optimizer that was attached last. `hosted`: parameters that live in host memory; `fetch` brings
+    all of them to the device, ahead of use where it can, and `forget` drops what it brought. `shares`: of states
+    that copies share out.
     """
 
     shape: UnitShape
@@ -50,6 +52,7 @@ class Unit:
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
     shares: Shares | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for name, param in self.params.items():
@@ -57,8 +60,16 @@ class Unit:
                 self.hosted[name], memory.door = memory, weakref.ref(self)
 
     def take_origin(self, name: str) -> torch.Tensor | None:
-        """A parameter's, which is forgotten; None where it has none."""
+        """Return a parameter's origin, which is forgotten; None where it has none."""
         home = self.origin.pop(name, None)
+        if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
+            warnings.warn(
+                f"the masters of {self.shape.name or 'the root'} begin from parameters in {self.layout.param.dtype}: "
+                "the optimizer before kept them off the device, and they went with it; load its state_dict() to keep "
+                "them",
+                stacklevel=2,
+            )
+        self._taken.add(name)
         return None if home is None else home.get()
 
     def attach(self, consumer: Consumer) -> None:

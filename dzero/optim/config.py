@@ -1,0 +1,86 @@
+"""Settings of the update rule. No torch: what a rule of torch.optim takes is checked in build.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from dzero.limits import BELOW_1, check, number, positive, whole
+
+SCALES = ("rms", "original")
+BETAS, EPS = (0.9, 0.95), 1e-8
+OURS = ("adamw", "muon")
+MOST_NORM, MOST_RATE, MOST_ITERATIONS = 1e18, 1e6, 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig:
+    """Settings of Muon's matrices."""
+
+    lr: float | None = None
+    """Learning rate of matrices. null: optim.lr, which fits scale=rms."""
+    momentum: float = 0.95
+    """Average of gradients that is kept, in [0, 1)."""
+    nesterov: bool = True
+    """Look ahead by one step of the momentum."""
+    iterations: int = 5
+    """Newton-Schulz iterations."""
+    scale: str = "rms"
+    """Scale of an update by the matrix's shape: rms or original."""
+    compute: str = "auto"
+    """Dtype in which matrices are orthogonalised: fp32, bf16, or auto (bf16 for bf16 parameters)."""
+    exclude: list[str] = field(default_factory=lambda: ["head", "lm_head"])
+    """Modules, by any part of their name, whose matrices are AdamW's, as all embeddings' are."""
+
+    def __post_init__(self) -> None:
+        rate = number(MOST_RATE, or_null="for optim.lr")
+        check("optim.muon", self, lr=rate, momentum=BELOW_1, iterations=whole(1, MOST_ITERATIONS))
+        if self.scale not in SCALES:
+            raise ValueError(f"optim.muon.scale={self.scale!r}: choose one of {list(SCALES)}")
+        if self.compute not in ("auto", "fp32", "bf16"):
+            raise ValueError(f"optim.muon.compute={self.compute!r}: choose auto, fp32 or bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The update rule and its settings."""
+
+    rule: str = "adamw"
+    """adamw; muon (matrices, adamw for the rest); or an element-wise class of torch.optim, such as SGD."""
+    lr: float = 3e-4
+    """Learning rate, the schedule's peak."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices; vectors have none."""
+    max_norm: float | None = 1.0
+    """Longest global gradient norm, beyond which gradients are clipped. null: no clipping."""
+    betas: list[float] | None = None
+    """adamw's betas. null: [0.9, 0.95]."""
+    eps: float | None = None
+    """adamw's epsilon. null: 1e-8."""
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Settings of muon."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of a rule of torch.optim, such as {momentum: 0.9}."""
+
+    def __post_init__(self) -> None:
+        clip = positive(MOST_NORM, or_null="for no clipping")
+        check("optim", self, lr=number(MOST_RATE), weight_decay=number(MOST_RATE), eps=number(1.0), max_norm=clip)
+        numbers = {key: value for key, value in self.options.items() if isinstance(value, float)}
+        if unfit := {key: value for key, value in numbers.items() if not math.isfinite(value)}:
+            raise ValueError(f"optim.options={unfit}: must be finite numbers")
+        if self.betas is not None and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
+            raise ValueError(f"optim.betas={self.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]")
+        if self.rule != "muon" and self.muon != MuonConfig():
+            raise ValueError(
+                f"optim.muon has no effect with optim.rule={self.rule}; remove it, or take optim.rule=muon"
+            )
+        if self.rule in OURS:
+            if self.options:
+                raise ValueError(
+                    f"optim.options={self.options} has no effect with optim.rule={self.rule}; set optim.betas and "
+                    "optim.eps"
+                )
+            return
+        if self.betas is not None or self.eps is not None:
+            raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")

@@ -1,0 +1,160 @@
+"""Settings of the tiers: where each kind of state lives, how the host's work overlaps, and the scratch disks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dzero.limits import FRACTION, MOST_BYTES, check, positive, whole
+
+TIERS = ("device", "host", "disk")
+OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
+KINDS = ("param", "grad", "master", "moments")
+PAGE_BYTES = 4096
+MOST_BLOCK_BYTES = 1 << 30
+MOST_THREADS = 64
+MOST_AHEAD = 10_000
+WEIGHT = positive(1e18)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskConfig:
+    """Where scratch data goes, and how."""
+
+    paths: list[str] = field(default_factory=lambda: ["."])
+    """Directories for scratch files, one per disk; the last folder of each is made where it is missing."""
+    weights: list[float] | None = None
+    """Bandwidths of the paths, in any unit, by which data is dealt to them. null: measured."""
+    block_bytes: int = 16 << 20
+    """Bytes of one transfer."""
+    threads: int = 8
+    """Transfers at a time, per path and direction."""
+    direct: bool = True
+    """Bypass the page cache, where the file system can."""
+    checksum: bool = True
+    """Verify what is read."""
+
+    def __post_init__(self) -> None:
+        if not self.paths or not all(self.paths):
+            raise ValueError(
+                f"offload.disk.paths={self.paths!r}: name at least one directory, and no empty one, as a list"
+            )
+        if self.weights is not None and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"offload.disk.weights={list(self.weights)}: give one for each of the {len(self.paths)} paths"
+            )
+        if self.weights is not None and not all(weight in WEIGHT for weight in self.weights):
+            raise ValueError(f"offload.disk.weights={list(self.weights)}: each must be {WEIGHT}")
+        if self.block_bytes % PAGE_BYTES or not PAGE_BYTES <= self.block_bytes <= MOST_BLOCK_BYTES:
+            raise ValueError(
+                f"offload.disk.block_bytes={self.block_bytes}: must be a multiple of {PAGE_BYTES} from {PAGE_BYTES} to "
+                f"{MOST_BLOCK_BYTES}; 16777216 suits most disks"
+            )
+        if not 1 <= self.threads <= MOST_THREADS:
+            raise ValueError(f"offload.disk.threads={self.threads}: must be 1 to {MOST_THREADS}; 8 suits most disks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The tier of each kind of state, and how the host's updates overlap with the device's work.
+
+    A fraction counts elements and takes whole parameters: the root's (embedding, head) first, then the last units'.
+    `overlap`, all but `delayed` with the same bits:
+        step      the optimizer's step waits for all updates
+        forward   it returns once the step is decided; each unit waits for its own update when it is next gathered
+        backward  as forward, and units are updated before the step is decided, undone where it is decided otherwise
+        delayed   updates have a whole step's time: weights are one step older than usual (ZeRO-Offload, section 5.2)
+        auto      forward: the fastest with the same bits that takes no more memory
+    """
+
+    param: str = "device"
+    """Tier of the working copies: device, host or disk (stage 3); each unit is fetched ahead of its use."""
+    grad: str = "device"
+    """Tier of the reduced gradients: device, host or disk."""
+    master: str = "device"
+    """Tier of the masters, where updates run: device, host or disk."""
+    moments: str = "device"
+    """Tier of the moments: device, host or disk."""
+    param_fraction: float = 1.0
+    """Part of the working copies that leaves the device, in (0, 1]."""
+    grad_fraction: float = 1.0
+    """Part of the gradients that leaves the device, in (0, 1]."""
+    master_fraction: float = 1.0
+    """Part of the masters that leaves the device, in (0, 1]."""
+    moments_fraction: float = 1.0
+    """Part of the moments that leaves the device, in (0, 1]."""
+    overlap: str = "auto"
+    """When host updates run: step, forward, backward, delayed (one step stale), or auto (forward)."""
+    undo_bytes: int = 1 << 30
+    """Host memory per rank that overlap=backward may use to undo updates."""
+    delay_warmup_steps: int = 40
+    """Steps before overlap=delayed begins to delay."""
+    activations: str = "device"
+    """Tier of what checkpointed blocks keep of their inputs: device, host or disk."""
+    prefetch_units: int = 2
+    """Units' parameters, and blocks' activations, that are loaded from disk ahead of their use."""
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    """Scratch files behind tier disk."""
+
+    def __post_init__(self) -> None:
+        for kind in KINDS:
+            tier, fraction = self.tier(kind), self.fraction(kind)
+            if tier not in TIERS:
+                raise ValueError(f"offload.{kind}={tier!r}: choose one of {list(TIERS)}")
+            if fraction not in FRACTION:
+                told = f"must be {FRACTION}; for none, offload.{kind}=device"
+                raise ValueError(f"offload.{kind}_fraction={fraction}: {told}")
+            if tier == "device" and fraction != 1.0:
+                raise ValueError(
+                    f"offload.{kind}_fraction={fraction} has no effect with offload.{kind}=device; remove it"
+                )
+        if self.param != "device" and (self.master == "device" or self.param_fraction > self.master_fraction):
+            raise ValueError(
+                f"offload.param={self.param} with offload.param_fraction={self.param_fraction}, "
+                f"offload.master={self.master}, "
+                f"offload.master_fraction={self.master_fraction}: a parameter leaves the device with its master, which "
+                "is larger; take offload.master=host and offload.master_fraction ≥ offload.param_fraction"
+            )
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"offload.overlap={self.overlap!r}: choose one of {list(OVERLAPS)}")
+        if self.overlap != type(self).overlap and self.master == "device":
+            raise ValueError(
+                f"offload.overlap={self.overlap} has no effect while updates run on the device; remove it, or take "
+                "offload.master=host"
+            )
+        undo, ahead = whole(1, MOST_BYTES), whole(1, MOST_AHEAD)
+        check("offload", self, undo_bytes=undo, delay_warmup_steps=whole(0), prefetch_units=ahead)
+        for key, mode in (("undo_bytes", "backward"), ("delay_warmup_steps", "delayed")):
+            value = getattr(self, key)
+            if value != getattr(type(self), key) and self.overlap != mode:
+                raise ValueError(
+                    f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"
+                )
+        if self.activations not in TIERS:
+            raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(TIERS)}")
+        if self.overlap == "backward" and "device" in {self.grad, self.master, self.moments}:
+            raise ValueError(
+                "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
+                "offload.grad, offload.master and offload.moments on host or disk"
+            )
+        if not self.uses_disk:
+            for key, default in (("prefetch_units", 2), ("disk", DiskConfig())):
+                if getattr(self, key) != default:
+                    raise ValueError(f"offload.{key} has no effect while nothing is on disk; remove it")
+
+    @property
+    def mode(self) -> str:
+        """The overlap that `auto` stands for, or the one that was chosen."""
+        return "forward" if self.overlap == "auto" else self.overlap
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything waits in scratch files."""
+        return "disk" in {self.activations, *map(self.tier, KINDS)}
+
+    def tier(self, kind: str) -> str:
+        """Of "param", "grad", "master" or "moments"."""
+        return str(getattr(self, kind))
+
+    def fraction(self, kind: str) -> float:
+        """Of the kind's elements that are on `tier(kind)`."""
+        return float(getattr(self, f"{kind}_fraction"))
