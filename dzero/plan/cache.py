@@ -34,7 +34,7 @@ class DamagedCache(ValueError):
 class Key:
     """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit.
 
-    count: of the work that rates were measured by (work.py); it is raised where that counts otherwise.
+    count: of the work that rates were measured by (work.py), and of the figures; it is raised where either changes.
     """
 
     cpu: str
@@ -44,7 +44,7 @@ class Key:
     device: str
     ranks: int
     torch: str
-    count: int = 2
+    count: int = 3
 
     @property
     def file(self) -> str:

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dzero.parallel.blocks import ACTIVATIONS
+from dzero.limits import divisors
+from dzero.parallel.config import ACTIVATIONS
 from dzero.zero.layout import Layout
-from dzero.zero.tiers import KINDS
+from dzero.zero.offload_config import KINDS
 
 STAGES = (0, 1, 2, 3)
 STAGE, RECOMPUTE = "zero.stage", "block.activation_checkpoint"
@@ -47,14 +48,9 @@ def space(sequences: int) -> Iterator[Settings]:
         parts = {f"offload.{kind}_fraction": fraction if tier != "device" else 1.0 for kind, tier in away.items()}
         for recompute in ACTIVATIONS:
             for stage in STAGES:
-                for microbatch in divisors(sequences):
+                for microbatch in reversed(divisors(sequences)):
                     batch = {MICROBATCH: microbatch, ACCUMULATE: sequences // microbatch}
                     yield {**places, **parts, RECOMPUTE: recompute, STAGE: stage, **batch}
-
-
-def divisors(count: int) -> list[int]:
-    """Of `count`, the largest first."""
-    return [divisor for divisor in range(count, 0, -1) if count % divisor == 0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,18 @@ a unit at work               its operators (costs.py)              reachable FLO
                                                                    beside it, a moment of the program for each
 a collective                 bytes sent along an axis              the axis' link, after a latency
 a decision                                                         a latency
-an update on the device      states, gradients, weights            its bandwidth (a CPU: as on the host)
-a copy, an update, a file    bytes, elements, bytes                the rank's share of its node's figures
+an update on the device      bytes of states, gradients, weights   its bandwidth (a CPU: as on the host)
+an update on the host        the same; and elements                the rank's share of host memory's bandwidth, and of
+                                                                   what the cores update, whichever takes longer
+a copy, a file               bytes                                 the rank's share of its node's figures
+
+Rates are those that training reaches (machine.py). For a lower bound they are the datasheet's instead, and the products
+that a causal mask leaves out of attention take no time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,13 +57,32 @@ def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping
     return Link(hardware.link(ranks, stride=stride, world=layout.world), within_node)
 
 
-class Durations:
-    """On `hardware`; beside: ranks along cp and ep.
+CAUSAL = 2.0
+"""All of attention's products are counted, of which a causal mask leaves this part: 1 in so many."""
 
-    `unknown`: figures that were asked for and that it lacks; what needs one takes 0 s.
+
+def update_bytes(layout: Layout) -> int:
+    """Return the bytes that AdamW reads and writes per parameter, in the dtypes of `layout`.
+
+    Master and moments are read and written, the gradient is read, the working copy written; where the master is a
+    remainder, the working copy holds its other bits and is read too; an fp32 parameter is its own master.
+    """
+    param, master = layout.param.dtype.itemsize, layout.master.dtype.itemsize
+    own = not layout.remainder and layout.param.dtype == layout.master.dtype
+    work = 0 if own else 2 * param if layout.remainder else param
+    return 2 * master + 4 * layout.moments.dtype.itemsize + layout.grad.dtype.itemsize + work
+
+
+class Durations:
+    """On `hardware`; beside: ranks along cp and ep. bound: at the rates of its datasheets.
+
+    `unknown`: figures that were asked for and that it lacks; what needs one takes `nan` seconds.
     """
 
-    def __init__(self, layout: Layout, hardware: HardwareConfig, beside: Mapping[str, int]) -> None:
+    def __init__(
+        self, layout: Layout, hardware: HardwareConfig, beside: Mapping[str, int], *, bound: bool = False
+    ) -> None:
+        hardware = hardware.at_datasheet_rates() if bound else hardware
         self._layout, self._hardware, self._share = layout, hardware, hardware.share(layout.world)
         axes = [TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, PIPELINE]
         axes += [of_experts(SHARD), of_experts(REPLICATE)] if beside.get(EXPERT, 1) > 1 else []
@@ -65,12 +90,14 @@ class Durations:
         self._flops = hardware.reachable_flops(layout.param.dtype)
         known = [rate for rate in (hardware.attention_flops, self._flops) if rate is not None]
         self._attention = min(known) if self._flops is not None else None
+        if bound and self._flops is not None and not hardware.devices_are_host:
+            self._attention = CAUSAL * self._flops
         self.unknown: list[str] = []
 
     def compute(self, work: Work) -> float:
         """A GPU works while the program tells it what comes next; a CPU is the program's too."""
         device_s = self._over(work.flops, self._flops, "flops") + self._over(work.attention, self._attention, "flops")
-        device_s += self._over(work.bytes, self._hardware.device_bandwidth, "device_bandwidth")
+        device_s += self._over(work.bytes, self._hardware.reachable_bandwidth, "device_bandwidth")
         program_s = work.calls * self._hardware.operator_s
         return device_s + program_s if self._hardware.devices_are_host else max(device_s, program_s)
 
@@ -83,21 +110,21 @@ class Durations:
         return calls * self._hardware.collective_latency_s
 
     def updated_on_device(self, elems: int) -> float:
-        """Of parameters whose states are there: all are read, all but gradients written."""
+        """Return the seconds of the update of `elems` parameters whose states are on the device."""
         if self._hardware.devices_are_host:
             return self.updated(elems)
-        layout = self._layout
-        states = 2 * layout.master.dtype.itemsize + 4 * layout.moments.dtype.itemsize
-        count = elems * (states + layout.grad.dtype.itemsize + layout.param.dtype.itemsize)
-        return self._over(count, self._hardware.device_bandwidth, "device_bandwidth")
+        count = elems * update_bytes(self._layout)
+        return self._over(count, self._hardware.reachable_bandwidth, "device_bandwidth")
 
     def copied(self, count: int) -> float:
         """Of bytes between device and host, either way."""
         return self._over(count, self._share.host_link, "host_link")
 
     def updated(self, elems: int) -> float:
-        """Of the host's update."""
-        return self._over(elems, self._share.update_elems_per_s, "update_elems_per_s")
+        """Return the seconds of the host's update of `elems` parameters: of its bytes or its arithmetic."""
+        count = elems * update_bytes(self._layout)
+        memory_s = self._over(count, self._share.host_memory, "host_memory_bandwidth")
+        return max(memory_s, self._over(elems, self._share.update_elems_per_s, "update_elems_per_s"))
 
     def read(self, count: int) -> float:
         """Of bytes from disk."""
@@ -110,4 +137,5 @@ class Durations:
     def _over(self, work: float, rate: float | None, figure: str) -> float:
         if work and rate is None:
             self.unknown.append(figure)
+            return math.nan
         return work / rate if work and rate else 0.0

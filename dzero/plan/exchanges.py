@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from dzero.mesh import make_mesh
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 from dzero.plan.clock import median_of_rounds
 from dzero.plan.moves import moved_of
 from dzero.plan.operators import DTYPE, FEW, NARROW, SEQUENCE, WIDE, decoder_loss
-from dzero.zero.layout import ZeroConfig
+from dzero.zero.config import ZeroConfig
 from dzero.zero.shard import shard
 
 

@@ -11,8 +11,8 @@ from dzero.offload.actions import schedule_of
 from dzero.offload.places import Places
 from dzero.terminal import Table
 from dzero.zero.layout import Layout, Row
+from dzero.zero.offload_config import KINDS
 from dzero.zero.shapes import UnitShape
-from dzero.zero.tiers import KINDS
 from dzero.zero.units import unit_around
 
 

@@ -42,7 +42,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one rank. `tiers` at the device's fullest moment, which is at `when`."""
+    """Of one rank. `tiers` at the device's fullest moment, which is at `when`.
+
+    pace: what is expected, at the rates that training reaches. bound: what no run is faster than, at the datasheets'
+    rates; where the machine was measured, the same.
+    """
 
     hardware: HardwareConfig
     layout: Layout
@@ -51,6 +55,7 @@ class Forecast:
     tiers: Mapping[str, Tier]
     moved: Moved
     pace: Pace
+    bound: Pace
     step_tokens: int
     model_flops: float | None
     units: Sequence[UnitShape]
@@ -79,16 +84,38 @@ class Forecast:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together."""
+        """Return the expected tokens per second of all ranks together."""
         return self.step_tokens / self.pace.step_s if self.pace.step_s else None
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs of all ranks over the peak of all devices."""
+        """Expected model FLOPs of all ranks over the peak of all devices: what is recomputed does not count."""
         peak = self.hardware.peak_flops(self.layout.param.dtype)
         if self.model_flops is None or not peak or not self.tokens_per_s:
             return None
         return self.model_flops * self.tokens_per_s / (peak * self.layout.world)
+
+    @property
+    def hfu(self) -> float | None:
+        """Return the hardware FLOPs utilisation, recomputation included: FLOP/s of this rank's device over its peak."""
+        peak = self.hardware.peak_flops(self.layout.param.dtype)
+        if not peak or not self.pace.step_s:
+            return None
+        made = sum(span.work.flops + span.work.attention for span in self.costs.spans)
+        return self.layout.microbatches * made / (peak * self.pace.step_s)
+
+    @property
+    def assumed(self) -> str:
+        """Return what the expected seconds assume of the hardware's rates, in words."""
+        hardware, dtype = self.hardware, self.layout.param.dtype
+        if hardware.reaches_its_rates:
+            return "measured rates"
+        words = [f"products at {hardware.efficiency:.0%} of the peak"]
+        peak = hardware.peak_flops(dtype)
+        if peak and hardware.attention_flops:
+            words.append(f"attention at {min(hardware.attention_flops / peak, hardware.efficiency):.0%}")
+        rest = f"memory at {hardware.memory_efficiency:.0%}, links at {hardware.link_efficiency:.0%}"
+        return f"assuming {', '.join(words)}, {rest}"
 
     def verdict(self) -> str:
         """One line: it fits, or by how much it does not."""
@@ -126,6 +153,7 @@ def forecast(
         tiers=tiers_of(memory, hardware, layout.world),
         moved=moved_of(layout, units, costs, flights),
         pace=pace_of(layout, units, costs, hardware, flights),
+        bound=pace_of(layout, units, costs, hardware, flights, bound=True),
         step_tokens=step_tokens,
         model_flops=model_flops,
         units=units,

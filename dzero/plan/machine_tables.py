@@ -18,6 +18,8 @@ MEANING = {
     "fp16_flops": "peak of one device, fp16",
     "fp32_flops": "peak of one device, fp32",
     "efficiency": "of the peak, reached by matrix products",
+    "memory_efficiency": "of memory's bandwidth, reached",
+    "link_efficiency": "of the links' rates, reached",
     "attention_flops": "reached by attention, bf16",
     "operator_s": "of an operator on little data",
     "device_bandwidth": "memory of one device, read and written",
@@ -30,7 +32,8 @@ MEANING = {
     "disk_bytes": "scratch disk, free then",
     "disk_read": "scratch disk, read",
     "disk_write": "scratch disk, written",
-    "update_elems_per_s": "parameters the host updates per second",
+    "host_memory_bandwidth": "host memory, as the host's update reads and writes it",
+    "update_elems_per_s": "parameters the host updates per second, at the most",
 }
 
 
@@ -62,7 +65,9 @@ def text(figure: str, value: float | None) -> str:
         return format_seconds(value) if value else "0 s"
     if figure.endswith("_per_s"):
         return f"{format_count(value)}/s"
-    return f"{value:g}" if figure in ("efficiency", "devices_per_node") else f"{format_count(value)}B/s"
+    return (
+        f"{value:g}" if figure.endswith("efficiency") or figure == "devices_per_node" else f"{format_count(value)}B/s"
+    )
 
 
 def as_yaml(measurement: Measurement) -> str:

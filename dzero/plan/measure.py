@@ -26,11 +26,14 @@ import torch.distributed as dist
 
 from dzero.errors import RunError
 from dzero.hardware import available_cores, dtype_of, host_memory_bytes, peak_flops_of
-from dzero.launch import LauncherConfig, launched, start
+from dzero.launch.config import LauncherConfig, launched
+from dzero.launch.devices import device_type, worker_count
+from dzero.launch.launcher import start
 from dzero.plan import cache
 from dzero.plan.cache import DamagedCache, Key, Measurement
 from dzero.plan.machine import FLOPS, HardwareConfig
 from dzero.plan.probes import Effort, RankFigures, probe
+from dzero.scratch import try_folder
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -85,9 +88,11 @@ def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None
             "python -m dzero hardware"
         )
     launch = LauncherConfig(workers=ranks)
+    try_folder(disk)
     with tempfile.TemporaryDirectory(prefix="dzero-hardware-") as folder:
-        start(_measure, ProbeConfig(launch=launch, disk=disk, effort=effort or Effort()), Path(folder))
-        files = [Path(folder, f"{rank}.json") for rank in range(launch.worker_count)]
+        run = ProbeConfig(launch=launch, disk=disk, effort=effort or Effort())
+        start(_measure, run, Path(folder), workers=worker_count(launch))
+        files = [Path(folder, f"{rank}.json") for rank in range(worker_count(launch))]
         each = [msgspec.json.decode(file.read_bytes(), type=RankFigures) for file in files]
     key = key_of(ranks)
     measurement = combine(key, each, disk_bytes=shutil.disk_usage(disk).free)
@@ -107,14 +112,14 @@ def _measure(config: ProbeConfig, folder: Path, device: torch.device) -> None:
 def key_of(ranks: int | None = None) -> Key:
     """What a measurement holds for: this machine's processor, cores and devices, torch, and the number of ranks."""
     launch = LauncherConfig(workers=ranks)
-    on_gpu = launch.device_type == "cuda"
+    on_gpu = device_type(launch) == "cuda"
     return Key(
         cpu=_cpu_model(),
         cores=available_cores(),
         host_bytes=host_memory_bytes(),
-        device_type=launch.device_type,
+        device_type=device_type(launch),
         device=torch.cuda.get_device_name(0) if on_gpu else "",
-        ranks=launch.worker_count,
+        ranks=worker_count(launch),
         torch=str(torch.__version__),
     )
 
@@ -157,6 +162,7 @@ def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measur
         disk_bytes=disk_bytes,
         disk_read=first.disk_read,
         disk_write=first.disk_write,
+        host_memory_bandwidth=sum(rank.update_bandwidth for rank in each),
         update_elems_per_s=sum(rank.update_elems_per_s for rank in each),
     )
     return Measurement(key=key, when=cache.now(), hardware=hardware)

@@ -17,6 +17,7 @@ from torch import nn
 
 from dzero.comm import tensor_exchange
 from dzero.comm.ledger import Entry, Traffic
+from dzero.comm.trail import Collective
 from dzero.hardware import format_bytes
 from dzero.offload.actions import update_order
 from dzero.optim.adamw import AdamW
@@ -182,7 +183,9 @@ class _Observer:
     def _moved(self, entry: Entry, sent_bytes: int) -> None:
         if entry.phase == tensor_exchange.PHASE:
             return  # a part of the model's own forward and backward
-        unit = self._sharded.ledger.trail.step[-1].unit
+        begun = self._sharded.ledger.trail.step[-1]
+        assert isinstance(begun, Collective)
+        unit = begun.unit
         what = "decide" if entry.phase == "control" else entry.phase
         self.actions.append(self._action(what, unit, f"{entry.kind} over {entry.axis}", sent_bytes))
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 from dzero.plan.clock import seconds_of
 from dzero.plan.costs import BACKWARD, FORWARD, costs_of
 from dzero.plan.work import Work

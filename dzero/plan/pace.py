@@ -52,10 +52,16 @@ class Pace:
 
 
 def pace_of(
-    layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig, flights: Flights = ALONE
+    layout: Layout,
+    units: Sequence[UnitShape],
+    costs: Costs,
+    hardware: HardwareConfig,
+    flights: Flights = ALONE,
+    *,
+    bound: bool = False,
 ) -> Pace:
-    """Of a step on `hardware`. flights: of a pipeline."""
-    take, moved = Durations(layout, hardware, costs.beside), moved_of(layout, units, costs, flights)
+    """Return the seconds of a step on `hardware`. flights: of a pipeline. bound: at its datasheets' rates."""
+    take, moved = Durations(layout, hardware, costs.beside, bound=bound), moved_of(layout, units, costs, flights)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:
@@ -84,6 +90,6 @@ def pace_of(
         forward = train * parts[FORWARD] / seconds[COMPUTE] if seconds[COMPUTE] else 0.0
         beside = {"step": 0.0, "forward": forward}.get(layout.offload.mode, train)
         step = train + seconds[UPDATE] + max(0.0, update - beside)
-    bound = max(seconds, key=lambda what: seconds[what])
+    longest = max(seconds, key=lambda what: seconds[what])
     taken = {what: each for what, each in seconds.items() if each}
-    return Pace(taken, None if take.unknown else step, bound, tuple(dict.fromkeys(take.unknown)))
+    return Pace(taken, None if take.unknown else step, longest, tuple(dict.fromkeys(take.unknown)))

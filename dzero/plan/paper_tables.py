@@ -21,7 +21,7 @@ from dzero.plan.papers import (
 )
 from dzero.terminal import Table
 from dzero.zero.layout import Layout
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.offload_config import OffloadConfig
 
 
 def paper_tables(papers: Papers) -> list[Table]:

@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from dzero.plan.assumptions import Infinity, Offload, RunModel, Shape, ShardedModel, Zero
 from dzero.zero.account import KINDS, peak_bytes
-from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
-from dzero.zero.tiers import TIERS, OffloadConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
+from dzero.zero.layout import Layout
+from dzero.zero.offload_config import TIERS, OffloadConfig
 
 COPIES_IN_FLIGHT = 2
 """Of the largest unit: FSDP2's gather buffer and the parameters made of it, or gradients and their buffer."""

@@ -11,6 +11,8 @@ installation, so it is imported where it is used.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ from dzero.plan.colours import HOST, INK, RED, colour_of, hatch_of
 from dzero.plan.costs import BACKWARD, FORWARD
 from dzero.plan.forecast import DEVICE, TIERS, Forecast
 from dzero.plan.picture_timeline import draw_timeline, height_of
+from dzero.plan.tables import tables
+from dzero.terminal import plain
 from dzero.zero.units import ROOT
 
 if TYPE_CHECKING:
@@ -38,11 +42,41 @@ SHOWN_CAPACITY = 2.5
 TICKS = 42
 
 
-def draw(forecast: Forecast, path: Path) -> None:
-    """Write it to `path`. Raises RunError for another format than `FORMATS`, and without matplotlib."""
+def check_file(path: Path) -> None:
+    """Tell before any work whether `draw` can write to `path`.
+
+    Raises RunError for another format than `FORMATS`, a place that cannot be written, and without matplotlib.
+    """
     if path.suffix not in FORMATS:
         raise RunError(f"--picture={path}: the name must end with one of {', '.join(FORMATS)}")
-    figure_of(forecast).savefig(path, dpi=DPI)
+    if not path.parent.is_dir():
+        raise RunError(f"--picture={path}: there is no folder {path.parent}; make it, or name another")
+    if path.is_dir():
+        raise RunError(f"--picture={path}: this is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RunError(f"--picture={path}: this user may not write there; name another place")
+    _figure_class()
+
+
+def draw(forecast: Forecast, path: Path) -> None:
+    """Write it to `path`, with `described` in its metadata. Raises RunError as `check_file` or if writing fails."""
+    check_file(path)
+    figure = figure_of(forecast)
+    key = "Subject" if path.suffix == ".pdf" else "Description"
+    try:
+        figure.savefig(path, dpi=DPI, metadata={key: described(forecast)})
+    except OSError as error:
+        raise RunError(f"--picture={path}: it could not be written: {error.strerror or error}") from error
+
+
+def described(forecast: Forecast) -> str:
+    """Return what the picture shows, in words and figures: the tables, the verdict, and a digest of its bars."""
+    timeline = forecast.timeline()
+    drawn = [f"{moment.when} {moment.total_bytes}" for moment in forecast.memory.device]
+    bars = [] if timeline is None else timeline.bars
+    drawn += [f"{bar.lane} {bar.unit} {bar.kind} {bar.start_s:.3g} {bar.end_s:.3g}" for bar in bars]
+    digest = hashlib.sha256("\n".join(drawn).encode()).hexdigest()[:16]
+    return f"{plain(tables(forecast))}\n\n{forecast.verdict()}\n{len(drawn)} moments and bars: {digest}"
 
 
 def pixels(forecast: Forecast) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -58,13 +92,10 @@ def pixels(forecast: Forecast) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def figure_of(forecast: Forecast) -> Figure:
     """All panels; in place of the timeline what it lacks, where the hardware does not say it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RunError(NO_MATPLOTLIB) from error
+    figure_class = _figure_class()
     timeline = forecast.timeline()
     below = height_of(timeline) if timeline else NOTE_HEIGHT
-    figure = Figure(figsize=(WIDTH, MEMORY_HEIGHT + below), layout="constrained")
+    figure = figure_class(figsize=(WIDTH, MEMORY_HEIGHT + below), layout="constrained")
     memory, step = figure.subfigures(2, 1, height_ratios=(MEMORY_HEIGHT, below), squeeze=False)[:, 0]
     used = [name for name in TIERS if forecast.tiers[name].kinds]
     axes = memory.subplots(1, len(used) + 1, width_ratios=[*[1] * len(used), 10 - 1.4 * len(used)])
@@ -80,6 +111,14 @@ def figure_of(forecast: Forecast) -> Figure:
         )
     memory.suptitle(_title(forecast), color=INK if forecast.fits else RED, fontsize=12, weight="bold")
     return figure
+
+
+def _figure_class() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RunError(NO_MATPLOTLIB) from error
+    return Figure
 
 
 def _title(forecast: Forecast) -> str:

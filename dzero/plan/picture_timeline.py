@@ -13,7 +13,7 @@ from dzero.plan.timeline import KINDS, LANES, Bar, Timeline
 
 GAP = 0.05
 """Of the width, for the microbatches that are left out."""
-LANE_HEIGHT, EDGES_HEIGHT = 0.55, 0.95
+LANE_HEIGHT, EDGES_HEIGHT = 0.55, 1.15
 """Inches of a lane, and of what is above and below them."""
 NARROW = 1 / 350
 """Of the width: bars below it are drawn as one where they touch."""
@@ -118,10 +118,16 @@ def _joined(parts: Sequence[tuple[float, float]], gap_s: float) -> list[tuple[fl
 
 
 def _title(forecast: Forecast, timeline: Timeline) -> str:
+    """Say which seconds are which: what is expected, what no run is faster than, and what is drawn."""
+    pace, bound = forecast.pace, forecast.bound
     rate = f", {format_count(int(forecast.tokens_per_s))} tokens/s" if forecast.tokens_per_s else ""
     mfu = "" if forecast.mfu is None else f", MFU {forecast.mfu:.0%}"
-    pace = f"one step: {_seconds(forecast.pace.step_s or 0.0)}{rate}{mfu}, at the pace of {forecast.pace.bound}"
-    return f"{pace}; {_seconds(timeline.end_s)} where units wait for each other as drawn"
+    least = f"; lower bound {_seconds(bound.step_s or 0.0)}, at datasheet rates"
+    least = "" if forecast.hardware.reaches_its_rates else least
+    return (
+        f"one step: expected {_seconds(pace.step_s or 0.0)}{rate}{mfu}, at the pace of {pace.bound}{least}\n"
+        f"expected: {forecast.assumed}; {_seconds(timeline.end_s)} where units wait for each other as drawn"
+    )
 
 
 def _seconds(seconds: float) -> str:

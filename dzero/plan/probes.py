@@ -5,7 +5,7 @@
     operators           attention, other operators by call and by byte (operators.py)   all
     link                a copy between host and device (without GPU: within the host)   first alone, then all
     exchange            sharded units gathered and reduced (exchanges.py)               all
-    update              AdamW on the host: bf16 gradient and copy, fp32 states          all
+    update              AdamW on the host: fp32 states, then the smallest               all
     disk                the scratch store's own transfers                               first alone
 
 Medians of several rounds after a warm-up; large enough that caches do not hold the data.
@@ -30,9 +30,11 @@ from dzero.plan.clock import median_of_rounds, seconds_of
 from dzero.plan.exchanges import ExchangeRates, exchange_rates
 from dzero.plan.machine import FLOPS
 from dzero.plan.operators import OperatorRates, operator_rates
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 T = TypeVar("T")
+UPDATE_BYTES = 2 + 2 * 4 + 4 * 4 + 2
+"""Per parameter: gradient read, fp32 master and moments read and written, working copy written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class RankFigures:
     link: float
     link_alone: float | None
     exchange: ExchangeRates
+    update_bandwidth: float
     update_elems_per_s: float
     disk_read: float | None
     disk_write: float | None
@@ -77,6 +80,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
     link = _together(partial(link_rate, device, effort))
     exchange = exchange_rates(device, rounds=effort.rounds)
     update = _together(partial(update_rate, effort))
+    smallest = _together(partial(update_rate, effort, smallest=True))
     speeds = measure_disk(DiskConfig(paths=[disk]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
     return RankFigures(
         bf16_flops=flops["bf16"],
@@ -86,7 +90,8 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
         link=link,
         link_alone=alone,
         exchange=exchange,
-        update_elems_per_s=update,
+        update_bandwidth=update * UPDATE_BYTES,
+        update_elems_per_s=max(update, smallest),
         disk_read=speeds[0].read_bytes_per_s if first else None,
         disk_write=speeds[0].write_bytes_per_s if first else None,
         device_bytes=device_memory_bytes(device) // (1 if device.type == "cuda" else local_ranks()),
@@ -116,12 +121,18 @@ def link_rate(device: torch.device, effort: Effort) -> float:
     return effort.copy_bytes / max(seconds_of(way, device, effort.seconds) for way in ways)
 
 
-def update_rate(effort: Effort) -> float:
-    """Parameters per second that this rank's share of the host's cores updates, as the host tier does."""
+def update_rate(effort: Effort, *, smallest: bool = False) -> float:
+    """Return the parameters per second that this rank's share of the host's cores updates, as the host tier does.
+
+    Gradients and working copies are bf16. With fp32 states memory sets the rate, of which each parameter moves
+    `UPDATE_BYTES`; with the smallest states (remainders and bf16 moments) it is nearer to what the cores can do.
+    """
     elems = effort.update_elems
     work, grad = (torch.full((elems,), 0.01, dtype=torch.bfloat16) for _ in range(2))
-    master, m, v = torch.full((elems,), 0.01), torch.zeros(elems), torch.zeros(elems)
-    states = ParamStates("probe", 0, work, master, None, m, v)
+    master = None if smallest else torch.full((elems,), 0.01)
+    remainder = torch.zeros(elems, dtype=torch.int16) if smallest else None
+    m, v = (torch.zeros(elems, dtype=torch.bfloat16 if smallest else torch.float32) for _ in range(2))
+    states = ParamStates("probe", 0, work, master, remainder, m, v)
     betas = (0.9, 0.95)
     steps = rules.Coefficients.of(step=1, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.1, scale=1.0)
     updater = AdamWUpdater(len(cores_of_rank(local_rank(), local_ranks())))

@@ -10,19 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.comm.collectives import is_exact
 from dzero.degrees import MeshConfig
 from dzero.mesh import TENSOR
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.models.moe import with_added
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.parallel.parts import Parts, cut_parts
 from dzero.parallel.schedules import Hidden, order_of
 from dzero.parallel.tensor import cross_entropy, parallelize
-from dzero.zero.layout import Layout, PrecisionConfig, ZeroConfig
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
+from dzero.zero.layout import Layout
+from dzero.zero.offload_config import OffloadConfig
 
 
 @dataclass(frozen=True, kw_only=True)

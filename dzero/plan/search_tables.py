@@ -9,7 +9,7 @@ from dzero.plan.candidates import STAGE, Settings
 from dzero.plan.forecast import DEVICE, DISK, HOST, Tier
 from dzero.plan.search import HEADROOM, Fits, Ranking, Refused, room_bytes, short_bytes
 from dzero.terminal import Table
-from dzero.zero.tiers import KINDS
+from dzero.zero.offload_config import KINDS
 
 REFUSED = 8
 GROUPS = {  # settings of conf/offload: of param, grad, master and moments

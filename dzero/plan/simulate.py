@@ -34,7 +34,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm import expert_exchange, tensor_exchange
-from dzero.comm.collectives import is_exact
 from dzero.comm.ledger import Entry, Traffic
 from dzero.comm.tensor_exchange import CountTensor
 from dzero.mesh import TENSOR, make_mesh
@@ -53,6 +52,7 @@ from dzero.plan.repeat import SHORT, repeat
 from dzero.plan.scenario import Scenario
 from dzero.plan.storages import Moment, StorageMeter
 from dzero.zero.account import expected_traffic
+from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shard import Sharded, shard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dzero.hardware import format_bytes, format_count
 from dzero.mesh import EXPERT
 from dzero.plan.durations import link_of
@@ -10,8 +12,8 @@ from dzero.terminal import OK, Table
 
 
 def tables(forecast: Forecast) -> list[Table]:
-    """Memory by tier, what is moved, and the pace."""
-    return [table for table in (_memory(forecast), _moved(forecast), _pace(forecast)) if table.rows]
+    """Memory by tier, what is moved, the pace, and what its seconds are."""
+    return [table for table in (_memory(forecast), _moved(forecast), _pace(forecast), _meant(forecast)) if table.rows]
 
 
 def _memory(forecast: Forecast) -> Table:
@@ -53,15 +55,43 @@ def _calls(forecast: Forecast, axis: str) -> str:
 
 
 def _pace(forecast: Forecast) -> Table:
-    pace = forecast.pace
-    rows = [
-        (what, f"{seconds * 1e3:.1f} ms", "<- sets the pace" if what == pace.bound and pace.step_s else "")
-        for what, seconds in pace.seconds.items()
-    ]
-    if pace.step_s is None:
-        rows.append(("a step", "unknown", f"the hardware does not say {', '.join(pace.unknown)}"))
+    """A row for each lane, and what they make of a step; measured rates have no column of datasheets."""
+    pace, bound, title = forecast.pace, forecast.bound, f"a step on {forecast.hardware.name}"
+    rows = [(what, _ms(bound.seconds.get(what, 0.0)), _ms(each), "") for what, each in pace.seconds.items()]
+    if pace.step_s is None or bound.step_s is None:
+        rows.append(("a step", "unknown", "unknown", f"the hardware does not say {', '.join(pace.unknown)}"))
     else:
-        rate = f"{format_count(int(forecast.tokens_per_s or 0))} tokens/s"
-        mfu = "" if forecast.mfu is None else f", MFU {forecast.mfu:.0%}"
-        rows.append(("a step", f"{pace.step_s * 1e3:.1f} ms", f"{rate}{mfu}"))
-    return Table(f"a step on {forecast.hardware.name}", ("what", "takes", ""), tuple(rows))
+        rows = [(*row[:3], "<- sets the pace" if row[0] == pace.bound else "") for row in rows]
+        rows.append(("a step", _ms(bound.step_s), _ms(pace.step_s), _used(forecast)))
+        rows.append(("tokens/s", _rate(forecast, bound.step_s), _rate(forecast, pace.step_s), ""))
+    if forecast.hardware.reaches_its_rates:
+        return Table(
+            f"{title}, at the rates that it showed", ("what", "takes", ""), tuple((row[0], *row[2:]) for row in rows)
+        )
+    return Table(title, ("what", "lower bound", "expected", ""), tuple(rows))
+
+
+def _used(forecast: Forecast) -> str:
+    return "" if forecast.mfu is None else f"MFU {forecast.mfu:.0%}"
+
+
+def _meant(forecast: Forecast) -> Table:
+    """Return the meanings of the words in the table of seconds."""
+    if forecast.pace.step_s is None or forecast.hardware.reaches_its_rates:
+        return Table("", (), ())
+    rows = [
+        ("lower bound", "datasheet rates, operators one by one, lanes overlap fully"),
+        ("expected", forecast.assumed),
+    ]
+    if forecast.mfu is not None:
+        made = "" if forecast.hfu is None else f"; with it {forecast.hfu:.0%} of the peak"
+        rows.append(("MFU", f"FLOPs of the model over the peak, as expected; recomputation is not counted{made}"))
+    return Table("what these seconds are", ("word", "means"), tuple(rows), left=2)
+
+
+def _rate(forecast: Forecast, step_s: float) -> str:
+    return format_count(int(forecast.step_tokens / step_s))
+
+
+def _ms(seconds: float) -> str:
+    return "unknown" if math.isnan(seconds) else f"{seconds * 1e3:.1f} ms"

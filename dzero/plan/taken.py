@@ -24,7 +24,7 @@ from dzero.plan.storages import StorageMeter
 LEARNING = 3
 """Steps until parameters that come from elsewhere are brought in an order that stays (offload/incoming.py)."""
 STEPS = 3
-"""Of which copies under way make one differ from another; where all is on the device, one is as all."""
+"""Steps whose peaks are taken: what a copy or a collective is still holding makes one differ from another."""
 OPEN_FILES = Path("/proc/self/fd")
 
 
@@ -32,7 +32,7 @@ OPEN_FILES = Path("/proc/self/fd")
 class Taken:
     """Bytes of one rank. `device`: at the fullest moment of a step, the least of some steps; `device_most`: of all.
 
-    Copies under way keep what they copy, and on a busy machine they take longer. `host`, `disk`: between steps.
+    Copies and collectives under way keep what they move, longer on a busy machine. `host`, `disk`: between steps.
     """
 
     device: int
@@ -62,7 +62,7 @@ class Taking:
         away = host_bytes(optim) > 0
         for _ in range(LEARNING - 1 if away else 0):
             _alone(step, optim)
-        peaks = [self._peak(step, optim) for _ in range(STEPS if away else 1)]
+        peaks = [self._peak(step, optim) for _ in range(STEPS)]
         own = [count for file, count in _scratch_files().items() if file not in self._others]
         return Taken(min(peaks), max(peaks), host_bytes(optim), sum(own))
 
