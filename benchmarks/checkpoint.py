@@ -52,11 +52,12 @@ from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.folder import Shelf
 from dzero.checkpoint.writer import THREADS
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
 from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 RANKS, STALL, OF_RAW, RESTART_S = 2, 0.05, 0.8, 10.0
 ROOT = Path(__file__).parent.parent
@@ -114,7 +115,9 @@ class Run:
     def _remove_old(self, *, verify: bool) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
-            Shelf(self.folder / f"ours_{verify}").keep(1)
+            shelf = Shelf(self.folder / f"ours_{verify}")
+            for name in shelf.names()[:-1]:
+                shelf.remove(name)
         dist.barrier()
 
     def load(self) -> Found:

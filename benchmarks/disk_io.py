@@ -37,7 +37,7 @@ from stats import Goal, judge, ratio_of_medians
 from dzero.offload.direct import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 GOALS = (
     Goal("speed", "dzero", "fio", 0.95),

@@ -30,7 +30,8 @@ from dzero import AdamW, ZeroConfig, shard
 from dzero.hardware import peak_flops
 from dzero.models.build import build, flops_per_token, materialiser
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model" / "llama_1b.yaml"
 WARM_STEPS = 5

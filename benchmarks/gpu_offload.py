@@ -48,8 +48,8 @@ from workload import CONF, Batches, Workload
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.models.build import build, count
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig
-from dzero.zero.tiers import DiskConfig
+from dzero.parallel.config import BlockConfig
+from dzero.zero.offload_config import DiskConfig
 
 GOAL, RESIDENT, PEER, BATCHES = 0.9, "dzero_resident", "fsdp2_cpu", 8
 TINY = ModelConfig(vocab_size=256, hidden_size=64, layers=2, heads=2, ffn_size=128)

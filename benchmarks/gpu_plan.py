@@ -34,7 +34,8 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, ma
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.monitor.memory import allocated_peak_bytes
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import costs_of
 from dzero.plan.machine import HardwareConfig

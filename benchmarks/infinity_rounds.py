@@ -17,7 +17,7 @@ from typing import Any
 from children import Children, process_group
 
 from dzero import OffloadConfig
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 Found = dict[str, Any]
 Turn = Callable[[], Found]

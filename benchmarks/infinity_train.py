@@ -32,7 +32,8 @@ from stats import ratio_of_medians
 from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 from dzero.offload.direct import Direction
 
 FILL_STEPS = 1

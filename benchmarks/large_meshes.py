@@ -81,10 +81,10 @@ def simulated(run: Run) -> dict[str, Any]:
 
     from dzero.degrees import MeshConfig
     from dzero.models.config import ModelConfig
-    from dzero.parallel.blocks import BlockConfig
+    from dzero.parallel.config import BlockConfig
     from dzero.plan.scenario import Scenario
     from dzero.plan.simulate import simulate
-    from dzero.zero.layout import ZeroConfig
+    from dzero.zero.config import ZeroConfig
 
     began = time.perf_counter()
     scenario = Scenario(

@@ -31,8 +31,9 @@ from workload import loss_of
 from dzero import AdamW, OffloadConfig, ZeroConfig, make_mesh, shard
 from dzero.models.build import build, count, materialiser
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig, apply_blocks
-from dzero.zero.tiers import DiskConfig
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
+from dzero.zero.offload_config import DiskConfig
 
 FILL_STEPS = 2
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}

@@ -37,8 +37,10 @@ from workload import loss_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.hardware import give_back_freed_memory, peak_rss_bytes, reset_peak_rss, rss_bytes
-from dzero.models.llama import Llama, LlamaShape
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import costs_of
 from dzero.plan.machine import HardwareConfig
@@ -48,7 +50,7 @@ from dzero.plan.pace import pace_of
 from dzero.plan.probes import Effort, probe
 from dzero.plan.taken import Taking
 from dzero.zero.account import expected_traffic
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 RANKS, PEAK, TIME = 2, 0.05, 0.20
 SHAPES = {

@@ -77,11 +77,11 @@ def simulated(options: argparse.Namespace, model: str, ranks: int) -> dict[str, 
 
     from dzero.hardware import peak_rss_bytes
     from dzero.models.config import ModelConfig
-    from dzero.parallel.blocks import BlockConfig
+    from dzero.parallel.config import BlockConfig
     from dzero.plan.scenario import Scenario
     from dzero.plan.simulate import simulate
     from dzero.plan.storages import KINDS
-    from dzero.zero.layout import ZeroConfig
+    from dzero.zero.config import ZeroConfig
 
     settings: Any = ONE_T if model == "llama_1t" else OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml"))
     result = simulate(
