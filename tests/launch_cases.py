@@ -11,13 +11,16 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from dzero.errors import RunError
-from dzero.launch import LauncherConfig, start
+from dzero.launch.config import LauncherConfig
+from dzero.launch.launcher import start
+from dzero.launch.warm import Warm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,13 @@ def wait_for_each_other(_: Case, folder: Path, __: torch.device) -> None:
             time.sleep(0.001)
     finally:
         (folder / f"rank{dist.get_rank()}.unwound").touch()
+
+
+def hear_nothing(_: Case, folder: Path, __: torch.device) -> None:
+    """As a thread does that hangs in a library."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    leave_pid(folder)
+    time.sleep(120)
 
 
 def rank_1_raises(_: Case, folder: Path, __: torch.device) -> None:
@@ -63,15 +73,17 @@ def succeed(_: Case, folder: Path, device: torch.device) -> None:
     (folder / f"rank{dist.get_rank()}.sum").write_text(f"{total.item()} {torch.get_num_threads()} {device}")
 
 
-CASES = {entry.__name__: entry for entry in (wait_for_each_other, rank_1_raises, rank_1_is_killed, all_refuse, succeed)}
+CASES = ("wait_for_each_other", "rank_1_raises", "rank_1_is_killed", "all_refuse", "succeed")
 
 
 if __name__ == "__main__":
+    launch_cases = import_module("launch_cases")  # workers import it by this name too
     *names, folder = sys.argv[1:]
-    for name in names:
-        began_s, error = time.monotonic(), None
-        try:
-            start(CASES[name], Case(), Path(folder))
-        except RunError as failure:
-            error = str(failure)
-        print(json.dumps({"case": name, "error": error, "seconds": time.monotonic() - began_s}), flush=True)
+    with Warm(["torch.distributed.tensor"]) as warm:
+        for name in names:
+            began_s, error = time.monotonic(), None
+            try:
+                start(getattr(launch_cases, name), launch_cases.Case(), Path(folder), workers=2, warm=warm)
+            except RunError as failure:
+                error = str(failure)
+            print(json.dumps({"case": name, "error": error, "seconds": time.monotonic() - began_s}), flush=True)

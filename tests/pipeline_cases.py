@@ -23,14 +23,16 @@ from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import data_rank_of
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.parts import PipelinePlan, cut_parts
 from dzero.parallel.pipeline import Pipeline
 from dzero.parallel.schedules import Hidden, expected_pipeline
 from dzero.zero.account import expected_control, expected_traffic
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=4, heads=4, kv_heads=4, ffn_size=48)
 TOKENS = 12

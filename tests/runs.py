@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from processes import listen, new_tag, tagged
 from training import ROOT, SMALL
 
 SECONDS = 240.0  # of a crowded machine; an idle one takes a 20th
@@ -26,15 +27,17 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "log.txt"
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
+        self._tag = new_tag()
         line = [*prefix.split(), sys.executable, *launcher, str(ROOT / "train.py")]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*line, *SMALLEST, f"data.path={data}", *settings],
                 cwd=folder,
-                env=env,
+                env=env | self._tag,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=listen,
             )
 
     @property
@@ -48,17 +51,11 @@ class Run:
 
     def workers(self) -> list[int]:
         """Process ids, in the order of local ranks."""
-        launcher = self.process.pid
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-                words = (stat.parent / "cmdline").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(parent) == launcher and state != "Z" and ("spawn_main" in words or "train.py" in words):
-                found.append(int(stat.parent.name))
-        return sorted(found)
+        return [
+            each.pid
+            for each in tagged(self._tag)
+            if each.name.startswith("dzero rank ") or (each.parent == self.process.pid and "train.py" in each.words)
+        ]
 
     def until(self, pattern: str, seconds: float = SECONDS) -> float:
         """Wait for a line of the log; the seconds it took."""
@@ -74,17 +71,14 @@ class Run:
         """The exit code."""
         return self.process.wait(seconds)
 
+    def named(self, name: str) -> int:
+        """The process with this name."""
+        (pid,) = [each.pid for each in tagged(self._tag) if each.name == name]
+        return pid
+
     def left(self) -> list[int]:
-        """What is left of its session, zombies (which nobody reaps in a container) left out."""
-        left = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, leader = stat.read_text().rpartition(")")[2].split()[:4]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(leader) == self.process.pid and state != "Z":
-                left.append(int(stat.parent.name))
-        return left
+        """What is left of all that it started."""
+        return [each.pid for each in tagged(self._tag)]
 
 
 @contextmanager
@@ -94,6 +88,7 @@ def running(folder: Path, data: Path, *settings: str, launcher: Sequence[str] = 
     try:
         yield run
     finally:
-        for pid in [*run.workers(), *run.left()]:
-            os.kill(pid, signal.SIGKILL)
+        for pid in run.left():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         run.process.wait(SECONDS)

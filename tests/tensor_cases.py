@@ -23,10 +23,12 @@ from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import data_rank_of
 from dzero.models.hf import HFDecoder
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
 from dzero.models.published import describe
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor import TensorParallel, parallelize
 from dzero.zero.placed import local_of
 

@@ -12,6 +12,8 @@ from hydra import compose, initialize_config_dir
 
 from dzero import command_line, config
 from dzero.config import ConfigError, RunConfig, TrainConfig
+from dzero.errors import RunError
+from dzero.run_layout import check_all_here
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -39,7 +41,7 @@ MISTAKES = {
     "model=tinny": "did you mean tiny?",
     "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'wsd']",
     "optim.rule=adam": "optim.rule='adam': choose adamw, muon or one of torch.optim's",
-    "launch.workers=0": "launch.workers=0: must be ≥ 1, or null",
+    "launch.workers=0": "launch.workers=0: must be a whole number ≥ 1 and ≤ 1048576, or null to choose",
     "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
     # names that do not exist
@@ -48,6 +50,14 @@ MISTAKES = {
     "+zero.new=1": "zero.new: unknown key",
     "modell=tiny": "modell: unknown key; the configuration has",
     "zero={stag: 3}": "zero.stag: unknown key",
+    "lr=1": "lr: unknown key; the configuration has",
+    "train.lr=1": "did you mean optim.lr=1?",
+    "stage=3": "did you mean zero.stage=3?",
+    "zero.offload=host": "did you mean offload=host?",
+    "steps=5": "did you mean train.steps=5 or profile.steps=5?",
+    "batch_size=8": "did you mean train.microbatch_sequences=8?",
+    "optim.warmup_step=8": "did you mean schedule.warmup_steps=8?",
+    "disk.thread=2": "did you mean offload.disk.threads=2?",
     # other types
     "zero.stage=abc": "zero.stage=abc: must be a whole number",
     "zero.stage=null": "zero.stage=null: must be a whole number",
@@ -114,7 +124,7 @@ MISTAKES = {
     "train.accumulate=null train.global_sequences=4": "train.global_sequences=4 is no multiple of",
     "train.on_nan=ignore": "train.on_nan='ignore': choose skip or stop",
     "checkpoint.deadline_s=5": "checkpoint.deadline_s=5.0 has no effect without checkpoint.every",
-    "checkpoint.every=5 checkpoint.deadline_s=0": "checkpoint.deadline_s=0.0: must be > 0 seconds",
+    "checkpoint.every=5 checkpoint.deadline_s=0": "checkpoint.deadline_s=0.0: must be a number in [0.001, ",
     "mesh.replicate=3": "mesh.replicate=3 does not divide the 2 ranks; allowed: [1, 2]",
     "precision=fp32 precision.master=remainder": "precision.master=remainder needs precision.param=bf16, not fp32",
     "precision.reduce=fp32": "precision.reduce=fp32 is wider than the torch.bfloat16 gradients",
@@ -136,7 +146,7 @@ MISTAKES = {
     "data.held_out=0 train.evaluate_batches=5": "train.evaluate_batches=5 has no effect with data.held_out=0",
     "schedule.kind=constant schedule.final=0.5": "schedule.final=0.5 has no effect with schedule.kind=constant",
     # what could not work
-    "optim.lr=nan": "optim.lr=nan: must be a number ≥ 0",
+    "optim.lr=nan": "optim.lr=nan: must be a number in [0, 1e+06]",
     "optim.rule=Adafactor zero.stage=2": "Adafactor is not known to update every element by itself",
     "optim.rule=Adafactor zero.stage=0 mesh.tp=2": "mesh.tp=2 with optim.rule=Adafactor: it mixes elements of a matrix",
     "optim.rule=Adafactor zero.stage=0 model=tiny_moe mesh.ep=2": "mesh.ep=2 with optim.rule=Adafactor: it mixes",
@@ -150,18 +160,18 @@ MISTAKES = {
     "offload=nvme": "offload=nvme: choose one of ['disk', 'host', 'host_all', 'infinity', 'none']",
     "offload.disk.threads=0 offload.master=disk": "threads=0: must be 1 to 64",
     "offload.disk.paths=[/a] offload=host": "offload.disk has no effect while nothing is on disk; remove it",
-    "offload.prefetch_units=0 offload=disk": "offload.prefetch_units=0: must be ≥ 1",
+    "offload.prefetch_units=0 offload=disk": "offload.prefetch_units=0: must be a whole number ≥ 1",
     "offload=disk precision=fp32 offload.overlap=delayed": "offload.overlap=delayed with offload.master=disk and",
     "offload=disk optim.rule=SGD": "offload.master=disk: SGD keeps its states in memory",
     "offload.master=tape": "offload.master='tape': choose one of ['device', 'host', 'disk']",
     "offload.master_fraction=0.5": "offload.master_fraction=0.5 has no effect with offload.master=device; remove it",
-    "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be in (0, 1]",
+    "offload=host offload.grad_fraction=0": "offload.grad_fraction=0.0: must be a number in (0, 1]; for none",
     "offload.overlap=step": "offload.overlap=step has no effect while updates run on the device",
     "offload.master=host offload.overlap=backward": "offload.overlap=backward updates units on the host while",
     "offload=host offload.undo_bytes=5": "offload.undo_bytes=5 has no effect with offload.overlap=auto, only with",
     "offload.master=host precision.moments=int8": "both need one tier and one fraction",
     "offload=host offload.overlap=backward optim.rule=SGD": "only adamw can take updates back, not SGD",
-    "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be ≥ 1",
+    "offload=host offload.overlap=backward offload.undo_bytes=0": "offload.undo_bytes=0: must be a whole number ≥ 1",
     "offload.activations=tape": "offload.activations='tape': choose one of ['device', 'host', 'disk']",
     "offload.activations=disk": "offload.activations=disk with block.activation_checkpoint=none: only",
     "offload.activations=host offload.prefetch_units=3": "offload.prefetch_units has no effect while nothing is",
@@ -187,8 +197,8 @@ MISTAKES = {
 @pytest.mark.parametrize(("line", "told"), MISTAKES.items(), ids=list(MISTAKES))
 def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: str) -> None:
     words = line.replace(": ", ":").split()
-    with pytest.raises(ConfigError) as refused:
-        command_line.check(words, CONF)
+    with pytest.raises(RunError) as refused:
+        check_all_here(command_line.check(words, CONF))
     assert told in str(refused.value)
     assert "reference_type" not in str(refused.value)
 
@@ -225,7 +235,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
     ],
 )
 def test_what_is_right_passes(line: str) -> None:
-    command_line.check(line.split(), CONF)
+    check_all_here(command_line.check(line.split(), CONF))
 
 
 def test_the_settings_of_a_run_are_the_owners_dataclasses() -> None:
@@ -252,9 +262,9 @@ def test_a_step_takes_what_the_batch_arithmetic_says() -> None:
 def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    command_line.check(["zero.stage=3"], CONF)
-    with pytest.raises(ConfigError, match=r"launch\.workers=4 has no effect under torchrun"):
-        command_line.check(["launch.workers=4"], CONF)
+    check_all_here(command_line.check(["zero.stage=3"], CONF))
+    with pytest.raises(RunError, match=r"launch\.workers=4 has no effect under torchrun"):
+        check_all_here(command_line.check(["launch.workers=4"], CONF))
     with pytest.raises(ConfigError, match="leave torchrun away"):
         command_line.check(["-m", "zero.stage=0,1"], CONF)
 
@@ -274,3 +284,24 @@ def test_the_command_says_it_once_without_a_stack_trace_and_leaves_nothing(
     ended = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", told)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_home_folder_is_meant_by_a_tilde_that_the_shell_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    disk = "offload.disk.paths=[~/a,'~/b','/c~/d']"
+    words = ["checkpoint.folder=~/saved", "checkpoint.every=1", "resume=~/old", "offload=disk", disk]
+    found = command_line.composed(words, CONF)
+    assert (found.checkpoint.folder, found.resume.source) == ("/home/me/saved", "/home/me/old")
+    assert found.offload.disk.paths == ["/home/me/a", "/home/me/b", "/c~/d"]
+    of_a_group = command_line.composed(['checkpoint={folder: "~/saved", every: 1}'], CONF)
+    assert of_a_group.checkpoint.folder == "/home/me/saved"
+
+
+def test_resume_is_short_for_the_source_of_its_group_wherever_settings_are_given() -> None:
+    words = ["resume=auto,null", "++resume=runs/a", "resume={source:auto}", "resume.strict=true", "train.steps=3"]
+    assert command_line.spelt_out(words) == ["resume.source=auto,null", "++resume.source=runs/a", *words[2:]]
+    found = command_line.composed(["resume=auto", "resume.strict=true"], CONF).resume
+    assert (found.source, found.strict) == ("auto", True)
+    assert command_line.composed(["resume=null"], CONF).resume.source is None
+    with pytest.raises(ConfigError, match=r"resume\.strict=true has no effect without resume=auto"):
+        command_line.composed(["resume.strict=true"], CONF)

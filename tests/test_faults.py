@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from runs import SECONDS, SMALLEST, TORCHRUN, running
 from training import Told, settled, train, write_text
 
 from dzero.stopping import EXIT_SAVED
+from dzero.watch import BEAT_S
 
 HERE = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
 LONG = ("zero.stage=3", "train.steps=100000")
@@ -60,6 +62,7 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each
 ) -> None:
     with running(tmp_path, text, *LONG, "launch.timeout_s=5", launcher=launcher) as run:
         run.until(r"^step=10 ")
+        time.sleep(2 * BEAT_S)  # ten steps may be made before the first beat
         os.kill(run.workers()[1], signal.SIGSTOP)
         run.until(r"rank 0 got no answer in #\d+ .* over shard \[.*within launch\.timeout_s=5: rank 1 \(pid", 5 + 20)
         for rank in (0, 1):
@@ -74,6 +77,7 @@ def test_a_stopped_rank_of_a_pipeline_is_named_too(text: Path, tmp_path: Path) -
     """What others wait for then is torch's own, between the parts."""
     with running(tmp_path, text, *LONG, "mesh.pp=2", "train.accumulate=2", "launch.timeout_s=5") as run:
         run.until(r"^step=10 ")
+        time.sleep(2 * BEAT_S)  # ten steps may be made before the first beat
         os.kill(run.workers()[1], signal.SIGSTOP)
         run.until(
             r"rank 0 got no answer in #\d+ .* within launch\.timeout_s=5: rank 1 \(pid .* no sign of life", 5 + 20
@@ -91,7 +95,30 @@ def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_p
         print(f"told after {took_s:.1f} s")
 
 
+def test_a_killed_rank_is_named_and_all_are_gone(text: Path, tmp_path: Path) -> None:
+    """Within 5 s on an idle machine; told apart from load by what the launcher itself waits for, 2 s and a poll."""
+    with running(tmp_path, text, *LONG) as run:
+        run.until(r"^step=10 ")
+        pid, began_s = run.workers()[1], time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        assert run.end() == 1
+        took_s = time.monotonic() - began_s
+        assert f"rank 1 (pid {pid}) was killed by SIGKILL" in run.log
+        assert run.left() == []
+        print(f"gone after {took_s:.1f} s")
+        assert took_s < 5 * max(1.0, os.getloadavg()[0] / 2)
+
+
 # Signals
+
+
+def test_ctrl_c_reaches_the_run_as_what_it_is(text: Path, tmp_path: Path) -> None:
+    with running(tmp_path, text, *LONG, "checkpoint.every=100000") as run:
+        run.until(r"^step=5 ")
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+        assert run.end() == EXIT_SAVED, run.log
+        assert re.search(r"SIGINT: stopped after step \d+, which is saved; resume=auto goes on", run.log), run.log
+        assert "stopped by SIGINT; the run is saved" in run.log
 
 
 @pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
@@ -112,13 +139,27 @@ def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stop
     assert saved(tmp_path / "cut") == never_stopped
 
 
+def test_sigterm_to_every_process_saves_as_one_to_the_launcher_does(text: Path, tmp_path: Path) -> None:
+    """As schedulers and service managers end a job; before, the store in which ranks meet is lost to a stray kill."""
+    with running(tmp_path, text, *LONG, "checkpoint.every=100000") as run:
+        run.until(r"^step=5 ")
+        os.kill(run.named("dzero store"), signal.SIGKILL)
+        run.until("the store in which workers meet was killed: a rank that hangs will not be named")
+        for pid in run.left():
+            with suppress(ProcessLookupError):  # one leaves as soon as another has gone
+                os.kill(pid, signal.SIGTERM)
+        assert run.end(30) == EXIT_SAVED, run.log
+        assert "SIGTERM: stopped after step" in run.log
+        assert run.left() == []
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
     with running(tmp_path, text, *LONG, "checkpoint.every=100000", launcher=HERE) as run:
         run.until(r"^step=5 ")
-        os.kill(run.workers()[1], signal.SIGINT)
+        os.kill(run.workers()[1], signal.SIGHUP)  # torchrun passes it on when its terminal is closed
         assert run.end() == 1
         assert re.search(rf"rank +: [01].*\n +exitcode +: {EXIT_SAVED} ", run.log)
-        assert re.search(r"stopped after step \d+, which is saved", run.log)
+        assert re.search(r"stopped after step \d+, which is saved", run.log), run.log
 
 
 def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_path: Path) -> None:
@@ -135,9 +176,27 @@ def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_p
         late.until("not saved within checkpoint.deadline_s=2", 15)
         os.kill(twice.process.pid, signal.SIGTERM)
         for run in (twice, late):
-            os.kill(run.workers()[-1], signal.SIGCONT)
             assert run.end(20) == 128 + signal.SIGTERM
             assert "stopped by SIGTERM; the workers were ended" in run.log
+
+
+def test_a_closed_terminal_saves_a_run_and_nohup_keeps_it_going(text: Path, tmp_path: Path) -> None:
+    saving = [*LONG, "checkpoint.every=100000", "launch.workers=1"]
+    with (
+        running(tmp_path / "plain", text, *saving) as plain,
+        running(tmp_path / "nohup", text, *saving, prefix="nohup") as nohup,
+    ):
+        for run in (plain, nohup):
+            run.until(r"^step=2 ")
+            os.kill(run.process.pid, signal.SIGHUP)
+        assert plain.end(60) == EXIT_SAVED, plain.log
+        assert re.search(r"stopped after step \d+, which is saved", plain.log), plain.log
+        assert "stopped by SIGHUP; the run is saved" in plain.log
+        nohup.until(rf"^step={nohup.steps[-1] + 5} ")
+        os.kill(nohup.process.pid, signal.SIGTERM)
+        assert nohup.end(60) == EXIT_SAVED, nohup.log
+        assert "stopped by SIGTERM; the run is saved" in nohup.log
+        assert "SIGHUP" not in nohup.log
 
 
 # Restarts

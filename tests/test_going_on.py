@@ -120,8 +120,10 @@ def test_a_failed_save_is_told_loudly_and_the_next_one_succeeds(pool: Pool, text
     assert all(str(folder) in note for note in loud)
     assert any(note.endswith("step_00000008") and "saved" in note for note in went.notes), went.notes
     assert len(went.losses) == 8
+    fresh = tmp_path / "fresh"
+    stopping = settled(text, *saving, f"checkpoint.folder={fresh}")
     with pytest.raises(WorkerError, match="CheckpointError"):
-        pool.run(watched, 2, settled(text, *saving), tmp_path, str(folder), timeout_s=SECONDS)
+        pool.run(watched, 2, stopping, tmp_path, str(fresh), timeout_s=SECONDS)
 
 
 def test_another_number_of_ranks_keeps_the_batch_and_takes_every_sample_once(

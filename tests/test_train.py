@@ -130,7 +130,7 @@ def test_other_files_hold_the_same_tokens(pool: Pool, text: Path, tmp_path: Path
 
 
 def test_a_run_that_only_overflows_stops_and_says_what_to_change(pool: Pool, text: Path, tmp_path: Path) -> None:
-    overflow = settled(text, "precision=fp16", "scaler.init=1e30", "train.max_skipped_steps=1")
+    overflow = settled(text, "precision=fp16", "scaler.init=1e12", "train.max_skipped_steps=1")
     with pytest.raises(WorkerError, match=r"2 steps in a row had non-finite gradients.*scaler.init") as stopped:
         pool.run(train, 2, overflow, tmp_path, timeout_s=SECONDS)
     assert "TrainingStopped" in str(stopped.value)
@@ -153,8 +153,8 @@ def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, tex
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = events.Tags()
-    states = [f"memory/{kind}_bytes" for kind in ("param", "grad", "master", "moments", "activations")]
-    traffic = [f"traffic/{kind}_bytes" for kind in ("all_gather", "reduce_scatter")]
+    states = [f"memory/{kind}_gib" for kind in ("param", "grad", "master", "moments", "activations")]
+    traffic = [f"traffic/{kind}_gib" for kind in ("all_gather", "reduce_scatter")]
     optim = [f"optim/{name}" for name in ("lr", "grad_norm", "loss_scale", "skipped_steps")]
     assert {"loss/train", "loss/held_out", "speed/step_s", *optim, *states, *traffic} <= set(tags["scalars"])
     assert len(events.Scalars("loss/train")) == 3
@@ -191,13 +191,17 @@ def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
     assert hosted.held_out == resident.held_out
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    lanes = {f"offload/{lane}_{what}" for lane in LANES[offload] for what in ("busy_s", "waited_s", "moved_bytes")}
+    lanes = {f"offload/{lane}_{what}" for lane in LANES[offload] for what in ("busy_s", "waited_s", "moved_gib")}
     assert lanes <= set(events.Tags()["scalars"])
     with gzip.open(tmp_path / "profile" / "rank0.pt.trace.json.gz") as trace:
-        spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in json.load(trace)["traceEvents"]]
+        entries = json.load(trace)["traceEvents"]
+    spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in entries]
     kinds = {lane for lane in LANES[offload] if lane != "LOAD_param"} | {"forward"}
     tracks = {words[0]: tid for words, tid in spans if words[0] in kinds}
     assert len(set(tracks.values())) == len(tracks) == len(kinds)
+    names = {e["tid"]: e["args"]["name"] for e in entries if e.get("name") == "thread_name"}
+    assert names[tracks.pop("forward")] == "training"
+    assert all(names[tid].startswith(kind) for kind, tid in tracks.items()), "a lane's track has its name"
 
 
 def test_the_default_run_learns_and_shows_nothing_but_its_log(tmp_path: Path) -> None:
@@ -235,7 +239,8 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
     assert ended.stderr.endswith("error: a run of the sweep failed: see above\n")
     assert "Traceback" not in ended.stderr
     (sweep,) = (tmp_path / "multirun").glob("*/*")
-    assert {path.name for path in sweep.iterdir()} == {"0", "1", "multirun.yaml"}
+    named = {"train.microbatch_sequences=5000", "train.microbatch_sequences=4"}
+    assert {path.name for path in sweep.iterdir()} == {*named, "multirun.yaml"}
     assert len(losses_in(ended.stdout)) == 2  # the first and the last step of the run that could
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 
 VOCAB, LAYERS = 37, 2
 Grads = dict[str, Tensor]

@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from dzero import config
+from dzero.command_line import spelt_out
 from dzero.config import RunConfig
 from dzero.monitor.records import RunSummary
 from dzero.monitor.tables import INSIDE
@@ -45,8 +46,9 @@ def settled(data: Path, *settings: str) -> RunConfig:
     """The small run on the text or tokens at `data`, with `settings` over it; without a plan, which takes longer."""
     config.register()
     quick = [] if any(setting.startswith("monitor.") for setting in settings) else ["monitor.plan=false"]
+    words = [*SMALL.split(), *quick, f"data.path={data}", *spelt_out(settings)]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return config.resolve(compose("config", overrides=[*SMALL.split(), *quick, f"data.path={data}", *settings]))
+        return config.resolve(compose("config", overrides=words))
 
 
 def train(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import by_hand
 import torch
 import torch.distributed as dist
 from loops import sharded_net
 from shelves import entry, write
 
+import dzero.commands.export
+import dzero.commands.inspect  # noqa: F401  # as `main` does when it has a command, while this user may still read them
 from dzero import AdamW
+from dzero.__main__ import main
 from dzero.checkpoint.agreement import Agreement
 from dzero.checkpoint.boxes import Box
 from dzero.checkpoint.checkpoints import Checkpoints
@@ -30,6 +34,7 @@ from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
 from dzero.checkpoint.saver import Saver
 
 MIB = 1 << 20
+PUBLISHED = {"kind": "hf", "config": "{}"}
 
 
 def resumed_from_damaged_pointers(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -176,8 +181,41 @@ def forbidden(folder: str) -> dict[str, str]:
     return seen
 
 
+def denied(folder: str) -> dict[str, str]:
+    """What `dzero inspect` and `dzero export` say of what this user may not do; root becomes nobody first."""
+    shelf, fixed = Path(folder) / "shelf", Path(folder) / "fixed"
+    path = by_hand.write(
+        Path(folder) / "shelf" / "step_00000001", {"master.model.w": torch.ones(4)}, extra={"model": PUBLISHED}
+    )
+    fixed.mkdir()
+    if os.geteuid() == 0:
+        for each in (Path(folder), shelf, path, fixed, *path.iterdir()):
+            os.chown(each, 65534, 65534)
+        os.seteuid(65534)
+    seen: dict[str, str] = {}
+
+    def without(each: Path, mode: int, name: str, *words: str) -> None:
+        before, sys.argv = each.stat().st_mode, ["dzero", *words]
+        each.chmod(mode)
+        try:
+            main()
+        except SystemExit as error:
+            seen[name] = str(error.code)
+        each.chmod(before)
+
+    without(shelf, 0, "inspect a folder", "inspect", str(shelf))
+    without(path, 0, "inspect a checkpoint", "inspect", str(path), "--verify")
+    without(path / MANIFEST, 0, "inspect a manifest", "inspect", str(path))
+    without(path, 0, "export a checkpoint", "export", str(path), f"{folder}/out")
+    without(shelf, 0, "export a folder", "export", str(shelf), f"{folder}/out")
+    without(path / data_name(0), 0, "export data", "export", str(path), f"{folder}/out")
+    without(fixed, 0o555, "export to", "export", str(path), f"{fixed}/out")
+    without(fixed, 0, "export below", "export", str(path), f"{fixed}/new/out")
+    return seen
+
+
 if __name__ == "__main__":
-    cases = {each.__name__: each for each in (mounted, too_large, forbidden)}
+    cases = {each.__name__: each for each in (mounted, too_large, forbidden, denied)}
     try:
         print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])), flush=True)
     finally:

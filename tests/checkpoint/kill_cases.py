@@ -35,12 +35,12 @@ from shelves import entry, raw
 
 from dzero.checkpoint.agreement import Agreement
 from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.checkpoints import chosen
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.folder import LATEST, LOCK, Shelf
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.saver import Saver
+from dzero.checkpoint.selection import Origin, candidates
 
 RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
 Say = Callable[[Any], None]
@@ -70,8 +70,8 @@ def forked(work: Callable[[Say], None]) -> tuple[int, int]:
     return child, ours
 
 
-def run_of(rank: int, folder: Path, store: str, start: int) -> Callable[[Say], None]:
-    """Save the steps from `start` on, for ever."""
+def run_of(rank: int, folder: Path, store: str, start: int, name: str = "") -> Callable[[Say], None]:
+    """Save the steps from `start` on, for ever, as a run that resumed from the checkpoint `name`."""
 
     def work(say: Say) -> None:
         dist.init_process_group(
@@ -85,6 +85,7 @@ def run_of(rank: int, folder: Path, store: str, start: int) -> Callable[[Say], N
         agreement.agree()
         say(["opening"])
         with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
+            saver.claim(Origin.of(folder / name) if name else None)
             if rank == 0 and (
                 left := [name for name in os.listdir(folder) if name not in (LOCK, LATEST, *Shelf(folder).names())]
             ):
@@ -109,7 +110,8 @@ def reader_of(folder: Path) -> Callable[[Say], None]:
                 steps[name] = checkpoint.manifest.step
                 assert sum(checkpoint.verify()) == sum(index.file_bytes for index in checkpoint.indexes)
                 assert raw(checkpoint.read("a", Box.whole((ROWS, 301)))) == raw(states(steps[name])), name
-        say(["resumes", steps[chosen(shelf, notes)], notes])
+        name = [*candidates(shelf, notes), ""][0]
+        say(["resumes", steps[name], notes, name])
 
     return work
 
@@ -169,11 +171,16 @@ def span_of(saves: int) -> float:
     return took_s
 
 
-def killed(folder: Path, draw: random.Random, done: int, span_s: float) -> tuple[str, set[str], int, list[str]]:
-    """One kill of a run that resumed from step `done`: whom, what was left, the step to resume from, what is wrong."""
+def killed(
+    folder: Path, draw: random.Random, done: int, name: str, span_s: float
+) -> tuple[str, set[str], int, str, list[str]]:
+    """One kill of a run that resumed from step `done`, the checkpoint `name`.
+
+    Whom, what was left, the step and the checkpoint to resume from, what is wrong.
+    """
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as stores:
-        ranks = [forked(run_of(rank, folder, f"{stores}/store", done + 1)) for rank in range(RANKS)]
+        ranks = [forked(run_of(rank, folder, f"{stores}/store", done + 1, name)) for rank in range(RANKS)]
         first = os.read(ranks[0][1], len(b'["opening"]\n'))
         if first != b'["opening"]\n':
             wrong.append(f"rank 0 did not begin: {first!r}")
@@ -197,18 +204,18 @@ def killed(folder: Path, draw: random.Random, done: int, span_s: float) -> tuple
     os.waitpid(reader, 0)
     if words[0] != "resumes" or words[2] or not finished <= words[1] <= begun:
         wrong.append(f"steps to {finished} had finished, {begun} had begun, and then {words}")
-        return "", left, finished, wrong
-    return "one rank" if len(victims) == 1 else "all ranks", left, words[1], wrong
+        return "", left, done, name, wrong
+    return "one rank" if len(victims) == 1 else "all ranks", left, words[1], words[3], wrong
 
 
 def main(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    draw, step, wrong = random.Random(seed), 0, list[str]()
+    draw, step, name, wrong = random.Random(seed), 0, "", list[str]()
     whom, what, start_s = Counter[str](), Counter[str](), time.monotonic()
     threads = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:"))
     assert threads.split() == ["Threads:", "1"], "a process with threads must not be forked"
     span_s = span_of(SAVES)
     for number in range(kills):
-        victims, left, step, told = killed(folder, draw, step, span_s)
+        victims, left, step, name, told = killed(folder, draw, step, name, span_s)
         whom[victims] += 1
         what.update(left)
         wrong += [f"kill {number}: {each}" for each in told]

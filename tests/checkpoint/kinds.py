@@ -16,7 +16,7 @@ from torch import Tensor
 from dzero import AdamW, OffloadConfig, Sharded
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 TIERS = ("device", "host", "disk")
 STORED = (("bf16", "fp32", "fp32"), ("bf16", "remainder", "bf16"), ("fp32", "fp32", "fp32"), ("fp16", "fp32", "fp32"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dzero.checkpoint.boxes import Box
 from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import DTYPES, MANIFEST, NAMES, VERSION, Index, Manifest, Part, index_name, seal
+from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.writer import ShardWriter
 
 PAGE = 4096
@@ -35,7 +37,10 @@ def write_rank(folder: Folder, rank: int, entries: Entries, *, block_bytes: int 
         return writer.finish()
 
 
-def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int = PAGE) -> Path:
+RUN = Lineage("0" * 32)
+
+
+def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int = PAGE, lineage: Lineage = RUN) -> Path:
     """A checkpoint that the pointer names."""
     shelf.mkdir(exist_ok=True)
     on = Shelf(shelf)
@@ -45,9 +50,10 @@ def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int 
             data, sealed = seal(write_rank(folder, rank, entries, block_bytes=block_bytes))
             folder.write(index_name(rank), data)
             seals.append(sealed)
-        folder.write(MANIFEST, seal(Manifest(VERSION, step, tuple(seals), {"extra": {"step": step}}))[0])
+        manifest = Manifest(VERSION, step, tuple(seals), {"extra": {"step": step}}, *lineage, time.time_ns())
+        folder.write(MANIFEST, seal(manifest)[0])
     on.publish(name)
-    on.point(name)
+    on.point(name, lineage)
     return shelf / name
 
 

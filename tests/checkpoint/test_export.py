@@ -31,7 +31,8 @@ from dzero.checkpoint.folder import checkpoint_at
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.published import describe, llama_config, published_name
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 
 VOCAB = 61
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -21,9 +21,10 @@ from dzero.models.build import build, count, materialiser, weights_of
 from dzero.models.config import ModelConfig
 from dzero.models.materialise import Materialiser
 from dzero.models.published import describe, published_name
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
+from dzero.zero.offload_config import DiskConfig
 from dzero.zero.placed import local_of
-from dzero.zero.tiers import DiskConfig
 from dzero.zero.working import to_working
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

@@ -47,6 +47,7 @@ def test_everything_in_it_is_told(tmp_path: Path) -> None:
     assert dict(summary.rows) == {
         "step": "7",
         "saved": "2026-01-02T03:04:05+00:00",
+        "run": "unknown",
         "ranks": "3",
         "model": "llama",
         "parameters": "100 in 2 tensors",
@@ -138,6 +139,8 @@ def test_a_run_of_train_py_is_told_with_its_settings(pool: Pool, tmp_path: Path)
     pool.run(train, 2, settled(text, "launch.workers=2", "offload=host", *settings), tmp_path, timeout_s=300.0)
     (shelf,) = inspect(folder, verify=True).tables
     assert [row[:5] for row in shelf.rows] == [("step_00000002", "ok", "latest", "2", "2")]
+    assert shelf.header[7] == "run"
+    assert re.fullmatch("[0-9a-f]{8}", shelf.rows[0][7])
     summary, contents, files, told = inspect(folder / "step_00000002", verify=True).tables
     rows = dict(summary.rows)
     assert (rows["model"], rows["optimizer"], rows["stage"]) == ("llama", "adamw", "3")

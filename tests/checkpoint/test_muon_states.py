@@ -24,8 +24,9 @@ from training import train as train_run
 from dzero import AdamW, Sharded
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.optim.config import MuonConfig
 from dzero.optim.master import MasterOptimizer
-from dzero.optim.muon import Muon, MuonConfig
+from dzero.optim.muon import Muon
 
 KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_scale", "step")
 

@@ -89,6 +89,26 @@ def test_what_this_user_may_not_read_or_write_is_told() -> None:
     }
 
 
+def test_inspect_and_export_tell_in_one_line_what_this_user_may_not_read_or_write() -> None:
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        seen = case("denied", folder)
+        left = sorted(path.name for path in folder.iterdir())
+    may_not = "Permission denied: this user may not; change the permissions, or checkpoint.folder"
+    path, elsewhere = folder / "shelf" / "step_00000001", "Permission denied: choose another folder"
+    assert seen == {
+        "inspect a folder": f"error: {folder}/shelf/manifest.json: {may_not}",
+        "inspect a checkpoint": f"error: {path}/manifest.json: {may_not}",
+        "inspect a manifest": f"error: {path}/manifest.json: {may_not}",
+        "export a checkpoint": f"error: {path}/manifest.json: {may_not}",
+        "export a folder": f"error: {folder}/shelf/manifest.json: {may_not}",
+        "export data": f"error: {path}/{data_name(0)}: {may_not}",
+        "export to": f"error: {folder}/fixed/out.partial: {elsewhere}; nothing was exported",
+        "export below": f"error: {folder}/fixed/new: {elsewhere}; nothing was exported",
+    }
+    assert left == ["fixed", "shelf"]
+
+
 def test_another_run_that_saves_in_the_folder_is_told(tmp_path: Path) -> None:
     with Shelf(tmp_path).locked():
         told = pytest.raises(CheckpointError, match="another run saves its checkpoints here: give this one a folder")

@@ -8,6 +8,8 @@ import pytest
 from pool import Pool
 from training import Told, settled, train, write_text
 
+from dzero.run_layout import workers_of
+
 STEPS, STOP = 6, 3
 RUNS = {
     "the default": "",
@@ -34,7 +36,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(pool: Pool, folder: Path, data: Path, *settings: str) -> list[Told]:
     config = settled(data, *settings)
-    told: list[Told] = pool.run(train, config.worker_count, config, folder, timeout_s=300)
+    told: list[Told] = pool.run(train, workers_of(config), config, folder, timeout_s=300)
     return told
 
 

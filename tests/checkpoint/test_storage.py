@@ -167,7 +167,7 @@ def test_everything_is_on_disk_before_what_names_it(pool: Pool, tmp_path: Path) 
 
     first, second = "step_00000001", "step_00000002"
     calls = [[(what, path) for _, what, path in each] for each in ranks]
-    made = [("sync", str(tmp_path)), ("sync", f"{tmp_path}/new")]
+    made = [("sync", str(tmp_path)), ("sync", f"{tmp_path}/new"), ("sync", f"{shelf}/.lock")]
     removed = [("rename", f"{shelf}/{first}.going"), ("sync", str(shelf))]
     assert calls[0] == made + own(first, 0) + together(first) + own(second, 0) + together(second) + removed
     assert calls[1] == own(first, 1) + own(second, 1)

@@ -11,8 +11,8 @@ from pool import Pool
 from torch import Tensor
 
 from dzero.comm import exchange
-from dzero.comm.collectives import is_exact
 from dzero.comm.exchange import Exact, Native
+from dzero.zero.config import is_exact
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # (buffer, wire, output): gradients, payload, what is kept

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from dzero.data.corpus import Corpus, DataConfig, load
+from dzero.data.config import DataConfig
+from dzero.data.corpus import Corpus, load
 from dzero.data.documents import is_held_out
 
 TEXTS = [f"Document {number} says: naïve café № {number * number}.\n" for number in range(200)]

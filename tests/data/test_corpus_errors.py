@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dzero.data.corpus import SETTINGS, DataConfig, load
+from dzero.data.config import SETTINGS, DataConfig
+from dzero.data.corpus import load
 
 TEXTS = ["one", "two", "three"]
 
@@ -112,7 +113,7 @@ def test_a_tokenizer_that_cannot_serve_is_an_error(tmp_path):
     assert len(load(DataConfig(path=text, held_out=0.0)).train) == 2
     for settings, message in (
         ({"tokenizer": junk}, r"junk\.json is no tokenizers JSON file"),
-        ({"tokenizer": stop}, r"none of .* is in the vocabulary of .*stop\.json: set data\.separator"),
+        ({"tokenizer": stop}, r"none of .* is in the vocabulary of .*stop\.json, .*: set data\.separator"),
         ({"tokenizer": stop, "separator": "<end>"}, r"data\.separator=<end> is not in the vocabulary"),
         ({"tokenizer": stop, "separator": "<stop>"}, r"latin\.txt is not UTF-8"),
     ):

@@ -20,8 +20,9 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, 
 from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim import rules, update
-from dzero.parallel.blocks import BlockConfig, apply_blocks
-from dzero.zero.tiers import KINDS, DiskConfig
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
+from dzero.zero.offload_config import KINDS, DiskConfig
 from dzero.zero.working import split, to_working
 
 pytestmark = pytest.mark.gpu

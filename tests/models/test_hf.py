@@ -205,8 +205,18 @@ def test_names_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"ViTConfig is no causal LM"):
         build(ModelConfig(kind="hf", name_or_path=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"model.vocab_size=50257: the data has ids up to 99999"):
+    with pytest.raises(ValueError, match=r"gpt2: its vocab_size=50257: the data has ids up to 99999"):
         build(ModelConfig(kind="hf", name_or_path="gpt2"), vocab_size=100_000)
+
+
+def test_an_encoder_is_refused_and_its_causal_kind_is_taken(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    config = ModelConfig(kind="hf", name_or_path=str(tmp_path))
+    transformers.BertConfig(**sizes).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"bert attends to later tokens, .*set is_decoder to true"):
+        build(config)
+    transformers.BertConfig(**sizes, is_decoder=True).save_pretrained(tmp_path)
+    assert count(build(config)) > 0
 
 
 def test_code_of_the_folder_is_not_run(tmp_path: Path) -> None:

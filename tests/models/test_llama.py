@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dzero.models.build import build, count, flops_per_token, materialiser
 from dzero.models.config import ModelConfig
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 TINY: dict[str, Any] = {"hidden_size": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_size": 40}
@@ -169,7 +170,7 @@ def test_flops_count_matmuls_and_attention(tied: bool) -> None:
         ({"hidden_size": 25, "heads": 5}, r"model.hidden_size=25: must be even"),
         ({"kv_heads": 4}, r"model.kv_heads=4 does not divide model.heads=6; allowed: \[1, 2, 3, 6\]"),
         ({"layers": 0}, r"model.layers=0: must be a whole number ≥ 1"),
-        ({"norm_eps": 0.0}, r"model.norm_eps=0.0: must be a finite number > 0"),
+        ({"norm_eps": 0.0}, r"model.norm_eps=0.0: must be a number in \(0, 1\]"),
         ({"layers": None}, r"model.layers is unset: .*\['hidden_size', 'layers', 'heads', 'ffn_size'\]"),
         ({"name_or_path": "gpt2"}, r"model.name_or_path=gpt2 has no effect with model.kind=llama"),
         ({"weights": True}, r"model.weights=true: model.kind=llama has no folder of its own; name one"),

@@ -14,7 +14,7 @@ from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
-from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import shard
 
 CONFIG = ModelConfig(hidden_size=16, layers=3, heads=2, ffn_size=24, tied=True)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from dzero.monitor.profile import ProfileConfig, Profiler
+from dzero.monitor.config import ProfileConfig
+from dzero.monitor.profile import Profiler
 
 CPU = torch.device("cpu")
 

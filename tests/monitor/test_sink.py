@@ -10,7 +10,8 @@ from rich.console import Console as Terminal
 from sample_records import RECORD, SUMMARY, record_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dzero.monitor.sink import Monitor, MonitorConfig
+from dzero.monitor.config import MonitorConfig
+from dzero.monitor.sink import Monitor
 
 
 def make_monitor(folder: Path, *, rank: int = 0, config: MonitorConfig | None = None) -> Monitor:
@@ -39,11 +40,12 @@ def test_tensorboard_reads_every_scalar_back(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == {
         *("loss/train", "loss/held_out", "speed/tokens_per_s", "speed/mfu", "speed/step_s", "speed/tokens"),
         *("optim/lr", "optim/grad_norm", "optim/loss_scale", "optim/skipped_steps"),
-        *("memory/param_bytes", "memory/moments_bytes", "traffic/all_gather_bytes", "traffic/reduce_scatter_bytes"),
+        *("memory/param_gib", "memory/moments_gib", "traffic/all_gather_gib", "traffic/reduce_scatter_gib"),
     }
     losses = [(point.step, point.value) for point in events.Scalars("loss/train")]
     assert losses == [(step, pytest.approx(5.5 - 0.01 * step)) for step in (1, 2, 3)]
-    assert events.Scalars("traffic/reduce_scatter_bytes")[0].value == 2000
+    assert events.Scalars("traffic/reduce_scatter_gib")[0].value == pytest.approx(2000 / 2**30)
+    assert events.Scalars("memory/moments_gib")[0].value == pytest.approx(54 / 1024)
     assert events.Scalars("loss/held_out")[0].step == 3
 
 
@@ -59,6 +61,17 @@ def test_tensorboard_keeps_config_notes_and_summary_as_text(tmp_path: Path) -> N
     assert text("config") == "```yaml\nzero:\n  stage: 3\n```"
     assert "skipped" in text("note")
     assert "held-out loss  2.5000" in text("summary")
+
+
+def test_notes_of_one_step_are_one_entry(tmp_path: Path) -> None:
+    with make_monitor(tmp_path) as monitor:
+        monitor.note(0, "1.62 M parameters")
+        monitor.note(0, "resumed from step_00000100")
+        monitor.step(record_of(1))
+        monitor.note(1, "skipped")
+    entries = read_back(tmp_path).Tensors("note/text_summary")
+    told = [(entry.step, entry.tensor_proto.string_val[0].decode()) for entry in entries]
+    assert told == [(0, "```\n1.62 M parameters\nresumed from step_00000100\n```"), (1, "```\nskipped\n```")]
 
 
 def test_scalars_can_be_thinned(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pool import Pool
 from dzero import AdamW, OffloadConfig
 from dzero.offload.schedule import Key
 from dzero.optim.scaler import ScalerConfig
-from dzero.zero.tiers import KINDS, TIERS, DiskConfig
+from dzero.zero.offload_config import KINDS, TIERS, DiskConfig
 
 STEPS = 14
 POISONED_STEP = 6

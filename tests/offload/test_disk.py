@@ -22,7 +22,7 @@ from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
 from dzero.offload.pinned import Arena, aligned
 from dzero.scratch import DiskError
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
 BLOCK = 4 * PAGE

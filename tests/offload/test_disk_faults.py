@@ -25,7 +25,7 @@ from dzero.offload.disk import DiskStore
 from dzero.offload.pinned import Arena
 from dzero.offload.run_folder import holders
 from dzero.scratch import DiskError
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 CASES = Path(__file__).parent / "disk_cases.py"
 HOUSE = Path(__file__).parent.parent.parent
@@ -328,4 +328,4 @@ def test_the_command_line_prints_speeds_and_tells_a_wrong_path_in_one_line(
     assert run.stdout.splitlines()[-1].startswith("settings: offload.disk.block_bytes=")
     run = dzero("disk-bench", tmp_path / "no")
     assert run.returncode == 1
-    assert run.stderr.startswith("error: [Errno 2] a scratch path must be a directory that exists")
+    assert run.stderr.startswith(f"error: {tmp_path / 'no'}: a scratch path must be a directory that exists")

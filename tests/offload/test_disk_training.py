@@ -27,7 +27,7 @@ from dzero.offload.schedule import Key, Kind
 from dzero.offload.swap import OffloadError
 from dzero.scratch import DiskError
 from dzero.zero.cold import Cold
-from dzero.zero.tiers import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS, DiskConfig
 
 
 def everything(paths: list[str], **changes: Any) -> OffloadConfig:
@@ -238,7 +238,7 @@ sys.path[:0] = json.loads(sys.argv[4])
 import nets
 from loops import sharded_net, train
 from dzero import AdamW, OffloadConfig
-from dzero.zero.tiers import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS, DiskConfig
 
 rank, folder, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(folder + "/meet", 2), rank=rank, world_size=2)
@@ -339,11 +339,11 @@ def test_paths_that_cannot_be_used_are_told_before_the_first_step(pool: Pool, tm
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").write_text("")
-    missing = "a scratch path must be a directory that exists: make it, or name another"
+    missing = "must exist and be writable: make it, or name another in offload.disk.paths"
     for path, told in (
         (tmp_path / "link", "symbolic link"),
-        (tmp_path / "none", missing),
-        (tmp_path / "file", missing),
+        (tmp_path / "none" / "deep", missing),
+        (tmp_path / "file", "a scratch path must be a directory that exists: make it, or name another"),
     ):
         offload = everything([str(path)])
         (text,) = pool.run(refused, 1, replace(offload, param="host", grad="host"))

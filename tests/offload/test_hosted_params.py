@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.zero.hosted import HostMemory, HostShard, InMemory
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import DiskConfig
 from dzero.zero.placed import local_of
-from dzero.zero.tiers import DiskConfig
 
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
 

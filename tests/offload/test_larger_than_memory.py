@@ -16,7 +16,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, shard
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 rank, ranks, layers, width, folder, paths = int(sys.argv[1]), int(sys.argv[2]), *json.loads(sys.argv[3])
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import pytest
 from parity import FACTORS, STRESSED, Cell, Family, allowed, check_family, compare, cost, name
 from pool import Pool
 
-from dzero.zero.tiers import KINDS
+from dzero.zero.offload_config import KINDS
 
 COVER = pairwise.cover(FACTORS, allowed, cost=cost, tries=200)
 

@@ -19,7 +19,7 @@ from dzero.offload.schedule import Key, Schedule
 from dzero.offload.swap import OffloadError, Swap
 from dzero.offload.waiting_room import Seat, WaitingRoom
 from dzero.scratch import DiskError
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
 

@@ -25,7 +25,8 @@ from reference_muon import Muon as PlainMuon
 
 from dzero import Sharded, ZeroConfig, shard
 from dzero.optim import host_kernels, matrices
-from dzero.optim.muon import Muon, MuonConfig
+from dzero.optim.config import MuonConfig
+from dzero.optim.muon import Muon
 from dzero.optim.scaler import ScalerConfig
 
 STEPS, LR, CLIP = 10, 3e-3, 0.5

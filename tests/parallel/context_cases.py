@@ -20,12 +20,14 @@ from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.exchange import Exact, Native
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.mesh import context_group, data_rank_of
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
 from dzero.models.materialise import Materialiser
+from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel import attention
 from dzero.parallel.attention import ATTENTIONS
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.tensor import TensorParallel, parallelize
 from dzero.zero.placed import local_of

@@ -21,9 +21,11 @@ from dzero.checkpoint.checkpoints import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import AXES, context_group, data_rank_of
 from dzero.models.materialise import Materialiser
-from dzero.models.moe import MoE, MoEShape
+from dzero.models.moe import MoE
+from dzero.models.shapes import MoEShape
 from dzero.parallel.balance import Balance
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.context import ContextParallel
 from dzero.parallel.experts import ExpertParallel, parallelize_experts
 from dzero.zero.account import expected_control, expected_traffic

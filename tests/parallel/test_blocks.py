@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Block
-from dzero.parallel.blocks import BlockConfig, apply_blocks, find_blocks
-from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.parallel.blocks import apply_blocks, find_blocks
+from dzero.parallel.config import BlockConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import shard
 
 LAYERS = 3

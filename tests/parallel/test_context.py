@@ -33,9 +33,11 @@ from dzero.config import ConfigError
 from dzero.degrees import CP_ATTENTIONS, MeshConfig
 from dzero.mesh import context_group, make_mesh
 from dzero.models.llama import Llama
-from dzero.parallel.attention import ATTENTIONS, check_heads
+from dzero.parallel.attention import ATTENTIONS
 from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context
+from dzero.parallel.divisibility import check_heads
 from dzero.parallel.zigzag import Zigzag, cut, joined
+from dzero.run_layout import workers_of
 
 FP32, FP64 = 1e-5, 1e-12
 """Relative to the largest value, and of training to the length of each parameter: sums are cut elsewhere."""
@@ -200,7 +202,7 @@ def test_train_py_trains_over_cut_sequences(pool: Pool, tmp_path: Path, line: st
     settings = ["train.evaluate_every_steps=2", *line.split()]
     alone = [each for each in settings if not each.startswith("mesh.")]
     run = settled(text, *settings)
-    told = pool.run(train, run.worker_count, run, tmp_path / "cut", timeout_s=300)
+    told = pool.run(train, workers_of(run), run, tmp_path / "cut", timeout_s=300)
     (want,) = pool.run(train, 1, settled(text, *alone), tmp_path / "whole", timeout_s=300)
     allowed = 2e-2 if "bf16" in line else FP32
     assert all(each.agrees and "context" in each.phases for each in told)

@@ -14,11 +14,13 @@ from mixtures import SHAPE
 from pool import Pool
 
 from dzero.mesh import make_mesh
-from dzero.models.moe import MoE, MoEShape
+from dzero.models.moe import MoE
+from dzero.models.shapes import MoEShape
 from dzero.parallel.parts import cut_parts
 from dzero.parallel.tensor import parallelize
 from dzero.parallel.tensor_plans import plan_for
 from dzero.plan.fake import fake_group
+from dzero.run_layout import workers_of
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""
@@ -53,7 +55,7 @@ MORE = [
 @pytest.mark.parametrize("line", [*RUNS, *(pytest.param(line, marks=pytest.mark.slow) for line in MORE)])
 def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) -> None:
     config = config_of(line)
-    told = pool.run(trained, config.worker_count, config, timeout_s=500)
+    told = pool.run(trained, workers_of(config), config, timeout_s=500)
     want, biases = oracle(run_of(config))
     for of_rank in told:
         assert of_rank["losses"] == told[0]["losses"] == pytest.approx(want.losses, rel=FP32)
@@ -80,9 +82,9 @@ def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) 
     configs = [config_of(f"{line} precision=bf16") for line in MESHES]
     for number, (before, after) in enumerate(pairwise(configs)):
         folder = tmp_path / str(number)
-        want = together(pool.run(saved, before.worker_count, before, folder, timeout_s=300))
+        want = together(pool.run(saved, workers_of(before), before, folder, timeout_s=300))
         assert len([name for name in want if name.endswith("router.bias")]) == 2
-        got = together(pool.run(loaded, after.worker_count, after, folder, timeout_s=300))
+        got = together(pool.run(loaded, workers_of(after), after, folder, timeout_s=300))
         assert got.keys() == want.keys()
         assert [name for name, value in want.items() if not torch.equal(got[name], value)] == [], MESHES[number]
 

@@ -15,8 +15,8 @@ from pool import Pool
 from torch import nn
 
 from dzero.models.llama import Llama
+from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
-from dzero.parallel.schedules import check_microbatches
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter at the end. Sums are cut elsewhere;

@@ -9,6 +9,8 @@ import pytest
 from pool import Pool
 from training import settled, train, write_text
 
+from dzero.run_layout import workers_of
+
 FP32 = 1e-5
 LINES = [
     "mesh.pp=2 zero.stage=3 precision=fp32 train.accumulate=2 model.layers=3",
@@ -31,7 +33,7 @@ def test_a_run_has_the_losses_of_one_without_parts_and_the_traffic_of_theory(
     settings = ["train.evaluate_every_steps=2", *line.split()]
     alone = [each for each in settings if not each.startswith("mesh.")]
     run = settled(text, *settings)
-    told = pool.run(train, run.worker_count, run, tmp_path / "cut", timeout_s=300)
+    told = pool.run(train, workers_of(run), run, tmp_path / "cut", timeout_s=300)
     want = pool.run(train, run.mesh.dp or 1, settled(text, *alone), tmp_path / "whole", timeout_s=300)[0]
     assert all(each.agrees for each in told)
     for each in told:
@@ -50,7 +52,7 @@ def test_a_run_goes_on_with_other_parts_and_without(pool: Pool, tmp_path: Path) 
     losses = []
     for steps, mesh in ((2, "mesh.pp=1"), (4, "mesh.pp=2 mesh.tp=2"), (6, "mesh.pp=4 mesh.dp=1"), (8, "mesh.dp=2")):
         run = settled(text, *settings, *saving, f"train.steps={steps}", *mesh.split(), "resume=auto")
-        losses += pool.run(train, run.worker_count, run, tmp_path, timeout_s=300)[0].losses
+        losses += pool.run(train, workers_of(run), run, tmp_path, timeout_s=300)[0].losses
     assert losses == pytest.approx(want, rel=FP32)
 
 

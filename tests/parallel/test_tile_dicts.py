@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero import AdamW, Sharded
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.tile_dicts import cut_optimizer, join_optimizer
 
 TILED = BlockConfig(tiles=3, loss_tiles=4)

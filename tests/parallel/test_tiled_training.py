@@ -12,10 +12,11 @@ from tiled_models import VOCAB, assert_close, reference_loss, sharded_llama
 from torch import Tensor, nn
 
 from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
-from dzero.models.llama import Llama, LlamaShape
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.optim.torch_rule import TorchOptimizer
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling import tile
 from dzero.zero.account import expected_traffic
 

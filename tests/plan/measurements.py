@@ -30,6 +30,7 @@ HARDWARE = HardwareConfig(
     disk_bytes=100 << 30,
     disk_read=3e9,
     disk_write=2e9,
-    update_elems_per_s=6e8,
+    host_memory_bandwidth=1.68e10,
+    update_elems_per_s=8e8,
 )
 MEASUREMENT = Measurement(key=KEY, when=datetime(2026, 1, 1, tzinfo=UTC), hardware=HARDWARE)

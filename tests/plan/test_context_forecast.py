@@ -35,7 +35,7 @@ LINES = [
 
 
 def settled(*settings: str) -> RunConfig:
-    return composed([*SMALL, *settings], CONF, here=False)
+    return composed([*SMALL, *settings], CONF)
 
 
 def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, list[Traffic]]:

@@ -26,7 +26,7 @@ def test_all_of_them_are_here() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_fits_its_nodes(name: str) -> None:
     settings = [f"experiment={name}", "hardware=h100_80g"]
-    config = composed(settings, CONF, here=False)
+    config = composed(settings, CONF)
     assert config.hardware is not None
     found = planned(config, config.hardware)
     ranks, axes = EXAMPLES[name]
@@ -42,7 +42,7 @@ def test_it_fits_its_nodes(name: str) -> None:
 
 def test_a_setting_of_one_is_told_with_its_file() -> None:
     settings = ["experiment=gpus_512", "train.accumulate=2"]
-    tables, _ = explained(composed(settings, CONF, here=False), settings, CONF)
+    tables, _ = explained(composed(settings, CONF), settings, CONF)
     found = {key: (value, source) for key, value, source in tables[0].rows}
     assert found["mesh.tp"] == ("8", "conf/experiment/gpus_512.yaml")
     assert found["train.accumulate"] == ("2", "the command line")

@@ -41,7 +41,7 @@ LINES = [
 
 
 def settled(*settings: str) -> RunConfig:
-    return composed([*SMALL, *settings], CONF, here=False)
+    return composed([*SMALL, *settings], CONF)
 
 
 def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, Traffic]:

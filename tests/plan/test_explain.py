@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from tools import dzero
 
 from dzero.command_line import composed
 from dzero.hardware import format_bytes
@@ -49,13 +50,13 @@ SHARED = [
 
 @pytest.mark.parametrize("settings", LAYOUTS)
 def test_the_collectives_told_one_by_one_add_up_to_the_table(settings: str) -> None:
-    config = composed([*SMALL, "mesh.dp=16", *settings.split()], CONF, here=False)
+    config = composed([*SMALL, "mesh.dp=16", *settings.split()], CONF)
     check(layout_of(config, "cpu"), units_of(config, model_of(config)))
 
 
 @pytest.mark.parametrize("settings", SHARED)
 def test_those_of_experts_that_ranks_share_do_so_too(settings: str) -> None:
-    config = composed(["model=tiny_moe", "mesh.dp=8", *settings.split()], CONF, here=False)
+    config = composed(["model=tiny_moe", "mesh.dp=8", *settings.split()], CONF)
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
@@ -67,7 +68,7 @@ def test_those_of_experts_that_ranks_share_do_so_too(settings: str) -> None:
 
 def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> None:
     settings = ["model=tiny_moe", "mesh.dp=2", "mesh.ep=2", "train.microbatch_sequences=1", "train.sequence_tokens=64"]
-    tables, _ = explained(composed(settings, CONF, here=False), settings, CONF)
+    tables, _ = explained(composed(settings, CONF), settings, CONF)
     told = {row[2]: row[3:] for row in tables[-1].rows}
     assert tables[-1].title.startswith("what tokens move to experts, all chosen alike,")
     assert told["int64"] == ("4", format_bytes(4 * 4 * 8)), "counts of 4 experts for the other rank, in 4 layers"
@@ -81,7 +82,7 @@ def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> Non
 def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, sends: int, blocks: str) -> None:
     """Of 4 blocks in 2 parts, or in 4 of which it has the first and the third: each sends on, and back what it got."""
     settings = ["mesh.dp=2", "mesh.pp=2", f"mesh.pp_schedule={schedule}", "train.accumulate=2", "zero.stage=2"]
-    told, _ = explained(composed([*SEQUENCE, *settings], CONF, here=False), settings, CONF)
+    told, _ = explained(composed([*SEQUENCE, *settings], CONF), settings, CONF)
     assert "the first rank of the pipeline" in told[-1].title
     rows = {row[0]: row[1:] for row in told[-1].rows}
     hidden, tied = 2 * 64 * 192 * 2, 256 * 192 // 2 * 4
@@ -93,7 +94,7 @@ def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, send
 
 @pytest.mark.parametrize("mesh", ["mesh.cp=2", "mesh.tp=2"])
 def test_a_run_whose_ranks_share_is_told_how_to_get_its_plan(mesh: str) -> None:
-    config = composed([*SEQUENCE, mesh, "mesh.dp=1"], CONF, here=False)
+    config = composed([*SEQUENCE, mesh, "mesh.dp=1"], CONF)
     peak, lacks = tell_plan(cast(TensorBoardSink, None), 1, config, 2, "cpu", 256)
     assert peak is None
     assert lacks is not None
@@ -111,7 +112,7 @@ def check(layout: Layout, units: list[UnitShape]) -> None:
 
 
 def test_blocks_of_one_size_are_told_in_one_line() -> None:
-    config = composed([*SMALL, "mesh.dp=16", "zero.stage=3", "mesh.replicate=2"], CONF, here=False)
+    config = composed([*SMALL, "mesh.dp=16", "zero.stage=3", "mesh.replicate=2"], CONF)
     rows = folded(collectives(layout_of(config, "cpu"), units_of(config, model_of(config))))
     told = [(row.phase, row.kind, row.unit, row.last_unit) for row in rows]
     assert told[:3] == [
@@ -126,7 +127,7 @@ def test_blocks_of_one_size_are_told_in_one_line() -> None:
 
 def test_every_setting_says_where_it_was_made() -> None:
     settings = ["model=llama_8b", "offload=host", "precision=bf16_remainder", "train.accumulate=2", "zero.stage=2"]
-    config = composed(settings, CONF, here=False)
+    config = composed(settings, CONF)
     found = {row[0]: row[1:] for row in sources(config, settings, CONF).rows}
     assert found["model.layers"] == ("32", "conf/model/llama_8b.yaml")
     assert found["offload.master"] == ("host", "conf/offload/host.yaml")
@@ -134,9 +135,29 @@ def test_every_setting_says_where_it_was_made() -> None:
     assert found["train.accumulate"] == ("2", "the command line")
     assert found["zero.stage"] == ("2", "the command line"), "given, though it is the default"
     assert "optim.lr" not in found
-    auto = {row[0]: row[2] for row in stands_for(config, layout_of(config, "cpu")).rows}
+    auto = {row[0]: row[2] for row in stands_for(config, layout_of(config, "cpu"), "cpu", "here").rows}
     assert auto["precision.grad"] == "fp32 where gradients are kept"
     assert auto["offload.overlap"] == "forward"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    {
+        "mesh.dp=64": ("on 64 GPUs", "native: nccl's own sums"),
+        "mesh.dp=2 hardware=h100_80g": ("on DGX H100", "native: nccl's own sums"),
+        "mesh.dp=64 hardware=laptop": ("on laptop (4 cores, 16 GiB)", "exact, over gloo"),
+        "mesh.dp=64 launch.device=cpu": ("on this machine's processor", "exact, over gloo"),
+    }.items(),
+)
+def test_explain_names_the_reductions_of_the_machine_that_a_run_is_meant_for(
+    settings: str, told: tuple[str, str]
+) -> None:
+    run = dzero("explain", *SMALL, *settings.split())
+    assert run.returncode == 0, run.stderr
+    where, reduction = told
+    chosen = run.stdout.partition("settings that choose by themselves, ")[2]
+    assert chosen.startswith(where)
+    assert f"zero.reduction    auto   {reduction}" in chosen
 
 
 def test_the_command_tells_of_a_run_that_fits_no_machine(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ from pool import Pool
 from torch.nn import functional
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.models.llama import Llama, LlamaShape
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import BACKWARD, FORWARD, Costs, costs_of
 from dzero.plan.moves import moved_of
 from dzero.plan.taken import Taking
-from dzero.zero.tiers import DiskConfig
+from dzero.zero.offload_config import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=1024, hidden_size=128, layers=3, heads=4, kv_heads=2, ffn_size=352)
 SEQUENCES, TOKENS = 2, 128

@@ -9,10 +9,10 @@ import yaml
 
 from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.plan.scenario import Scenario
 from dzero.plan.simulate import Simulated, simulate
-from dzero.zero.layout import ZeroConfig
+from dzero.zero.config import ZeroConfig
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 H100_BYTES = 80_000_000_000

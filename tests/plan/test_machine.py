@@ -53,6 +53,7 @@ def node(**changes: Any) -> HardwareConfig:
         "disk_bytes": 1000 * GB,
         "disk_read": 8e9,
         "disk_write": 4e9,
+        "host_memory_bandwidth": 400e9,
         "update_elems_per_s": 4e9,
     }
     return HardwareConfig(**{**figures, **changes})
@@ -80,8 +81,8 @@ def test_every_figure_says_where_it_comes_from(name: str) -> None:
             continue
         figure, _, source = line.partition("  # ")
         assert len(source) > 6, f"{name}: {figure} has no source"
-        published = re.search(r"(datasheet|whitepaper|ZeRO-Infinity|Book).*20\d\d", source)
-        said = re.match(r"assumed|\d", source) or name == "laptop"
+        published = re.search(r"(datasheet|whitepaper|ZeRO-Infinity|torchtitan).*20\d\d", source)
+        said = re.match(r"assumed|\d|PCIe", source) or name == "laptop"
         absent = "null" in figure or figure.startswith("device_bytes")
         assert published or said or absent, f"{name}: {figure} from {source!r}"
 
@@ -119,12 +120,14 @@ def test_figures_of_a_node_can_be_changed() -> None:
     ("changes", "told"),
     [
         ({"device_type": "tpu"}, "hardware.device_type='tpu': choose one of ['cuda', 'cpu']"),
-        ({"device_bytes": 0}, "hardware.device_bytes=0: must be a number > 0"),
-        ({"host_link": -1.0}, "hardware.host_link=-1.0: must be a number > 0, or null where it is unknown"),
-        ({"network": float("nan")}, "hardware.network=nan: must be a number > 0, or null"),
+        ({"device_bytes": 0}, "hardware.device_bytes=0: must be a number in (0, 9.22337e+18]"),
+        ({"host_link": -1.0}, "hardware.host_link=-1.0: must be a number in (0, 1e+18], or null where it is unknown"),
+        ({"network": float("nan")}, "hardware.network=nan: must be a number in (0, 1e+18], or null"),
         ({"disk_read": float("inf")}, "hardware.disk_read=inf"),
-        ({"collective_latency_s": -1.0}, "hardware.collective_latency_s=-1.0: must be a number ≥ 0"),
+        ({"collective_latency_s": -1.0}, "hardware.collective_latency_s=-1.0: must be a number in [0, 1e+18]"),
         ({"efficiency": 1.5}, "hardware.efficiency=1.5: a part of the peak, must be in (0, 1]"),
+        ({"link_efficiency": 1.01}, "hardware.link_efficiency=1.01: a part of the peak, must be in (0, 1]"),
+        ({"memory_efficiency": 0.0}, "hardware.memory_efficiency=0.0: must be a number"),
         ({"reserved_bytes": 10 * GB}, "hardware.reserved_bytes=10000000000: must be less than"),
     ],
 )
@@ -141,6 +144,21 @@ def test_reachable_work_is_the_peak_times_the_efficiency() -> None:
     assert node().usable_bytes == 9 * GB
     assert not node().devices_are_host
     assert node(device_type="cpu").devices_are_host
+
+
+def test_a_datasheets_rates_are_reached_in_part_and_of_a_bound_in_full() -> None:
+    derated = node(memory_efficiency=0.8, link_efficiency=0.5)
+    assert not derated.reaches_its_rates
+    assert derated.reachable_bandwidth == 800e9
+    assert (derated.link(4), derated.link(8)) == (100e9, 50e9)
+    assert (derated.share(8).host_link, derated.share(8).host_memory) == (5e9, 80e9)
+    bound = derated.at_datasheet_rates()
+    assert bound.reachable_flops(torch.bfloat16) == 100e12
+    assert (bound.link(4), bound.reachable_bandwidth, bound.share(8).host_memory) == (200e9, 1000e9, 100e9)
+    assert (bound.operator_s, bound.collective_latency_s) == (0.0, 0.0)
+    measured = node(device_type="cpu", efficiency=1.0)
+    assert measured.reaches_its_rates
+    assert measured.at_datasheet_rates() == measured
 
 
 def test_a_rank_has_its_part_of_the_fullest_node() -> None:

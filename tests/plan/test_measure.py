@@ -14,6 +14,7 @@ from measurements import HARDWARE, KEY, MEASUREMENT
 from omegaconf import OmegaConf
 
 from dzero import __main__ as command
+from dzero.commands import hardware
 from dzero.errors import RunError
 from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.plan import cache
@@ -43,7 +44,8 @@ RANK = RankFigures(
     link=1e10,
     link_alone=1.6e10,
     exchange=ExchangeRates(link=3e9, latency_s=1e-4),
-    update_elems_per_s=1e8,
+    update_bandwidth=2.8e9,
+    update_elems_per_s=1.3e8,
     disk_read=3e9,
     disk_write=2e9,
     device_bytes=8 << 30,
@@ -109,11 +111,11 @@ def test_the_command_measures_what_it_does_not_know(
         return MEASUREMENT
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(command, "measured", measure)
-    for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", "/nvme"]):
+    monkeypatch.setattr(hardware, "measured", measure)
+    for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
         command.main()
-    assert asked == [(2, "."), (2, "/nvme")]
+    assert asked == [(2, "."), (2, str(tmp_path))]
     assert "measuring" in capsys.readouterr().err
 
 
@@ -142,7 +144,8 @@ def test_ranks_make_a_node() -> None:
     assert (hardware.bf16_flops, hardware.device_bandwidth, hardware.collective_latency_s) == (3e11, 1e12, 3e-4)
     assert (hardware.attention_flops, hardware.operator_s) == (1e11, 4e-6)
     assert (hardware.host_link, hardware.host_bandwidth) == (1.6e10, 1.5e10)
-    assert (hardware.update_elems_per_s, hardware.disk_read, hardware.disk_bytes) == (2e8, 3e9, 9)
+    assert (hardware.host_memory_bandwidth, hardware.update_elems_per_s) == (5.6e9, 2.6e8)
+    assert (hardware.disk_read, hardware.disk_bytes) == (3e9, 9)
     assert hardware.node_link == 1e9
     alone = combine(replace(KEY, ranks=1), [replace(RANK, exchange=ExchangeRates(None, 0.0))], disk_bytes=9)
     assert (alone.hardware.node_link, alone.hardware.host_bandwidth) == (None, None)
@@ -168,7 +171,7 @@ def test_matrix_products_are_timed_in_every_dtype(dtype: torch.dtype) -> None:
 
 def test_links_and_updates_are_timed() -> None:
     assert link_rate(CPU, SMALL) > 1e6
-    assert update_rate(SMALL) > 1e4
+    assert min(update_rate(SMALL), update_rate(SMALL, smallest=True)) > 1e4
 
 
 @pytest.mark.gpu

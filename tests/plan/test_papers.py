@@ -28,7 +28,7 @@ from dzero.plan.papers import (
     zero_bytes,
 )
 from dzero.zero.account import paper_bytes
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.offload_config import OffloadConfig
 
 CONF = Path(__file__).parents[2] / "conf"
 GB = 1e9

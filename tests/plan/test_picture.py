@@ -9,8 +9,10 @@ from unittest.mock import ANY
 import pytest
 import torch
 import training
+from PIL import Image
 from pool import Pool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tools import dzero
 from training import train, write_text
 
 from dzero import __main__ as commands
@@ -29,7 +31,7 @@ SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_s
 
 
 def settled(*settings: str) -> RunConfig:
-    return composed([*SMALL, *settings], CONF, here=False)
+    return composed([*SMALL, *settings], CONF)
 
 
 def foreseen(settings: str) -> Forecast:
@@ -68,6 +70,19 @@ def test_every_layout_has_a_picture_of_sane_size(settings: str, tmp_path: Path) 
     with_timeline = forecast.timeline() is not None
     assert (850 if with_timeline else 600) < height < (1300 if with_timeline else 800)
     assert 20_000 < len(png) < 400_000
+
+
+def test_the_readmes_picture_shows_what_its_command_plans(tmp_path: Path) -> None:
+    """`python docs/pictures.py plan` draws it anew."""
+    readme = (CONF.parent / "README.md").read_text().replace("\\\n", " ")
+    (command,) = (line.split() for line in readme.splitlines() if "--picture plan.png" in line)
+    assert command[:4] == ["python", "-m", "dzero", "plan"]
+    drawn = tmp_path / "plan.png"
+    run = dzero(*command[3:-1], drawn)
+    assert run.returncode == 0, run.stderr
+    with Image.open(drawn) as now, Image.open(CONF.parent / "docs" / "plan.png") as kept:
+        assert "lower bound" in now.info["Description"]
+        assert kept.info.get("Description") == now.info["Description"], "docs/plan.png shows another plan"
 
 
 def test_of_many_microbatches_the_first_and_the_last_are_drawn() -> None:
@@ -144,5 +159,5 @@ def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
     found = events(tmp_path / "tensorboard")
     assert found.Images("plan")[0].step == 1
     assert "memory of one rank of 2" in text_of(found, "plan")
-    assert found.Scalars("memory/planned_bytes")[0].value > 0
+    assert found.Scalars("memory/planned_gib")[0].value > 0
     assert [point.step for point in found.Scalars("loss/train")] == [1, 2]

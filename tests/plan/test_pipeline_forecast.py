@@ -10,12 +10,12 @@ from training import settled
 from dzero.degrees import MeshConfig
 from dzero.errors import RunError
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.plan.measure import unmeasured
 from dzero.plan.scenario import Scenario
 from dzero.plan.simulate import simulate
 from dzero.planning import planned
-from dzero.zero.layout import PrecisionConfig, ZeroConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
 
 MODEL = {"hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 128, "tied": True}
 

@@ -14,6 +14,7 @@ from dzero.plan.forecast import Forecast
 from dzero.plan.picture import draw
 from dzero.plan.tables import tables
 from dzero.planning import planned
+from dzero.run_layout import check_ranks
 from dzero.terminal import plain
 
 CONF = Path(__file__).parent.parent.parent / "conf"
@@ -21,7 +22,7 @@ SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_s
 
 
 def forecast_of(*settings: str) -> Forecast:
-    config = composed([*SMALL, *settings], CONF, here=False)
+    config = composed([*SMALL, *settings], CONF)
     assert config.hardware is not None
     return planned(config, config.hardware)
 
@@ -60,7 +61,8 @@ def test_hundreds_of_ranks_move_what_the_table_says_and_take_the_slower_link() -
     assert link is not None
     assert network is not None
     assert across.hardware.devices_per_node * network < link  # eight rings, and a port for each
-    for found, rate in ((inside, link), (across, 8 * network)):
+    reached = inside.hardware.link_efficiency
+    for found, rate in ((inside, reached * link), (across, reached * 8 * network)):
         calls = found.moved.calls["shard"] + 2  # and two that agree: on norms, on the loss
         seconds = found.moved.axes["shard"] / rate + calls * found.hardware.collective_latency_s
         assert found.pace.seconds["shard"] == pytest.approx(seconds)
@@ -81,10 +83,37 @@ def test_a_rule_keeps_as_many_moments_as_it_has(rule: str, kept: int) -> None:
     assert found.tiers["device"].kinds.get("moments", 0) == kept * master
 
 
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    {
+        "precision=bf16": 2 + 2 * 4 + 4 * 4 + 2,
+        "precision=fp32": 4 + 2 * 4 + 4 * 4,
+        "precision=bf16_remainder": 2 + 2 * 2 + 4 * 4 + 2 * 2,
+        "precision=bf16_remainder precision.moments=bf16": 2 + 2 * 2 + 4 * 2 + 2 * 2,
+        "precision=bf16 precision.moments=int8": 2 + 2 * 4 + 4 * 1 + 2,
+    }.items(),
+)
+def test_the_hosts_update_takes_as_long_as_its_bytes_take_through_host_memory(settings: str, moved: int) -> None:
+    """Per parameter: gradient read, master and moments read and written, working copy written, with remainders read."""
+    found = forecast_of("mesh.dp=8", "zero.stage=2", "hardware=h100_80g", "offload=host", *settings.split())
+    hardware = found.hardware
+    assert hardware.host_memory_bandwidth is not None
+    seconds = found.params * moved / hardware.host_memory_bandwidth
+    assert found.bound.seconds["host update"] == pytest.approx(seconds, rel=0.02)  # shards are rounded up
+    assert found.pace.seconds["host update"] == pytest.approx(seconds / hardware.memory_efficiency, rel=0.02)
+
+
+def test_the_cores_are_a_floor_to_the_hosts_update() -> None:
+    slow = forecast_of("mesh.dp=8", "offload=host", "hardware=h100_80g", "hardware.update_elems_per_s=1000000")
+    assert slow.pace.seconds["host update"] == pytest.approx(slow.params / 1e6, rel=0.02)
+
+
 def test_what_is_unknown_is_said_and_not_guessed() -> None:
     found = forecast_of("mesh.dp=16", "zero.stage=3", "hardware=h100_80g", "hardware.network=null")
     assert found.pace.step_s is None
-    assert "the hardware does not say node_link or network" in plain(tables(found))
+    told = plain(tables(found))
+    assert "the hardware does not say node_link or network" in told
+    assert re.search(r"shard +unknown +unknown", told)
 
 
 def test_a_picture_is_drawn_and_another_format_refused(tmp_path: Path) -> None:
@@ -107,10 +136,10 @@ def test_the_command_prints_tables_and_ends_with_whether_it_fits() -> None:
 
 
 def test_a_run_is_told_where_its_ranks_are_not_those_it_was_planned_for() -> None:
-    config = composed([*SMALL, "mesh.dp=64"], CONF, here=False)
+    config = composed([*SMALL, "mesh.dp=64"], CONF)
     told = (
         "mesh.dp=64, but there are 2 ranks: (dp, cp, tp, pp) that make as many, the nearest first: [(1, 1, 1, 2), "
         "(1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)], or start"
     )
     with pytest.raises(ValueError, match=re.escape(told)):
-        config.check_ranks(2)
+        check_ranks(config, 2)

@@ -26,7 +26,7 @@ SMALL = ["model.hidden_size=64", "model.layers=4", "model.heads=2", "model.ffn_s
 
 
 def run_of(*settings: str) -> RunConfig:
-    return composed([*SMALL, "zero.stage=0", *settings], CONF, here=False)
+    return composed([*SMALL, "zero.stage=0", *settings], CONF)
 
 
 def need_of(config: RunConfig) -> int:
@@ -85,7 +85,7 @@ def test_what_it_names_is_accepted_then(host: object) -> None:
         check_memory(config)
     for each in named:
         given = [*SMALL, "zero.stage=0", *each.split()]
-        check_memory(composed(given, CONF, here=False))
+        check_memory(composed(given, CONF))
 
 
 def test_what_no_setting_could_make_fit_is_told(host: object) -> None:
@@ -125,6 +125,6 @@ def test_under_torchrun_one_rank_of_a_node_tells(host: object, monkeypatch: pyte
 
 def test_a_model_of_transformers_is_checked_too() -> None:
     pytest.importorskip("transformers")
-    config = composed(["model=hf", "model.name_or_path=gpt2"], CONF, here=False)
+    config = composed(["model=hf", "model.name_or_path=gpt2"], CONF)
     small = replace(config, train=replace(config.train, microbatch_sequences=1))
     assert need_of(small) > 124_439_808 * (2 + 2 + 12 // 2)

@@ -28,7 +28,7 @@ from dzero.plan.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.plan.taken import Taken
 from dzero.terminal import plain
-from dzero.zero.tiers import KINDS, DiskConfig
+from dzero.zero.offload_config import KINDS, DiskConfig
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -67,12 +67,13 @@ def node(device_mib: int, host_mib: int = PLENTY, disk_mib: int = PLENTY) -> Har
         disk_bytes=RANKS * disk_mib * MIB,
         disk_read=1e9,
         disk_write=1e9,
+        host_memory_bandwidth=2.8e10,
         update_elems_per_s=1e9,
     )
 
 
 def run_of(*settings: str) -> RunConfig:
-    return composed([*SMALL, *settings], CONF, here=False)
+    return composed([*SMALL, *settings], CONF)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +287,7 @@ def test_a_choice_can_be_pasted(searched: Searched) -> None:
         defaults = {key: default_of(config, key) for key in best.settings if key != "zero.stage"}
         pasted = [*words(best.settings, defaults).split()]
         batch = [] if any("accumulate" in word for word in pasted) else ["train.accumulate=1"]
-        again = composed([*SMALL[:-1], FREE[1], *batch, *pasted], CONF, here=False)
+        again = composed([*SMALL[:-1], FREE[1], *batch, *pasted], CONF)
         assert again == with_settings(config, best.settings)
 
 

@@ -14,14 +14,14 @@ from rank_cases import piped, really
 from dzero.comm.ledger import Entry, Traffic
 from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.plan.observe import Observed
 from dzero.plan.scenario import Scenario
 from dzero.plan.simulate import Simulated, simulate
 from dzero.plan.storages import KINDS
 from dzero.zero.account import resting_bytes
-from dzero.zero.layout import PrecisionConfig, ZeroConfig
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.config import PrecisionConfig, ZeroConfig
+from dzero.zero.offload_config import OffloadConfig
 
 TWO_BLOCKS = ModelConfig(vocab_size=256, hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=128)
 HOST = OffloadConfig(grad="host", master="host", moments="host")

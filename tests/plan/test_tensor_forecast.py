@@ -17,7 +17,8 @@ from dzero.command_line import composed
 from dzero.errors import RunError
 from dzero.fitting import check_memory
 from dzero.mesh import make_mesh
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor import parallelize
 from dzero.plan.analytic import memory_of
 from dzero.plan.costs import FORWARD, Costs, costs_of

@@ -11,12 +11,12 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.comm.tensor_exchange import PHASE
 from dzero.degrees import MeshConfig
 from dzero.models.config import ModelConfig
-from dzero.parallel.blocks import BlockConfig
+from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor_traffic import TensorSizes, expected_tensor
 from dzero.plan.scenario import Scenario
 from dzero.plan.simulate import simulate
 from dzero.zero.account import expected_copies
-from dzero.zero.layout import ZeroConfig
+from dzero.zero.config import ZeroConfig
 
 LAYERS, WIDTH, TOKENS, TP = 4, 64, 64, 4
 

@@ -39,7 +39,7 @@ RUNS = [
 
 @cache
 def foreseen(run: str, hardware: str = "h100_80g") -> tuple[Forecast, Timeline]:
-    config = composed([*SMALL, *run.split(), "mesh.dp=4", f"hardware={hardware}"], CONF, here=False)
+    config = composed([*SMALL, *run.split(), "mesh.dp=4", f"hardware={hardware}"], CONF)
     assert config.hardware is not None
     forecast = planned(config, replace(config.hardware, devices_per_node=4))
     timeline = forecast.timeline()

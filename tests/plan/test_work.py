@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.models.llama import Llama, LlamaShape
-from dzero.parallel.blocks import BlockConfig, apply_blocks
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
 from dzero.plan.costs import BACKWARD, FORWARD, costs_of
 from dzero.plan.operators import decoder_loss
 from dzero.plan.work import ATTENTION, ATTENTION_BACKWARD, FLOPS, Work, work_of

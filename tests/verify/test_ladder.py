@@ -8,7 +8,7 @@ from training import CONF
 from dzero.command_line import composed
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import BASELINE, ladder
-from dzero.zero.tiers import OffloadConfig
+from dzero.zero.offload_config import OffloadConfig
 
 ITSELF = "the configuration"
 

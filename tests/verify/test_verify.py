@@ -305,7 +305,7 @@ def test_the_command_says_so_and_leaves_nothing(text: Path, tmp_path: Path) -> N
     [
         ("verify.steps=0", "verify.steps=0: must be a whole number ≥ 1"),
         ("verify.steps=many", "verify.steps=many: must be a whole number"),
-        ("verify.step=3", "verify.step: unknown key; verify has ['steps']; did you mean steps?"),
+        ("verify.step=3", "verify.step: unknown key; verify has ['steps']; did you mean verify.steps=3?"),
         ("verify.steps=9", "verify.steps=9 exceeds train.steps=4; lower it, or raise that"),
         ("zero.stage=4", "zero.stage=4: choose 0, 1, 2 or 3"),
         ("zero.stage", "zero.stage"),

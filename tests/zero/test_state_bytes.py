@@ -11,10 +11,11 @@ import torch
 from loops import backward, sharded_net
 from pool import Pool
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, Sharded
 from dzero.zero.account import paper_bytes, peak_bytes, resting_bytes
+from dzero.zero.late import groups_of
+from dzero.zero.placed import local_of
 
 PRECISIONS: list[dict[str, str]] = [
     {"param": "bf16", "master": "fp32", "moments": "fp32"},
@@ -33,9 +34,11 @@ def storages(tensors: list[Tensor]) -> int:
 
 
 def unsharded_bytes(sharded: Sharded) -> int:
-    """Bytes of the parameters that are gathered whole right now: FSDP2 swaps plain tensors in for the DTensors."""
-    registered = {id(p): p for p in sharded.model.parameters()}.values()
-    return storages([p.detach() for p in registered if not isinstance(p, DTensor)])
+    """Bytes of the parameters that are gathered whole right now, as FSDP2 holds them."""
+    groups = [group for unit in sharded.units for group in groups_of(unit.modules[0]) if group.is_unsharded]
+    gathered = [held.unsharded_param.detach() for group in groups for held in group.fsdp_params]
+    shards = {local_of(param).untyped_storage().data_ptr() for param in sharded.named_params().values()}
+    return storages([each for each in gathered if each.untyped_storage().data_ptr() not in shards])
 
 
 def measure(net: str, **kwargs: Any) -> dict[str, Any]:

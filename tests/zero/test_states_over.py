@@ -16,13 +16,14 @@ from pool import Pool
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.config import RunConfig
 from dzero.models.config import ModelConfig
-from dzero.optim.build import OptimConfig
-from dzero.parallel.blocks import BlockConfig
+from dzero.optim.build import check_layout
+from dzero.optim.config import OptimConfig
+from dzero.parallel.config import BlockConfig
 from dzero.zero.account import resting_bytes
 from dzero.zero.layout import Layout
+from dzero.zero.offload_config import DiskConfig
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import rows_of
-from dzero.zero.tiers import DiskConfig
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5
 STATES_ON_HOST = {"grad": "host", "master": "host", "moments": "host"}
@@ -180,6 +181,6 @@ def test_what_it_does_not_go_with_is_refused_with_what_to_take() -> None:
     layout = Layout.of(ZeroConfig(states_over="all"), PrecisionConfig(), replicate=2, shard=2)
     for rule in ("muon", "SGD"):
         with pytest.raises(ValueError, match=re.escape("optim.rule=adamw")):
-            OptimConfig(rule=rule).check(layout)
+            check_layout(OptimConfig(rule=rule), layout)
     with pytest.raises(ValueError, match=re.escape("block.tiles=1")):
         RunConfig(model=MODEL, zero=ZeroConfig(states_over="all"), block=BlockConfig(tiles=2))

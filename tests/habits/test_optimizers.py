@@ -1,0 +1,85 @@
+"""One optimizer after another: what the first one found out in fp32 is not lost."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from loops import sharded_net, train, unequal
+from pool import Pool
+from torch import Tensor
+
+from dzero import AdamW, OffloadConfig, Sharded
+from dzero.optim.master import MasterOptimizer
+from dzero.optim.torch_rule import TorchOptimizer
+from dzero.zero.placed import local_of
+from dzero.zero.working import join
+
+RULES: dict[str, Any] = {
+    "adamw": AdamW,
+    "torch's SGD": lambda sharded: TorchOptimizer(sharded, torch.optim.SGD, lr=1e-3),
+}
+
+
+def masters(sharded: Sharded, optim: MasterOptimizer) -> dict[str, Tensor]:
+    """This rank's fp32 masters, flat."""
+    found = {}
+    for name, param in sharded.named_params().items():
+        if isinstance(optim, TorchOptimizer):
+            found[name] = optim._mastered[param].master.detach().clone().view(-1)
+            continue
+        states = optim.state[param]
+        flat = {key: local_of(value).view(-1) for key, value in states.items()}
+        local = local_of(param.detach()).view(-1)
+        found[name] = flat["master"].clone() if "master" in flat else join(local, flat["remainder"])
+    return found
+
+
+def in_two_phases(rank: int, ranks: int, stage: int, first: str, second: str, master: str) -> list[str]:
+    """Names of the parameters whose masters are others for the second optimizer."""
+    sharded = sharded_net(stage=stage, master=master)
+    optim = RULES[first](sharded)
+    train(sharded, optim, steps=3)
+    before = masters(sharded, optim)
+    del optim
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim = RULES[second](sharded)
+    different = unequal(masters(sharded, optim), before)
+    train(sharded, optim, steps=1)
+    return different
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "master"),
+    [
+        ("adamw", "adamw", "fp32"),
+        ("adamw", "adamw", "remainder"),
+        ("adamw", "torch's SGD", "fp32"),
+        ("torch's SGD", "adamw", "fp32"),
+    ],
+)
+def test_a_second_optimizer_begins_with_the_first_ones_masters(
+    pool: Pool, first: str, second: str, master: str
+) -> None:
+    for stage in (0, 3):
+        assert pool.run(in_two_phases, 2, stage, first, second, master) == [[], []]
+
+
+def off_the_device(rank: int, ranks: int) -> str:
+    sharded = sharded_net(stage=2, offload=OffloadConfig(grad="host", master="host", moments="host"))
+    optim = AdamW(sharded)
+    train(sharded, optim, steps=1)
+    del optim
+    gc.collect()
+    with pytest.warns(UserWarning, match="the masters of .* begin from parameters in torch.bfloat16") as told:
+        AdamW(sharded)
+    return str(told[0].message)
+
+
+def test_masters_that_lived_on_the_host_are_told_to_be_lost(pool: Pool) -> None:
+    assert "load its state_dict() to keep them" in pool.run(off_the_device, 1)[0]

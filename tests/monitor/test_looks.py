@@ -1,0 +1,77 @@
+"""What a user of a terminal of 80 columns sees of a run, and finds when it has ended."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training import write_text
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = 80
+
+
+def on_a_terminal(line: list[str], folder: Path) -> tuple[int, str]:
+    """The exit code of a command on a terminal of `COLUMNS` columns, and all that it wrote there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    left_out = ("COLUMNS", "LINES", "NO_COLOR", "RANK", "WORLD_SIZE")
+    env = {key: value for key, value in os.environ.items() if key not in left_out} | {"TERM": "xterm"}
+    with subprocess.Popen(line, cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = bytearray()
+        try:
+            while part := os.read(ours, 1 << 16):
+                shown += part
+        except OSError:  # EIO: nobody has the terminal any more
+            pass
+    os.close(ours)
+    return process.returncode, shown.decode()
+
+
+def test_a_run_on_80_columns_shows_speed_and_time_left_and_says_where_named_tracks_and_the_board_lie(
+    tmp_path: Path,
+) -> None:
+    text = write_text(tmp_path / "text.txt")
+    settings = ["zero.stage=2", "offload=host", f"data.path={text}", "train.steps=12", "train.sequence_tokens=32"]
+    settings += ["monitor.plan=false", "profile=on", "profile.start_step=6", "profile.steps=1", "model.layers=2"]
+    line = [sys.executable, str(ROOT / "train.py"), *settings, "train.evaluate_every_steps=5", "hydra.run.dir=out"]
+    code, shown = on_a_terminal(line, tmp_path)
+    assert code == 0, shown
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    lines = (line.partition("USDT:")[0] for line in re.split(r"[\r\n]+", plain))  # that is torch's profiler
+    bars = [line for line in lines if re.match(r"step +\d+/12 ", line)]
+    late = [bar for bar in bars if "tokens/s" in bar and int(re.findall(r"\d+", bar)[0]) < 12]
+    assert late, bars
+    assert not [bar for bar in bars if len(bar.rstrip()) > COLUMNS]
+    assert all(re.search(r"loss [\d.]+ .*tokens/s .*ETA ", bar) for bar in late), late
+
+    assert re.search(r"^ +TensorBoard +tensorboard --logdir out\s*$", plain, re.MULTILINE)
+    trace = r"^ +trace +out/profile/rank\*\.pt\.trace\.json\.gz: open one at https://ui\.perfetto\.dev\s*$"
+    assert re.search(trace, plain, re.MULTILINE)
+
+    for rank in (0, 1):
+        with gzip.open(tmp_path / "out" / "profile" / f"rank{rank}.pt.trace.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        names = {event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+        assert {"training", "COMPUTE", "EVICT", "FETCH"} <= names
+        processes = [event["args"]["name"] for event in events if event.get("name") == "process_name"]
+        assert any(name.startswith(f"rank {rank} (") for name in processes)
+
+    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    board.Reload()
+    assert 0 < board.Scalars("memory/param_gib")[0].value < 1
+    assert not [tag for tag in board.Tags()["scalars"] if tag.endswith("_bytes")]
+    first = [entry for entry in board.Tensors("note/text_summary") if entry.step == 0]
+    assert len(first) == 1

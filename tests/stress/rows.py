@@ -1,0 +1,52 @@
+"""What the randomised tools share: the ways of training that they hurt, and the row of figures that they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from runs import SMALLEST
+from training import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "checkpoint.every=1"]
+DISK = "offload.disk.paths=[{folder}] offload.disk.block_bytes=8192"
+WAYS = {
+    "stage 0, device": "zero.stage=0",
+    "stage 1, device, fp16": "zero.stage=1 precision=fp16",
+    "stage 1, host, delayed": "zero.stage=1 offload=host offload.overlap=delayed offload.delay_warmup_steps=1",
+    "stage 2, host": "zero.stage=2 offload=host",
+    "stage 2, disk": f"zero.stage=2 offload=disk {DISK}",
+    "stage 3, device, remainder": "zero.stage=3 precision=bf16_remainder",
+    "stage 3, host, overlap backward": "zero.stage=3 offload=host offload.overlap=backward",
+    "stage 3, everything on disk": f"zero.stage=3 offload=infinity {DISK}",
+}
+
+
+def count(of: str, default: int = 300) -> int:
+    """How many, as the environment variable DZERO_`of` says."""
+    return int(os.environ.get(f"DZERO_{of}", default))
+
+
+def words(way: str, folder: Path) -> list[str]:
+    """The settings of a way, with its disk in `folder`."""
+    return WAYS[way].replace("{folder}", str(folder)).split()
+
+
+def write_row(name: str, row: dict[str, Any]) -> None:
+    """Write a row of figures into benchmarks/results, with hardware, versions and commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    cores = len(os.sched_getaffinity(0))
+    where = {
+        "hardware": f"{cores} cores ({platform.machine()}), shared",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "backend": "gloo",
+        "commit": commit.stdout.strip(),
+    }
+    (RESULTS / f"{name}.json").write_text(json.dumps(row | where, indent=2) + "\n")
