@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -113,11 +113,36 @@ def _limited(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
+def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
+    """Return the ranks of a mesh that another library made as (replicate, shard); an axis that it lacks has one rank.
+
+    Args:
+        mesh: Of data-parallel ranks alone.
+        axes: Its names of our axes, e.g. {"replicate": "dp_replicate", "shard": "dp_shard"}.
+
+    Raises:
+        ValueError: For axes that are not ours, or not the mesh's, or that leave some of it out.
+    """
+    names = mesh.mesh_dim_names or ()
+    if not set(axes) <= {*AXES} or set(axes.values()) != {*names} or len(names) != len(axes):
+        raise ValueError(
+            f"axes={dict(axes)} of a mesh with the axes {names}: name each of them once, as one of {AXES}; a mesh that "
+            "cuts the model too comes from dzero.make_mesh"
+        )
+    ranks = mesh.mesh.permute([names.index(axes[axis]) for axis in AXES if axis in axes])
+    for dim, axis in enumerate(AXES):
+        ranks = ranks if axis in axes else ranks.unsqueeze(dim)
+    return _limited(DeviceMesh(mesh.device_type, ranks, mesh_dim_names=AXES))
+
+
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The (replicate, shard) part of `mesh` that this rank is in. Raises ValueError where it has no such axes."""
     names = mesh.mesh_dim_names or ()
     if tuple(each for each in names if each in AXES) != AXES:
-        raise ValueError(f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them")
+        raise ValueError(
+            f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them; or say which they are, e.g. "
+            f"shard(..., axes={{'shard': {(names or ('dp',))[0]!r}}})"
+        )
     return mesh if names == AXES else mesh[AXES]
 
 

@@ -2,7 +2,7 @@
 
     ranks began other collectives    who notices                                what it costs
     of the same size                 the checksum of a step, with its decision  8 bytes a step
-    the same, of other parameters    the same, by what is noted of a reduction  nothing where all of a unit are in it
+    the same, without some modules   the same, by the parameters it noted       nothing
     of other sizes                   nothing matches, so the timeout            nothing
     any, before data moves           `check`                                    a small gather before every collective
 

@@ -17,6 +17,7 @@ from dzero.optim.scaler import ScalerConfig
 from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.storage import MOMENTS, Initial, Stored
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
+from dzero.optim.torch_states import check_torchs, is_torchs, take_torchs
 from dzero.optim.update import AdamWUpdater, Update
 from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
@@ -57,28 +58,34 @@ class AdamW(MasterOptimizer):
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
         self._ahead = Ahead(self.offload.undo)
         self.gradients.listen(self._start_ahead, self._ahead.abandon)
-        homes = Homes(sharded, self.offload)
+        self._homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
         owned = {param for group in self.param_groups for param in group["params"]}
         for unit in sharded.units:
-            self._take(unit, owned, homes)
+            self._take(unit, owned)
         self.offload.settle()
 
-    def _take(self, unit: Unit, owned: set[nn.Parameter], homes: Homes) -> None:
+    def _take_group(self, group: dict[str, Any]) -> None:
+        for unit in self._sharded.units:
+            self._take(unit, set(group["params"]))
+
+    def _take(self, unit: Unit, owned: set[nn.Parameter]) -> None:
         """Make the states of a unit's parameters, and give them values.
 
-        On disk those of a unit lie together, and an fp32 parameter is its own master there: others get values as well.
+        On disk those of a unit lie together, and an fp32 parameter is its own master there: others get values as well,
+        the first time.
         """
         shapes = {shape.name: shape for shape in unit.shape.params}
         initial: list[tuple[Stored, Initial]] = []
+        homes, is_first = self._homes, not self._of(unit)
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
-            if param in owned or self.offload.places.on_disk("master", name):
+            if param in owned or (is_first and self.offload.places.on_disk("master", name)):
                 stored = Stored.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
                 initial.append((stored, stored.initial(unit.take_origin(name))))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
-            self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=True)
+            self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=is_first)
         unit.origin |= {stored.name: kept for stored, _ in initial if (kept := stored.kept_master()) is not None}
 
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
@@ -180,7 +187,10 @@ class AdamW(MasterOptimizer):
             each.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy values into the existing states, bit for bit. Raises ValueError where kind, dtype or shape differ."""
+        """Copy values into the existing states, bit for bit; of `torch.optim.AdamW`'s, each rank its part.
+
+        Raises ValueError where kind, dtype or shape differ; nothing has been changed then.
+        """
         self.synchronize()
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
@@ -188,16 +198,25 @@ class AdamW(MasterOptimizer):
                 f"state dict has groups of {[len(g['params']) for g in groups]} parameters, this optimizer "
                 f"{[len(g['params']) for g in self.param_groups]}"
             )
+        foreign = is_torchs(state_dict)
         saved_of: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for own, saved in zip(self.param_groups, groups, strict=True):
-            own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):
-                if index not in state_dict["state"]:
+                if index not in state_dict["state"] and not foreign:
                     raise ValueError(f"the state dict has no states of {self._names[param]}")
-                saved_of[param] = state_dict["state"][index]
-                _check_states(self._stored[param], saved_of[param])
+                saved_of[param] = state_dict["state"].get(index, {})
+                if foreign:
+                    check_torchs(saved, self._stored[param], saved_of[param])
+                else:
+                    _check_states(self._stored[param], saved_of[param])
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params" and (key in own or not foreign)})
         for unit in self._sharded.units:
-            self._load_states(unit, saved_of)
+            if foreign:
+                values = [(stored, saved_of[stored.param]) for stored in self._of(unit)]
+                self.offload.visit(unit.shape.name, partial(_each, take_torchs, values))
+            else:
+                self._load_states(unit, saved_of)
 
     def _load_states(self, unit: Unit, saved_of: Mapping[nn.Parameter, Mapping[str, torch.Tensor]]) -> None:
         copies = [

@@ -3,7 +3,8 @@
 Norm: sqrt of sums of squares in fp64 per (parameter, chunk). A shard is cut into chunks by Shard(0), one for each of
 its copies, which sums only that; at stage 0 the shard is the whole. Every rank receives all sums and adds them in the
 same order, the chunks of the first shard first. Beside the sums travels a checksum of the rank's collectives
-(comm/trail.py): where ranks disagree, a branch in the model has mixed data of different units, and the step is refused.
+(comm/trail.py) and of the parameters without gradient: where ranks disagree, a branch in the model has mixed data of
+different units, or missed parts of one, and the step is refused.
 
 Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
 ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own (optim/parts.py).
@@ -60,6 +61,12 @@ class Gradients:
         self._units = [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
         ]
+        self._sharded, self._is_complete = sharded, False
+        self.own(owned)
+
+    def own(self, owned: Collection[str]) -> None:
+        """From now on those of `owned` count and are shown."""
+        sharded = self._sharded
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
@@ -67,7 +74,6 @@ class Gradients:
             if axis != PIPELINE
         ]
         self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
-        self._is_complete = False
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
         """[owned]: which parameters the axis cuts."""
@@ -106,6 +112,8 @@ class Gradients:
             return
         for unit in self._units:
             unit.settle()
+        absent = [name for unit in self._units for name in unit.absent]
+        self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         if self._parts is not None:
             self._parts.complete()
         self._is_complete = True
@@ -154,8 +162,9 @@ class Gradients:
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             raise RuntimeError(
                 f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
-                f"modules of them, so gradients were mixed: {self._trail.divergence(group)}\nEvery rank must run the "
-                "same modules in the same order in every microbatch (no branches on the data of one rank)"
+                f"modules of them: {self._trail.divergence(group)}\nEvery rank must run the same modules in the same "
+                "order in every microbatch (no branches on the data of one rank); where only some parameters of a unit "
+                "differ, zero.unused=zeros counts zeros for their gradients"
             )
 
     def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:

@@ -50,6 +50,12 @@ class Carried(NamedTuple):
     scalars: Mapping[str, float]
 
 
+def trained(sharded: Sharded) -> list[nn.Parameter]:
+    """The parameters that are trained, in the order of `model.parameters()`, as torch's optimizers number them."""
+    named = sharded.named_params()
+    return [named[name] for name in sharded.names if name in named and named[name].requires_grad]
+
+
 class MasterOptimizer(torch.optim.Optimizer):
     """What all rules share: gradients, decisions, loss scaling, state dicts. Subclasses say how to update.
 
@@ -68,8 +74,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         scaler: ScalerConfig | None,
     ) -> None:
         named = sharded.named_params()
-        super().__init__([p for p in named.values() if p.requires_grad] if params is None else params, defaults)
-        self._sharded, self.max_norm = sharded, max_norm
+        self._sharded, self.max_norm, self._is_made = sharded, max_norm, False
+        super().__init__(trained(sharded) if params is None else params, defaults)
         fp16 = sharded.layout.param.dtype == torch.float16
         self.scaler = LossScaler((scaler or ScalerConfig()) if fp16 else None)
         self.last_decision: Decision | None = None
@@ -83,6 +89,32 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()
         self._hook_state_dicts()
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more of the model's parameters from now on, e.g. as they are unfrozen. Between steps.
+
+        Args:
+            param_group: As of any optimizer. The parameters were trained (requires_grad) when the model was sharded.
+
+        Raises:
+            ValueError: For parameters that are in a group already, are not the model's, or were frozen in shard().
+        """
+        super().add_param_group(param_group)
+        if not self._is_made:
+            return
+        try:
+            self._check_groups(self._sharded.named_params())
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self.synchronize()
+        self.gradients.own([self._names[param] for group in self.param_groups for param in group["params"]])
+        self._take_group(self.param_groups[-1])
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """Make the states of a group that came later."""
+        raise NotImplementedError
 
     def _hook_state_dicts(self) -> None:
         """State dicts of the model, or of a unit's modules, wait for updates; masters follow what they load."""
@@ -114,6 +146,13 @@ class MasterOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     "a parameter group holds a parameter that is not one of the sharded model's: build the groups from "
                     "sharded.named_params(), after shard() has replaced the parameters"
+                )
+        reduced = {name for unit in self._sharded.units for name in unit.buffered}
+        for name in [names[param] for group in self.param_groups for param in group["params"]]:
+            if name not in reduced:
+                raise ValueError(
+                    f"{name} was frozen when the model was sharded, so it gets no gradients: set requires_grad before "
+                    "shard(), and leave it out of the optimizer until it is to be trained"
                 )
         self._names = names
 

@@ -98,6 +98,12 @@ class Muon(AdamW):
                 )
         check_whole(matrices, self._sharded, "Muon")
 
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self.param_groups.remove(group)
+        raise ValueError(
+            "Muon takes no groups later, since ranks share its matrices out once: give it all groups when it is made"
+        )
+
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS
 

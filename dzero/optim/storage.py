@@ -183,6 +183,13 @@ class Stored:
         follows = self.work is None and "master" in self.tensors
         return ParamStates(self.name, self.first, work, master, remainder, m, v, follows)
 
+    def put_moment(self, key: str, values: torch.Tensor) -> None:
+        """Store `values` [shard, flat] as a moment, rounded or encoded to what it is kept in."""
+        if key in self.moments8:
+            self.moments8[key].store(values.float())
+        else:
+            self.flat(key).copy_(values)
+
     def keep(self, states: ParamStates) -> None:
         """After the update: encode moments that are not stored as they are computed."""
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):

@@ -57,26 +57,32 @@ class TorchOptimizer(MasterOptimizer):
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
-        unit_of = {name: unit for unit in sharded.units for name in unit.params}
         rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
-        homes, self._in_use = Homes(sharded, self.offload), Lock()
+        self._homes, self._in_use = Homes(sharded, self.offload), Lock()
         self._mastered: dict[nn.Parameter, Mastered] = {}
         self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
-        groups = []
-        for group in self.param_groups:
-            for param in group["params"]:
-                name = self._names[param]
-                made = Mastered.create(name, param, unit_of[name].take_origin(name), homes)
-                if made.mesh is None and not made.is_param:
-                    unit_of[name].origin[name] = InMemory(made.master.detach())
-                self._mastered[param] = made
-            masters = [self._mastered[param].master for param in group["params"]]
-            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters})
+        groups = [self._mastered_group(group) for group in self.param_groups]
         self.offload.settle()
         self.inner = rule(groups, **options)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group: classes like SGD keep no count
+
+    def _mastered_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Make the masters of a group's parameters; return it as the class sees it."""
+        unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
+        for param in group["params"]:
+            name = self._names[param]
+            made = Mastered.create(name, param, unit_of[name].take_origin(name), self._homes)
+            if made.mesh is None and not made.is_param:
+                unit_of[name].origin[name] = InMemory(made.master.detach())
+            self._mastered[param] = made
+        return {**group, "params": [self._mastered[param].master for param in group["params"]]}
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(self._mastered_group(group))
+        group.update({key: value for key, value in self.inner.param_groups[-1].items() if key != "params"})
+        group["updates"] = self.param_groups[0]["updates"]
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
@@ -91,7 +97,7 @@ class TorchOptimizer(MasterOptimizer):
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
-        if not self.state:
+        if len(self.state) < len(self._mastered):
             self.synchronize()
             self._show_states()
 

@@ -1,10 +1,9 @@
 """One unit's gradients: taken from FSDP2, accumulated over microbatches, summed up, sent to where the table has them.
 
-For every unit and microbatch FSDP2 first delivers the flat reduced buffer (`Unit.deliver`), then calls the
-post-accumulate hook of each parameter that lies in it, in the buffer's order and padded as FSDP2 pads shards. We keep
-slices of that buffer, in the table's gradient dtype, and drop FSDP2's own `.grad` (which is rounded to the parameter's
-dtype). After the last microbatch `.grad` is a view of what was kept (grad_views.py), and `settle` takes over what was
-done to it. By where a parameter's gradients live:
+For every unit and reduction FSDP2 delivers the flat reduced buffer (`receive`), padded as it pads shards, and sets
+`.grad` (`returned`). We keep slices of that buffer, in the table's gradient dtype, and drop FSDP2's own `.grad` (which
+is rounded to the parameter's dtype). After the last microbatch `.grad` is a view of what was kept (grad_views.py), and
+`settle` takes over what was done to it. By where a parameter's gradients live:
 
                       first microbatch          later ones                    last one
     device            slices are kept           added to them                 averaged over the copies
@@ -17,6 +16,10 @@ more where a `.grad` was edited since.
 
 A loss that reads a sharded parameter itself (a penalty on weights) leaves its gradient in `.grad`, by autograd. What
 comes before the unit's reduction is added after it, before the copies' average; what comes later goes into the view.
+So does what a backward reduces after the last microbatch: several without `microbatch()`, or over one graph.
+
+A parameter without gradient on all ranks has none, as in torch. Ranks must agree on which those are (comm/trail.py),
+unless zero.unused=zeros lets zeros stand for them.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ Named = dict[str, torch.Tensor]
 
 
 HOOKED = (
-    "{} has a post-accumulate-grad hook of its own, which would be called for each microbatch with a gradient that is "
-    "not used: read or change .grad between backward() and step() instead"
+    "{} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which would see the gradients of "
+    "single microbatches, or none: read or change .grad between backward() and step() instead"
 )
 
 
@@ -69,85 +72,106 @@ class UnitGrads:
         self._hosted = {name for name in self._shapes if places.on_host("grad", name)}
         self._makers = makers
         self._self: weakref.ref[GradUse] = weakref.ref(self)
-        self._shown: dict[str, torch.Tensor] = {}
-        self._direct: set[str] = set()
+        self._trained = {name: unit.params[name] for name in unit.buffered}
+        self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
+        self._elems = [local_of(param).numel() for param in self._trained.values()]
+        self._counts_zeros = sharded.layout.unused == "zeros"
         self.complete: weakref.WeakMethod[Callable[[str, Named], bool]] | None = None
         self.refused: weakref.WeakMethod[Callable[[], None]] | None = None
         self._added_on_host = self._hosted if places.accumulates_on_host else set[str]()
-        self.clear()
-        unit.attach(self._receive)
-        unit.drain = weakref.WeakMethod(offload.swap.drain)
-        self._hooks: dict[str, int] = {}
+        self._forget()
         for shape in unit.shape.params:
-            if unit.params[shape.name].requires_grad != shape.trainable:
+            if unit.params[shape.name].requires_grad and not shape.trainable:
                 raise ValueError(
-                    f"{shape.name}: requires_grad was changed after shard(); freeze and unfreeze before, so that units "
-                    "and reductions hold what is trained"
+                    f"{shape.name}: requires_grad was set after shard(): unfreeze before, so that units and reductions "
+                    "hold what is trained; what was trained then may be frozen and unfrozen since"
                 )
-            if shape.trainable:
-                hook, param = partial(_take_if_alive, weakref.ref(self), shape.name), unit.params[shape.name]
-                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                if not all(map(_is_ours, _hooks_of(param).values())):
-                    raise ValueError(HOOKED.format(shape.name))
-                self._hooks[shape.name] = len(_hooks_of(param))
+        for name, param in self._trained.items():
+            if _is_hooked(param):
+                raise ValueError(HOOKED.format(name))
+        unit.attach(self)
+        unit.drain = weakref.WeakMethod(offload.swap.drain)
 
     def clear(self) -> None:
         """Forget the step's gradients."""
-        for name in self._shown.keys() | self._direct:
-            self._unit.params[name].grad = None
-        self._shown, self._direct = {}, set()
-        self._delivered: Named = {}
+        for param in self._trained.values():
+            param.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shown: Named = {}
         self._held: Named = {}
+        self._used: set[str] = set()
         self._is_edited = self._is_started = False
         self.views: Named = {}
         self.sums: dict[str, float | torch.Tensor] = {}
         self._additions: dict[str, Future[dict[str, float]]] = {}
         self._buffers: list[torch.Tensor] = []
-        self._incoming: torch.Tensor | None = None
-        self._offset = 0
-        self._pieces: Named = {}
         self._finished = self._left = False
 
-    def _receive(self, reduced: torch.Tensor) -> None:
-        if self._finished:
+    def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
+        """As `Consumer.receive`."""
+        if reduced.numel() != sum(self._padded):
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
+                "sharded; set requires_grad before shard()"
+            )
+        if self._is_started:
             if self.refused is not None and (refused := self.refused()) is not None:
                 refused()
             raise RuntimeError(
-                f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch. Run all but the "
-                "last one under microbatch(is_last=False), and call step() before the next. Where the model runs this "
-                "unit twice per forward, take zero.stage=2 or 3: with several microbatches FSDP2 reduces it twice"
+                f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch, whose update has "
+                "begun with offload.overlap=backward. Run all but the last one under microbatch(is_last=False) and "
+                "call step() before the next, or take offload.overlap=forward"
             )
-        for name in self._direct:  # FSDP2 would add to it, in the parameter's dtype
-            self._hold(name)
-        self._direct = set()
-        self._incoming, self._offset = reduced, 0
+        self._hide()
+        self._used |= self._trained.keys() - missing
+        slices = zip(self._trained, torch.split(reduced, self._padded), self._elems, strict=True)
+        pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
+        if self._finished:
+            self._add_late(reduced, pieces, missing)
+        else:
+            self._arrived(reduced, pieces)
 
-    def _hold(self, name: str) -> None:
-        """Keep what autograd left in `.grad`, to be added to the reduced gradient."""
-        param = self._unit.params[name]
-        if param.grad is not None:
-            direct, param.grad = flat_of(param.grad, param), None
-            self._held[name] = self._held[name] + direct if name in self._held else direct
+    def returned(self) -> None:
+        """As `Consumer.returned`."""
+        if self._finished:
+            for name in self.views:
+                self._show(name, self._trained[name].grad)
+        for name, param in self._trained.items():
+            if name not in self._shown:
+                param.grad = None
 
-    def _take(self, name: str, param: nn.Parameter) -> None:
-        """Cut `name`'s slice out of the incoming buffer; with the last slice the buffer is used up."""
-        if self._incoming is None:  # autograd's own, of a loss that read the sharded parameter
-            if param.grad is not self._shown.get(name):
-                self._direct.add(name)
-            return
-        if self._sharded.is_last and param.grad is not None and param.grad.dtype == self._incoming.dtype:
-            self._delivered[name] = param.grad  # else it keeps a copy of what was delivered
-        param.grad = None
-        self._pieces[name] = self._incoming[self._offset : self._offset + local_of(param).numel()]
-        self._offset += self._shapes[name].shard_elems(self._unit.layout.shard)
-        if self._offset == self._incoming.numel():
-            buffer, pieces = self._incoming, self._pieces
-            self._incoming, self._pieces = None, {}
-            self._arrived(buffer, pieces)
+    def _hide(self) -> None:
+        """Take `.grad` away, to which FSDP2 would add in the parameter's dtype; what autograd left there is held."""
+        if self._finished:
+            self._collect()
+        for name, param in self._trained.items():
+            if param.grad is None:
+                continue
+            if name not in self._shown:
+                direct = flat_of(param.grad, param)
+                self._held[name] = self._held[name] + direct if name in self._held else direct
+            param.grad = None
+        self._shown = {}
+
+    def _add_late(self, buffer: torch.Tensor, pieces: Named, missing: frozenset[str]) -> None:
+        """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
+        self._is_edited = True
+        if self._unit.shares is not None:
+            _, pieces = self._unit.shares.reduce(pieces)
+        elif self._unit.average is not None:
+            self._unit.average(buffer)
+        for name, piece in pieces.items():
+            if name in self.views and name not in self._hosted:
+                self._add_on_device(name, piece)
+            elif name in self.views:
+                grad = self.read(name)
+                self.put(name, grad.add_(piece.to(grad.device)))
+            elif name not in missing or self._counts_zeros:
+                self._replace(name, piece)
 
     def _arrived(self, buffer: torch.Tensor, pieces: Named) -> None:
-        if len(pieces) < len(self._makers):
-            self._sharded.ledger.trail.note(f"the reduced gradients were those of {', '.join(pieces)}")
         self._add_on_host(buffer, {n: piece for n, piece in pieces.items() if n in self._added_on_host})
         staying = {n: piece for n, piece in pieces.items() if n not in self._added_on_host}
         if staying.keys() - self.views.keys():
@@ -224,11 +248,13 @@ class UnitGrads:
             if leaving:
                 self._leave(leaving, buffer)
         self._buffers = []
-        for name in self.views:
-            self._show(name)
         for name, direct in on_host.items():
             self._add_on_host_at_once(name, direct)
-        self._held, self._delivered = {}, {}
+        if not self._counts_zeros:
+            for name in self.views.keys() - self._used - self._held.keys():
+                del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
+                self.sums.pop(name, None)
+        self._held = {}
 
     def _add_held(self, name: str, direct: torch.Tensor) -> None:
         """Add what autograd left to the reduced gradient of a parameter; it is all of one that had none."""
@@ -241,19 +267,19 @@ class UnitGrads:
 
     def _add_on_host_at_once(self, name: str, direct: torch.Tensor) -> None:
         if name not in self.views:
-            self._adopt(name, direct)
+            self._replace(name, direct)
             return
         grad = self.read(name)
         self.put(name, grad.add_(direct.to(grad.device)))
 
-    def _show(self, name: str) -> None:
-        """Let the parameter's `.grad` be a view of its gradient, wherever that lives."""
-        maker, param = self._makers[name], self._unit.params[name]
+    def _show(self, name: str, like: torch.Tensor | None = None) -> None:
+        """Let the parameter's `.grad` be a view of its gradient, wherever that lives. like: what it may be made of."""
+        maker, param = self._makers[name], self._trained[name]
         param.grad_dtype = None  # of another dtype than the parameter's; FSDP2 assigned one of that
         if name in self._hosted:
             param.grad = maker.elsewhere(self.views[name], self._self)
         else:
-            param.grad = maker.of(self.views[name], self._self, self._delivered.get(name))
+            param.grad = maker.of(self.views[name], self._self, like)
         self._shown[name] = param.grad
 
     def write(self) -> None:
@@ -278,28 +304,29 @@ class UnitGrads:
             self._offload.change_grads(self._unit.shape.name, [(self.views[name], flat)])
 
     def _collect(self) -> None:
-        """Take over what happened to `.grad` since: another tensor there, or none."""
-        for name, param in self._unit.params.items():
-            if name in self._hooks and len(_hooks_of(param)) > self._hooks[name]:
+        """Take over what happened to `.grad` since: another tensor there, or none; nobody trains a frozen parameter."""
+        for name, param in self._trained.items():
+            if _is_hooked(param):
                 raise RuntimeError(HOOKED.format(name))
-            grad, shown = param.grad, self._shown.get(name)
+            grad, shown = param.grad if param.requires_grad else None, self._shown.get(name)
             if grad is shown:
                 continue
             if grad is None:
                 self.write()
                 del self.views[name], self._shown[name]
             else:
-                self._adopt(name, flat_of(grad, param))
+                self.write()
+                self._replace(name, flat_of(grad, param))
+                self._show(name)
 
-    def _adopt(self, name: str, flat: torch.Tensor) -> None:
+    def _replace(self, name: str, flat: torch.Tensor) -> None:
         """Take `flat` as a parameter's gradient in place of what it is, if it has one."""
-        self.write()
+        self._is_edited = True
         grad = flat.to(self._unit.layout.grad.dtype, copy=True)
         if name in self._hosted:
             self._leave({name: grad}, grad)
         else:
             self.views[name] = grad
-        self._show(name)
 
     def _keep_shares(self, shares: Shares) -> None:
         """Of each buffer what was averaged takes its place."""
@@ -309,16 +336,11 @@ class UnitGrads:
             self.views |= owned
 
     def settle(self) -> None:
-        """Complete `sums`, also for a unit that the last microbatch did not reach.
-
-        Raises RuntimeError where the reduced buffer held more than the parameters that are trained.
-        """
-        if self._incoming is not None:
-            raise RuntimeError(
-                f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
-                "sharded; set requires_grad before shard()"
-            )
-        self._finish()
+        """Complete `sums`, also for a unit that the last microbatch did not reach."""
+        if not self._finished:
+            self._finish()
+            for name in self.views:
+                self._show(name)
         self._collect()
         for name, addition in self._additions.items():
             self.sums[name] = addition.result()[name]
@@ -327,6 +349,11 @@ class UnitGrads:
         if missing := self.views.keys() - self.sums.keys():
             grads = self.values()
             self.sums.update({name: sum_squares(self._chunk(name, grads[name])) for name in missing})
+
+    @property
+    def absent(self) -> list[str]:
+        """Trained parameters without gradient, after `settle`."""
+        return [name for name in self._trained if name not in self.views]
 
     def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
         """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
@@ -356,13 +383,8 @@ class UnitGrads:
         return grad[first * row : (first + rows) * row]
 
 
-def _hooks_of(param: nn.Parameter) -> dict[int, Callable[[nn.Parameter], None]]:
-    hooks: dict[int, Callable[[nn.Parameter], None]] | None = param._post_accumulate_grad_hooks
-    return hooks or {}
-
-
-def _is_ours(hook: object) -> bool:
-    return isinstance(hook, partial) and hook.func is _take_if_alive
+def _is_hooked(param: nn.Parameter) -> bool:
+    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
 
 
 def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:
@@ -372,14 +394,6 @@ def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:
 def _add_all(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
     """acc += landed for every pair; the sums of squares of what came out."""
     return {name: host_kernels.accumulate(acc, landed) for name, (acc, landed) in pairs.items()}
-
-
-def _take_if_alive(owner: weakref.ref[UnitGrads], name: str, param: nn.Parameter) -> None:
-    """Hooks live in the tensor's C++ half, where the garbage collector sees no cycle: a strong reference from there
-    would keep model, states and process groups alive for ever."""
-    unit = owner()
-    if unit is not None:
-        unit._take(name, param)
 
 
 def sum_squares(grad: torch.Tensor) -> float | torch.Tensor:

@@ -9,6 +9,7 @@ FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
 STATES_OVER = ("shard", "all")
+UNUSED = ("agree", "zeros")
 
 
 def is_exact(reduction: str, device_type: str) -> bool:
@@ -32,10 +33,14 @@ class ZeroConfig:
     """exact (fp32 sums in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
     states_over: str = "shard"
     """Ranks that masters and moments are cut over: shard, or all (also over the replicate axis)."""
+    unused: str = "agree"
+    """Parameters that a backward does not reach: agree (on all ranks, else refused) or zeros (count as gradients)."""
 
     def __post_init__(self) -> None:
         if self.states_over not in STATES_OVER:
             raise ValueError(f"zero.states_over={self.states_over!r}: choose one of {[*STATES_OVER]}")
+        if self.unused not in UNUSED:
+            raise ValueError(f"zero.unused={self.unused!r}: choose one of {[*UNUSED]}")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if isinstance(self.units, str):

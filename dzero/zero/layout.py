@@ -80,6 +80,8 @@ class Layout:
     """Ranks that share every matrix of one data-parallel rank (tensor parallelism)."""
     pipeline_ranks: int = 1
     """Ranks that share its layers."""
+    unused: str = "agree"
+    """`ZeroConfig.unused`."""
 
     @classmethod
     def of(
@@ -145,6 +147,7 @@ class Layout:
             offload=offload,
             model_ranks=model_ranks,
             pipeline_ranks=pipeline_ranks,
+            unused=zero.unused,
         )
 
     def of_unit(self, unit: UnitShape) -> Layout:

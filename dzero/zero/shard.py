@@ -8,14 +8,13 @@
     gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
     all_reduce_hook               Unit.deliver                   called on the reduced shard, even where none is reduced
 
-A unit's gradients leave through `Unit.deliver`: first the flat reduced buffer, then (FSDP2's post-accumulate hooks, in
-the buffer's order) the parameters that lie in it. Without a consumer the buffer is averaged over the copies in place
-and FSDP2's ordinary `.grad` is right.
+A unit's gradients leave through `Unit.deliver`, all of its trained parameters in one buffer (zero/whole_buffers.py).
+Without a consumer the buffer is averaged over the copies in place and FSDP2's ordinary `.grad` is right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,13 +28,14 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups, take_mesh
 from dzero.parallel.experts import ExpertParallel
 from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
+from dzero.zero.guards import copy_assigned, refuse_cut, refuse_outside_forward
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
@@ -50,6 +50,7 @@ from dzero.zero.tiers import names_off_device
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import Slot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
 from dzero.zero.values import Materialise, Values
+from dzero.zero.whole_buffers import reduce_whole
 
 
 class Sharded:
@@ -165,6 +166,7 @@ def shard(
     precision: PrecisionConfig | None = None,
     offload: OffloadConfig | None = None,
     mesh: DeviceMesh | None = None,
+    axes: Mapping[str, str] | None = None,
     microbatches: int = 1,
     materialise: Materialise | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
@@ -179,6 +181,8 @@ def shard(
     precision: defaults to bf16 parameters with fp32 masters. offload: to every state on the device.
     mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis). Parameters that
         are DTensors along its other axes (`parallelize`) are cut further.
+    axes: of a mesh of your own with data-parallel axes alone, its names of ours: {"shard": "dp"}, {"replicate": "dp"}
+        for stage 0, or both.
     microbatches: per optimizer step; it decides where gradients accumulate.
     is_unit: picks the units instead of `zero.units` or the default.
     device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
@@ -191,6 +195,7 @@ def shard(
     if mesh is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
+    mesh = take_mesh(mesh, axes) if axes else mesh
     data = data_mesh(mesh)
     replicate, degree = data.size(0), data.size(1)
     groups = model_groups(mesh)
@@ -212,6 +217,7 @@ def shard(
         pipeline_ranks=pipeline_ranks,
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
+    refuse_cut(model)
     units = units_of_roots(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
     values_on = device or _current_device(mesh.device_type)
     return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts).run()
@@ -274,6 +280,11 @@ class _Sharder:
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model, self.axes[1].groups)
         units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
+        for root in self.roots:
+            copy_assigned(root)
+        for unit in units:
+            if any(as_module(module) is root for module in unit.modules for root in self.roots):
+                refuse_outside_forward(unit, [other for other in units if other is not unit])
         return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
@@ -345,6 +356,7 @@ class _Sharder:
         module, name, exchange = unit.modules[0], unit.shape.name, axes.exchanges[SHARD]
         if unit.params:
             module.set_all_reduce_hook(unit.deliver)
+            reduce_whole(unit)
         if unit.layout.shard > 1:
             # FSDP2's abstract classes for these two are private; only their methods count.
             gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.arrive)

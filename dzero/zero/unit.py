@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,8 +20,23 @@ from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
 
-Consumer = Callable[[torch.Tensor], None]
 Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
+
+
+class Consumer(Protocol):
+    """Whom a unit's gradients go to, in two calls for each reduction."""
+
+    def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
+        """Take FSDP2's buffer of reduced gradients, on the stream that it was made on.
+
+        Args:
+            reduced: The padded shards of all trained parameters, in the order of `Unit.buffered`, in the table's
+                gradient dtype.
+            missing: Names of those that got no gradient on this rank, for which zeros were reduced.
+        """
+
+    def returned(self) -> None:
+        """Set `.grad`: FSDP2 has left it to be views of that buffer, rounded to the parameters' dtype."""
 
 
 @dataclass
@@ -30,11 +46,11 @@ class Unit:
     `layout`, `mesh`: the table and the data-parallel axes of this unit; experts that ranks share have their own.
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer
-    to take as masters; later its masters, for an optimizer after it. `consumer` is held weakly: the gradients
-    belong to the optimizer. `pending`: waits for the update that is on its way to the shards. `drain`: waits for
-    all work of the optimizer that was attached last. `hosted`: parameters that live in host memory; `fetch` brings
-    all of them to the device, ahead of use where it can, and `forget` drops what it brought. `shares`: of states
-    that copies share out.
+    to take as masters; later its masters, for an optimizer after it. `buffered`: names of the trained ones, in the
+    order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
+    the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
+    `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can,
+    and `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -44,7 +60,8 @@ class Unit:
     params: dict[str, nn.Parameter]
     average: AverageCopies | None
     origin: dict[str, Home] = field(default_factory=dict)
-    consumer: weakref.WeakMethod[Consumer] | None = None
+    buffered: tuple[str, ...] = ()
+    consumer: weakref.ref[Consumer] | None = None
     pending: Callable[[], None] | None = None
     drain: weakref.WeakMethod[Callable[[], None]] | None = None
     hosted: dict[str, HostMemory] = field(default_factory=dict)
@@ -53,6 +70,8 @@ class Unit:
     shares: Shares | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
+    _missing: frozenset[str] = frozenset()
+    _delivered: bool = False
 
     def __post_init__(self) -> None:
         for name, param in self.params.items():
@@ -74,18 +93,20 @@ class Unit:
 
     def attach(self, consumer: Consumer) -> None:
         """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
-        if self._is_attached():
+        if self.is_attached:
             if self.drain is not None and (drain := self.drain()) is not None:
                 drain()  # queued work holds the optimizer that queued it
             gc.collect()  # a dropped optimizer and its scheduler refer to each other
-            if self._is_attached():
+            if self.is_attached:
                 raise RuntimeError(
                     "this model's gradients already go to another optimizer: give one optimizer several parameter "
                     "groups, or drop the old one before making a new one"
                 )
-        self.consumer = weakref.WeakMethod(consumer)
+        self.consumer = weakref.ref(consumer)
 
-    def _is_attached(self) -> bool:
+    @property
+    def is_attached(self) -> bool:
+        """Whether an optimizer takes the gradients."""
         return self.consumer is not None and self.consumer() is not None
 
     def arrive(self) -> None:
@@ -126,13 +147,25 @@ class Unit:
             memory.move_to(held.home)
             self.hosted[memory.name] = memory
 
+    def expect(self, missing: frozenset[str]) -> None:
+        """Called when FSDP2 is about to reduce; `missing`: see `Consumer.receive`."""
+        self._missing = missing
+
     def deliver(self, reduced: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: `reduced` [padded shards of the parameters that got gradients, grad dtype]."""
+        """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""
+        self._delivered = True
         consumer = self.consumer() if self.consumer is not None else None
         if consumer is not None:
-            consumer(reduced)
+            consumer.receive(reduced, self._missing)
         elif self.average is not None:
             self.average(reduced)
+
+    def delivered(self) -> None:
+        """Called when FSDP2 has set `.grad`, or had nothing to reduce."""
+        was, self._delivered = self._delivered, False
+        consumer = self.consumer() if self.consumer is not None else None
+        if was and consumer is not None:
+            consumer.returned()
 
 
 def as_module(module: FSDPModule) -> nn.Module:
