@@ -195,13 +195,15 @@ class HostShard(torch.Tensor):
         changed = written(func, args, kwargs)
         if not any(isinstance(tensor, HostShard) for tensor in changed):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
-        if not all(isinstance(tensor, HostShard) for tensor in changed):
-            raise NotImplementedError(f"{func} writes into parameters in host memory and others: call it on each")
         opened: dict[HostMemory, torch.Tensor] = {}
-        on_host = partial(_on_host, opened)
+        copies: dict[torch.Tensor, torch.Tensor] = {}
+        on_host = partial(_on_host, opened, copies)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
         for memory in {tensor.memory for tensor in changed if isinstance(tensor, HostShard)}:
             memory.home.put(opened[memory])
+        for tensor in changed:
+            if tensor in copies:
+                tensor.copy_(copies[tensor])
         return changed[0] if func._schema.returns else None
 
     def fsdp_pre_all_gather(
@@ -251,10 +253,14 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read().to(tensor.device, copy=True) if isinstance(tensor, HostShard) else tensor
 
 
-def _on_host(opened: dict[HostMemory, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """In `opened`: once for all views of one memory, which then see each other's changes."""
+def _on_host(
+    opened: dict[HostMemory, torch.Tensor], copies: dict[torch.Tensor, torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
+    """In `opened`: once for all views of one memory, which then see each other's changes. `copies`: of others."""
     if not isinstance(tensor, HostShard):
-        return tensor.cpu()
+        if tensor.device.type != "cpu" and tensor not in copies:
+            copies[tensor] = tensor.cpu()
+        return copies.get(tensor, tensor)
     if tensor.memory not in opened:
         tensor.memory.settle()
         opened[tensor.memory] = tensor.memory.flat

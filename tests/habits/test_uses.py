@@ -1,17 +1,23 @@
-"""Modules that only some ranks run, and hooks on parameters, are refused before any number is wrong."""
+"""What cannot work on a sharded model is told in one line before any number is wrong; the rest works."""
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from loops import snapshot, unequal
+from loops_of_torch import OPTIONS, whole
+from models_of_torch import LOOPS, Training, batches_of, build, sharded_of
 from pool import Pool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
-from dzero import AdamW, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
 
 class Chosen(nn.Module):
@@ -53,27 +59,173 @@ def other_experts(rank: int, ranks: int, stage: int) -> str:
 def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool, stage: int) -> None:
     for told in pool.run(other_experts, 2, stage):
         assert "or other modules of them" in told
-        assert re.search(
-            r"rank 0: the reduced gradients were those of 1\.experts\.0\.weight, 1\.experts\.0\.bias", told
-        )
-        assert re.search(r"rank 1: the reduced gradients were those of 1\.experts\.2\.weight", told)
+        assert "zero.unused=zeros" in told
+        assert re.search(r"rank 0: gradients of all parameters but 1\.experts\.2\.weight, 1\.experts\.2\.bias", told)
+        assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
 
 
-def hooked(rank: int, ranks: int, first: bool) -> str:
+HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+
+def hooked(rank: int, ranks: int, kind: str, first: bool) -> str:
     sharded = model_of(2)
-    param = sharded.named_params()["0.weight"]
+    hook = getattr(sharded.named_params()["0.weight"], kind)
     if first:
-        param.register_post_accumulate_grad_hook(lambda _: None)
-        with pytest.raises(ValueError, match=r"0\.weight has a post-accumulate-grad hook") as told:
+        hook(lambda _: None)
+        with pytest.raises(ValueError, match=r"0\.weight has a hook of its own") as told:
             AdamW(sharded)
         return str(told.value)
     optim = AdamW(sharded)
-    param.register_post_accumulate_grad_hook(lambda _: None)
+    hook(lambda _: None)
     return step_of(sharded, optim)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the optimizer", "after it"])
-def test_a_hook_that_would_see_gradients_before_they_are_whole_is_refused(pool: Pool, first: bool) -> None:
-    for told in pool.run(hooked, 1, first):
-        assert "0.weight has a post-accumulate-grad hook" in told
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_would_see_gradients_before_they_are_whole_is_refused(pool: Pool, kind: str, first: bool) -> None:
+    for told in pool.run(hooked, 1, kind, first):
+        assert "0.weight has a hook of its own" in told
         assert "between backward() and step()" in told
+
+
+def cut_again(rank: int, ranks: int) -> list[str]:
+    sharded, inner = model_of(3), build("Net")
+    fully_shard(inner.blocks[1])  # type: ignore[union-attr, operator, index]
+    told = []
+    for model in (sharded.model, inner):
+        with pytest.raises(ValueError, match="is already cut") as refused:
+            shard(model, ZeroConfig(stage=3))
+        told.append(str(refused.value))
+    with pytest.raises(AssertionError, match="deepcopy"):
+        AveragedModel(sharded.model)
+    AdamW(sharded, [sharded.named_params()["0.weight"]])
+    return told
+
+
+def test_a_model_is_cut_once(pool: Pool) -> None:
+    for told in pool.run(cut_again, 1):
+        assert told[0].startswith("the model is already cut by fully_shard() or shard()")
+        assert told[1].startswith("module blocks.1 is already cut")
+
+
+def one_optimizer(rank: int, ranks: int) -> None:
+    sharded = sharded_of("PartlyFrozen", 2)
+    named = sharded.named_params()
+    optim = AdamW(sharded, [named["head.weight"]])
+    with pytest.raises(RuntimeError, match="already go to another optimizer"):
+        AdamW(sharded, [named["head.bias"]])
+    with pytest.raises(ValueError, match=r"embed\.weight was frozen when the model was sharded"):
+        optim.add_param_group({"params": [named["embed.weight"]]})
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optim.add_param_group({"params": [named["head.weight"]]})
+    assert len(optim.param_groups) == 1
+
+
+def test_groups_of_other_parameters_are_refused(pool: Pool) -> None:
+    pool.run(one_optimizer, 1)
+
+
+def assigned(rank: int, ranks: int, stage: int) -> list[str]:
+    sharded = sharded_of("Net", stage)
+    optim = AdamW(sharded)
+    state = {name: value * 2 for name, value in sharded.model.state_dict().items()}
+    with pytest.warns(UserWarning, match="copies the values"):
+        sharded.model.load_state_dict(state, assign=True)
+    wrong = unequal(dict(sharded.model.state_dict()), state)
+    before = {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
+    sharded.model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    after = {name: whole(param.detach()) for name, param in sharded.named_params().items()}
+    return wrong + [name for name in before if torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_assigned_values_are_copied(pool: Pool, stage: int) -> None:
+    assert pool.run(assigned, 2, stage) == [[], []]
+
+
+def head_apart(rank: int, ranks: int, stage: int) -> str:
+    sharded = sharded_of("Net", stage)
+    hidden = torch.ones(2, 8)
+    with pytest.raises(RuntimeError, match="head is called outside of the model's forward") as told:
+        sharded.model.head(hidden)  # type: ignore[operator]
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None:
+    assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
+
+
+def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    found = []
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
+    with pytest.raises(ValueError, match=r"name each of them once, as one of \('replicate', 'shard'\)"):
+        shard(build("Net"), ZeroConfig(stage=2), mesh=square, axes={"shard": "dp_shard"})
+    with pytest.raises(ValueError, match=r"or say which they are, e\.g\. shard\(\.\.\., axes=\{'shard': 'dp'\}\)"):
+        shard(build("Net"), ZeroConfig(stage=2), mesh=flat)
+    for stage, mesh, axes in (
+        (0, flat, {"replicate": "dp"}),
+        (3, flat, {"shard": "dp"}),
+        (2, square, {"replicate": "dp_replicate", "shard": "dp_shard"}),
+    ):
+        sharded = shard(
+            build("Net"), ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=mesh, axes=axes
+        )
+        optim = AdamW(sharded)
+        sharded.model(torch.full((2, 4), float(rank))).sum().backward()
+        optim.step()
+        found.append({name: whole(param.detach()).clone() for name, param in sharded.named_params().items()})
+    return found
+
+
+def test_a_mesh_of_another_library_is_taken_with_its_axes_named(pool: Pool) -> None:
+    zero, three, hybrid = pool.run(on_a_mesh_of_its_own, 4)[0]
+    assert unequal(three, zero) == []
+    assert all(torch.allclose(hybrid[name], value, atol=1e-6) for name, value in zero.items())
+
+
+def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
+    """The largest difference from torch, after it handed a model and its optimizer's state dict on."""
+    plain = build("Net")
+    theirs = torch.optim.AdamW(plain.parameters(), **OPTIONS)  # type: ignore[arg-type]
+    training = Training(plain, theirs)
+    for step in range(3):
+        LOOPS["plain"](training, batches_of(step, ranks, 1, together=True))
+    sharded = shard(
+        copy.deepcopy(plain),
+        ZeroConfig(stage=stage),
+        precision=PrecisionConfig(param="fp32", moments=moments),
+        mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
+    )
+    ours = AdamW(sharded)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["betas"] == OPTIONS["betas"]
+    for step in range(3, 5):
+        LOOPS["plain"](training, batches_of(step, ranks, 1, together=True))
+        LOOPS["plain"](Training(sharded.model, ours, sharded), batches_of(step, ranks, 1, own=rank))
+    expected = dict(plain.named_parameters())
+    return max(float((whole(p) - expected[name]).detach().abs().max()) for name, p in sharded.named_params().items())
+
+
+@pytest.mark.parametrize(("moments", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-4), ("int8", 1e-3)])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_of_torchs_adamw_are_taken_in(pool: Pool, stage: int, moments: str, tolerance: float) -> None:
+    assert max(pool.run(continued, 2, stage, moments)) <= tolerance
+
+
+def foreign(rank: int, ranks: int) -> None:
+    plain = build("Net")
+    optim = AdamW(sharded_of("Net", 3))
+    for options, params in (({"amsgrad": True}, [*plain.parameters()]), ({}, [*plain.parameters()][::-1])):
+        theirs = torch.optim.AdamW(params, **options)  # type: ignore[arg-type]
+        plain(torch.ones(2, 4)).sum().backward()
+        theirs.step()
+        with pytest.raises(ValueError, match=r"the state dict of torch\.optim has"):
+            optim.load_state_dict(theirs.state_dict())
+    assert all(float(states["step"]) == 0 for states in optim.state.values())
+
+
+def test_states_of_another_rule_or_order_are_refused(pool: Pool) -> None:
+    pool.run(foreign, 1)

@@ -78,7 +78,7 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
     expected = {
         "cast": "PrecisionConfig",
         "second optimizer": "parameter groups",
-        "unfrozen": "requires_grad was changed after shard",
+        "unfrozen": "was frozen when the model was sharded",
         "unscaled": "scale_loss",
         "zero_grad 0": "cannot be dropped",
         "zero_grad 1": "cannot be dropped",

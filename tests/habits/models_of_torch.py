@@ -1,0 +1,376 @@
+"""Models and loops as torch users write them, run by plain torch in one process and sharded: both end alike.
+
+A loop trains one step on microbatches of (rank, input, target), one list of them per microbatch: plain torch has those
+of all ranks, a sharded model its own. For pool workers, so importable by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loops_of_torch import OPTIONS, whole
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+
+WIDTH, STEPS = 8, 4
+Batch = list[tuple[int, Tensor, Tensor]]
+
+
+class Block(nn.Module):
+    """Two layers beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+class Net(nn.Module):
+    """Three blocks between an embedding and a head. `order`: the blocks that a forward runs."""
+
+    order: tuple[int, ...] = (0, 1, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 2)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.embed(x)
+        for number in self.order:
+            x = self.blocks[number](x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Again(Net):
+    """A block that is used three times, as in ALBERT."""
+
+    order = (0, 1, 1, 2, 1)
+
+
+class Halves(nn.Module):
+    """A module of which one layer is used twice, the other once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        x = x + torch.tanh(self.first(x))
+        return x + torch.tanh(self.second(x)) if both else x
+
+
+class PartlyAgain(Net):
+    """A unit that is used twice, the second time in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Halves()
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.blocks[1](self.embed(x))
+        out: Tensor = self.head(self.blocks[1](self.blocks[0](x), both=False))
+        return out
+
+
+class Tied(Net):
+    """Two blocks that share a matrix, and a head of the embedding's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+class PartlyFrozen(Net):
+    """A block of which one matrix is frozen, and a frozen embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.embed.requires_grad_(False)
+
+
+class Unused(Net):
+    """A block that never runs, and a layer of the root that never does."""
+
+    order = (0, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+
+class Parametrized(Net):
+    """torch's own parametrizations, inside units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.blocks[0].up)
+        spectral_norm(self.blocks[1].down)
+
+
+class Branch(Net):
+    """A layer that rank 0 alone runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Halves()
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.blocks[1](self.embed(x), both=rank == 0)
+        out: Tensor = self.head(x)
+        return out
+
+
+MODELS: dict[str, type[Net]] = {
+    each.__name__: each for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Branch)
+}
+
+
+@dataclass
+class Training:
+    """What a loop has: the model, its optimizer, the number of this step, and of a sharded model its handle."""
+
+    model: nn.Module
+    optim: torch.optim.Optimizer
+    sharded: Sharded | None = None
+    step: int = 0
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, batch: Batch, scale: float = 1.0) -> Tensor:
+        """The mean over the ranks of a microbatch, of inputs multiplied by `scale`."""
+        losses = [mse_loss(self.model(scale * x, rank=rank), y) for rank, x, y in batch]
+        return torch.stack(losses).mean()
+
+
+def backward(loss: Tensor, **options: Any) -> None:
+    """As a method, which has no types."""
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def plain(training: Training, batches: list[Batch]) -> None:
+    """A loop as the README has it."""
+    for index, batch in enumerate(batches):
+        if training.sharded is None:
+            backward(training.loss(batch) / len(batches))
+            continue
+        with training.sharded.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def accumulated(training: Training, batches: list[Batch]) -> None:
+    """Several backwards before a step, and nothing else."""
+    for batch in batches:
+        backward(training.loss(batch) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def synchronised(training: Training, batches: list[Batch]) -> None:
+    """FSDP2's own switch for the last one."""
+    for index, batch in enumerate(batches):
+        if training.sharded is not None:
+            training.model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
+        backward(training.loss(batch) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def one_graph_twice(training: Training, batches: list[Batch]) -> None:
+    """Two backwards over one graph."""
+    for batch in batches:
+        outs = [training.model(x, rank=rank) for rank, x, _ in batch]
+        errors = [mse_loss(out, y) for out, (_, _, y) in zip(outs, batch, strict=True)]
+        backward(torch.stack(errors).mean(), retain_graph=True)
+        backward(torch.stack([out.abs().mean() for out in outs]).mean())
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def two_forwards(training: Training, batches: list[Batch]) -> None:
+    """One backward of two forwards."""
+    for batch in batches:
+        backward(training.loss(batch) + training.loss(batch, scale=2.0))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def closure(training: Training, batches: list[Batch]) -> None:
+    """The step calls what computes the loss."""
+
+    def compute() -> float:
+        training.optim.zero_grad()
+        loss = training.loss(batches[0])
+        backward(loss)
+        return float(loss)
+
+    training.optim.step(compute)
+
+
+def frozen_for_a_while(training: Training, batches: list[Batch]) -> None:
+    """One matrix is frozen in the second step, and trained again from the fourth on."""
+    frozen = training.model.get_parameter("blocks.0.up.weight")
+    frozen.requires_grad_(training.step not in (1, 2))
+    plain(training, batches)
+
+
+def group_added(training: Training, batches: list[Batch]) -> None:
+    """The embedding is trained from the third step on, the blocks from the fourth, with settings of their own."""
+    if training.step == 0:
+        training.optim = _optimizer(training, training.model.head.parameters())  # type: ignore[union-attr]
+    if training.step == 2:
+        training.optim.add_param_group({"params": [*training.model.embed.parameters()], "lr": 2e-3})  # type: ignore[union-attr]
+    if training.step == 3:
+        training.optim.add_param_group({"params": [*training.model.blocks.parameters()], "weight_decay": 0.0})  # type: ignore[union-attr]
+    plain(training, batches)
+    training.model.zero_grad()  # of what is in no group yet: torch would add it up
+
+
+def _optimizer(training: Training, params: Any) -> torch.optim.Optimizer:
+    params = [*params]
+    training.optim.zero_grad()
+    if training.sharded is None:
+        return torch.optim.AdamW(params, **OPTIONS)  # type: ignore[arg-type]
+    del training.optim
+    return AdamW(training.sharded, params, **OPTIONS)  # type: ignore[arg-type]
+
+
+def scheduled(training: Training, batches: list[Batch]) -> None:
+    """Two of torch's schedulers, one after the other."""
+    if training.step == 0:
+        schedulers = torch.optim.lr_scheduler
+        warm = schedulers.LinearLR(training.optim, start_factor=0.1, total_iters=2)
+        cosine = schedulers.CosineAnnealingLR(training.optim, T_max=4)
+        training.kept["rate"] = schedulers.SequentialLR(training.optim, [warm, cosine], milestones=[2])
+    plain(training, batches)
+    training.kept["rate"].step()
+
+
+def scaled(training: Training, batches: list[Batch]) -> None:
+    """torch's scaler of losses, by habit."""
+    scaler = training.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
+    for batch in batches:
+        backward(scaler.scale(training.loss(batch) / len(batches)))
+    scaler.unscale_(training.optim)
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    scaler.step(training.optim)
+    scaler.update()
+    training.optim.zero_grad()
+
+
+def prefetched(training: Training, batches: list[Batch]) -> None:
+    """FSDP2's explicit prefetching."""
+    blocks: Any = training.model.blocks
+    if training.sharded is not None and training.step == 0:
+        blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
+        blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    plain(training, batches)
+
+
+def called_as_function(training: Training, batches: list[Batch]) -> None:
+    """The model called with its own parameters as arguments."""
+    params = dict(training.model.named_parameters())
+    for batch in batches:
+        outs = [torch.func.functional_call(training.model, params, (x,)) for _, x, _ in batch]
+        errors = [mse_loss(out, y) for out, (_, _, y) in zip(outs, batch, strict=True)]
+        backward(torch.stack(errors).mean() / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
+    """A moving average of the parameters, which they become after the last step."""
+    plain(training, batches)
+    params = [*training.model.parameters()]
+    with torch.no_grad():
+        kept = training.kept.setdefault("average", [param.detach().clone() for param in params])
+        torch._foreach_lerp_(kept, params, 0.5)
+        if training.step == STEPS - 1:
+            for param, average in zip(params, kept, strict=True):
+                param.copy_(average)
+
+
+LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
+    each.__name__: each
+    for each in (
+        plain,
+        accumulated,
+        synchronised,
+        one_graph_twice,
+        two_forwards,
+        closure,
+        frozen_for_a_while,
+        group_added,
+        scheduled,
+        scaled,
+        prefetched,
+        called_as_function,
+        averaged_by_hand,
+    )
+}
+
+
+def batches_of(
+    step: int, ranks: int, microbatches: int, *, own: int | None = None, together: bool = False
+) -> list[Batch]:
+    """A step's microbatches, of all ranks or of one. together: those of all ranks as one input."""
+    made = torch.Generator().manual_seed(step)
+    drawn = []
+    for _ in range(microbatches):
+        every = [(rank, torch.randn(3, 4, generator=made), torch.randn(3, 2, generator=made)) for rank in range(ranks)]
+        merged = [(0, torch.cat([x for _, x, _ in every]), torch.cat([y for _, _, y in every]))]
+        drawn.append([every[own]] if own is not None else merged if together else every)
+    return drawn
+
+
+def build(model: str) -> nn.Module:
+    """The same values on every rank and in plain torch."""
+    torch.manual_seed(0)
+    return MODELS[model]()
+
+
+def in_torch(model: str, loop: str, ranks: int, microbatches: int) -> dict[str, Tensor]:
+    """The parameters that plain torch ends with."""
+    built = build(model)
+    trained = [param for param in built.parameters() if param.requires_grad]
+    training = Training(built, torch.optim.AdamW(trained, **OPTIONS))  # type: ignore[arg-type]
+    for training.step in range(STEPS):
+        LOOPS[loop](training, batches_of(training.step, ranks, microbatches, together=model != "Branch"))
+    return {name: param.detach().clone() for name, param in built.named_parameters()}
+
+
+def in_dzero(
+    rank: int, ranks: int, model: str, loop: str, stage: int, microbatches: int, offload: dict[str, str], unused: str
+) -> dict[str, Tensor]:
+    """Those that a sharded model ends with."""
+    sharded = sharded_of(model, stage, microbatches, offload, unused=unused)
+    training = Training(sharded.model, AdamW(sharded, **OPTIONS), sharded)  # type: ignore[arg-type]
+    for training.step in range(STEPS):
+        LOOPS[loop](training, batches_of(training.step, ranks, microbatches, own=dist.get_rank()))
+    training.optim.synchronize()  # type: ignore[attr-defined]
+    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
+
+
+def sharded_of(model: str, stage: int, microbatches: int = 1, offload: Any = None, **zero: Any) -> Sharded:
+    """A model of `MODELS` in fp32."""
+    return shard(
+        build(model),
+        ZeroConfig(stage=stage, **zero),
+        precision=PrecisionConfig(param="fp32"),
+        offload=OffloadConfig(**offload) if offload else None,
+        mesh=make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1),
+        microbatches=microbatches,
+    )

@@ -1,0 +1,61 @@
+"""Models and loops that plain torch takes give what it gives, at every stage, on one rank and on several."""
+
+from __future__ import annotations
+
+import pytest
+from loops_of_torch import HOST
+from models_of_torch import LOOPS, MODELS, in_dzero, in_torch
+from pool import Pool
+
+TOLERANCE = 1e-6
+STAGES = (0, 1, 2, 3)
+COMMON = [name for name in MODELS if name not in ("Net", "Branch")]
+
+
+def check(
+    pool: Pool, model: str, loop: str, ranks: int, microbatches: int, tiers: dict[str, str], unused: str = "agree"
+) -> None:
+    """The parameters of every stage are those of plain torch in one process."""
+    expected = in_torch(model, loop, ranks, microbatches)
+    for stage in STAGES if not tiers else (1, 3):
+        for found in pool.run(in_dzero, ranks, model, loop, stage, microbatches, tiers, unused):
+            far = {name: (found[name] - value).abs().max().item() for name, value in expected.items() if name in found}
+            assert len(far) == len(found)
+            assert {name: gap for name, gap in far.items() if not gap <= TOLERANCE} == {}, stage
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", COMMON)
+def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, microbatches: int) -> None:
+    check(pool, model, "plain", ranks, microbatches, {})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name != "plain"])
+def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> None:
+    check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
+
+
+@pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused"])
+def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
+    check(pool, model, "accumulated", 3, 2, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "loop"),
+    [
+        ("Again", "accumulated"),
+        ("PartlyAgain", "one_graph_twice"),
+        ("Unused", "plain"),
+        ("Net", "group_added"),
+        ("Net", "frozen_for_a_while"),
+        ("Net", "scaled"),
+    ],
+)
+def test_so_it_does_where_states_are_on_the_host(pool: Pool, model: str, loop: str) -> None:
+    check(pool, model, loop, 2, 2, HOST)
+
+
+def test_zeros_count_where_some_ranks_have_no_gradient(pool: Pool) -> None:
+    check(pool, "Branch", "plain", 2, 2, {}, unused="zeros")
