@@ -130,7 +130,6 @@ def misuse(rank: int, ranks: int) -> dict[str, str]:
 
     sharded = sharded_net("even", stage=2, microbatches=2)
     optim = AdamW(sharded)
-    batch = nets.batches("even", steps=1, ranks=1, microbatches=1)[0][0]
     expect("step without gradients", RuntimeError, optim.step)
 
     scalar = nn.Linear(2, 2)
