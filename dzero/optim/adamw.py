@@ -97,7 +97,13 @@ class AdamW(MasterOptimizer):
         if values:
             self.offload.visit(unit.shape.name, partial(_each, Stored.follow, values))
 
+    def _follow_edits(self, unit: Unit) -> None:
+        values = [(stored, stored.values()) for stored in self._of(unit) if stored.work is not None]
+        if values:
+            self.offload.visit(unit.shape.name, partial(_each, Stored.follow_edits, values))
+
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
+        self.take_edits()
         pending, how = self._plan(grads, factor)
         done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
         updates = max((int(stored.tensors["step"]) for stored in self._stored.values()), default=0)
@@ -152,7 +158,7 @@ class AdamW(MasterOptimizer):
 
     def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
         """Update a unit whose gradients are complete as if nothing will be clipped; return whether that has begun."""
-        if not self._ahead.allows(unit):
+        if not self._ahead.allows(unit) or any(each.is_edited for each in self._sharded.units):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
         if pending:
@@ -239,6 +245,7 @@ class AdamW(MasterOptimizer):
         """As `MasterOptimizer.carry`."""
 
         of_unit = self._of(unit)
+        self.take_edits()
 
         def carry_all() -> None:
             for stored in of_unit:
@@ -267,6 +274,7 @@ class AdamW(MasterOptimizer):
         for stored, each, initial in taking:
             stored.tensors["step"].fill_(each.scalars["step"])
             stored.local.copy_(each.tensors.get("param", initial.param))
+        unit.is_edited = False
         if taking and all("param" in each.tensors for _, each, _ in taking):
             self.offload.hold_back(unit.shape.name, work_of([stored for stored, _, _ in taking]))
         if (bring := self._bringing(unit, carried)) is not None:

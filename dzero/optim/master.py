@@ -89,6 +89,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()
         self._hook_state_dicts()
+        for unit in sharded.units:
+            unit.watch([name for name in unit.params if self.offload.places.updated_on_host(name)], self.synchronize)
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -138,6 +140,22 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _follow(self, unit: Unit) -> None:
         """The model has loaded other values into a unit: its masters take them."""
         raise NotImplementedError
+
+    def _follow_edits(self, unit: Unit) -> None:
+        """Parameters of a unit were edited in place: its masters off the device take those elements."""
+        raise NotImplementedError
+
+    def take_edits(self) -> None:
+        """Let masters off the device follow what was written into parameters since the last update.
+
+        Those on the device are compared with their working copies by the update itself.
+        """
+        edited = [unit for unit in self._sharded.units if unit.is_edited]
+        if edited:
+            self.synchronize()
+        for unit in edited:
+            self._follow_edits(unit)
+            unit.is_edited = False
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         names = {param: name for name, param in named.items()}

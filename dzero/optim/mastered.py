@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.optim.shards import Homes, still_of
+from dzero.optim.shards import Homes, read, still_of
 from dzero.optim.update import follow_edits
 from dzero.zero.placed import local_of
 from dzero.zero.working import to_working
@@ -66,6 +66,14 @@ class Mastered:
         """Take what was edited in the working copy since the last update, where that is what forward reads."""
         if self.work is None and not self.is_param:
             follow_edits(self.master.data.view(-1), self.local)
+
+    def take_edits(self) -> None:
+        """The same of a master on the host."""
+        local, master = read(self.local).to(self.master.device), self.master.data.view(-1)
+        if local.dtype == torch.float32:
+            master.copy_(local)
+        else:
+            follow_edits(master, local)
 
     def write_back(self) -> None:
         """Round the master into the working copy."""

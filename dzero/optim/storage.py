@@ -23,7 +23,7 @@ from torch import nn
 
 from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
 from dzero.optim.shards import Homes, device_bytes, read, still_of
-from dzero.optim.update import ParamStates
+from dzero.optim.update import ParamStates, follow_edits
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape
@@ -224,7 +224,7 @@ class Stored:
 
     def _carried_master(self) -> torch.Tensor:
         if "master" in self.tensors:
-            return self.flat("master")
+            return self.flat("master") if self.work is not None else follow_edits(self.flat("master"), self.local)
         work = self.local if self.work is None else self.work
         return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
 
@@ -252,6 +252,14 @@ class Stored:
                 master.copy_(local)
         if self.work is not None:
             self.work.copy_(local)
+
+    def follow_edits(self, local: torch.Tensor) -> None:
+        """Take the elements of a parameter's `values` that were edited, where the update runs on the host."""
+        assert self.work is not None
+        local = local.to(self.work.device)
+        if "master" in self.tensors:
+            follow_edits(self.flat("master"), local)
+        self.work.copy_(local)
 
     def values(self) -> torch.Tensor:
         """Those of `local`, read from where they live."""

@@ -92,6 +92,7 @@ class TorchOptimizer(MasterOptimizer):
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
+        self.take_edits()
         self._settle_groups()
         pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
@@ -116,6 +117,11 @@ class TorchOptimizer(MasterOptimizer):
         for param in unit.params.values():
             if param in self._mastered:
                 self._mastered[param].follow()
+
+    def _follow_edits(self, unit: Unit) -> None:
+        for mastered in self._of(unit):
+            if mastered.mesh is not None:
+                mastered.take_edits()
 
     def introduce(self) -> list[str]:
         """As `MasterOptimizer.introduce`."""
@@ -186,7 +192,9 @@ class TorchOptimizer(MasterOptimizer):
 
     def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
         """As `MasterOptimizer.carry`."""
+        self.take_edits()
         for mastered in self._of(unit):
+            mastered.follow_edits()
             for key, tensor in self._carried(unit, mastered):
                 put(mastered.name, key, tensor)
 
@@ -203,6 +211,7 @@ class TorchOptimizer(MasterOptimizer):
             )
             if stale is not None:
                 self.offload.hold_back(unit.shape.name, work_of([mastered]))
+            unit.is_edited = False
             moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
             numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
             self.inner.state.pop(master, None)  # of a save before the first update there is nothing

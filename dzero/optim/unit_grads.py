@@ -282,6 +282,9 @@ class UnitGrads:
             param.grad = maker.of(self.views[name], self._self, like)
         self._shown[name] = param.grad
 
+    def look(self) -> None:
+        """As `GradUse.look`: nothing is on its way to what lives on the device."""
+
     def write(self) -> None:
         """As `GradUse.write`."""
         if self._is_started:

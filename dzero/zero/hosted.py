@@ -41,6 +41,9 @@ class Door(Protocol):
     def settle(self) -> None:
         """Somebody is about to read or write host memory past FSDP2: wait for updates, forget what was fetched."""
 
+    def write(self) -> None:
+        """Somebody is about to write: masters must follow."""
+
 
 class Home(Protocol):
     """Where the elements of a `HostMemory` lie."""
@@ -99,6 +102,11 @@ class HostMemory:
         """See `Door.settle`."""
         if self.door is not None and (door := self.door()) is not None:
             door.settle()
+
+    def write(self) -> None:
+        """See `Door.write`."""
+        if self.door is not None and (door := self.door()) is not None:
+            door.write()
 
     def move_to(self, home: Home) -> None:
         """Live there from now on."""
@@ -195,11 +203,14 @@ class HostShard(torch.Tensor):
         changed = written(func, args, kwargs)
         if not any(isinstance(tensor, HostShard) for tensor in changed):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
+        memories = {tensor.memory for tensor in changed if isinstance(tensor, HostShard)}
+        for memory in memories:
+            memory.write()
         opened: dict[HostMemory, torch.Tensor] = {}
         copies: dict[torch.Tensor, torch.Tensor] = {}
         on_host = partial(_on_host, opened, copies)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
-        for memory in {tensor.memory for tensor in changed if isinstance(tensor, HostShard)}:
+        for memory in memories:
             memory.home.put(opened[memory])
         for tensor in changed:
             if tensor in copies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
 from dzero.zero.layout import Layout
+from dzero.zero.placed import local_of
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
+from dzero.zero.watched import WatchedTensor
 
 Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 
@@ -49,6 +52,7 @@ class Unit:
     to take as masters; later its masters, for an optimizer after it. `buffered`: names of the trained ones, in the
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
+    `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters whose masters live off the device.
     `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can,
     and `forget` drops what it brought. `shares`: of states that copies share out.
     """
@@ -64,6 +68,8 @@ class Unit:
     consumer: weakref.ref[Consumer] | None = None
     pending: Callable[[], None] | None = None
     drain: weakref.WeakMethod[Callable[[], None]] | None = None
+    synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
+    is_edited: bool = False
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
@@ -133,6 +139,25 @@ class Unit:
         self._brought = {}
         if self.forget is not None and (forget := self.forget()) is not None:
             forget(self.shape.name)
+
+    def watch(self, names: Collection[str], synchronize: Callable[[], None]) -> None:
+        """Notice from now on what is written into the parameters `names`, once `synchronize` has returned."""
+        self.synchronize = weakref.WeakMethod(synchronize)
+        for name in names:
+            param = self.params[name]
+            if name not in self.hosted and isinstance(param, DTensor):
+                param._local_tensor = WatchedTensor(local_of(param.detach()), weakref.ref(self))
+
+    def look(self) -> None:
+        """As `Watcher.look`: an update may be on its way."""
+        self.arrive()
+
+    def write(self) -> None:
+        """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
+        synchronize = self.synchronize() if self.synchronize is not None else None
+        if synchronize is not None:
+            synchronize()
+            self.is_edited = True
 
     def hold(self) -> None:
         """Take over memory that FSDP2 made to pad shards anew, as it does when a state dict was loaded."""

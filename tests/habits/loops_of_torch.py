@@ -196,20 +196,24 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
-def edited(rank: int, ranks: int, stage: int, rule: str, precision: dict[str, str]) -> dict[str, dict[str, Tensor]]:
-    """By edit: the parameters one step after all of them were clamped to `LIMIT`."""
+def edited(
+    rank: int, ranks: int, stage: int, rule: str, precision: dict[str, str], offload: dict[str, str]
+) -> dict[str, dict[str, Tensor]]:
+    """By edit: the parameters two steps after all of them were clamped to `LIMIT`."""
     found = {}
     for edit, do in EDITS.items():
-        sharded = sharded_net(stage=stage, **precision)
+        tiers = OffloadConfig(**offload) if offload else None
+        sharded = sharded_net(stage=stage, offload=tiers, **precision)
         optim = build_rule(sharded, rule)
-        drawn = nets.batches("even", steps=2, ranks=ranks, microbatches=1)
+        drawn = nets.batches("even", steps=4, ranks=ranks, microbatches=1)
         for number, of_step in enumerate(drawn):
-            if number:
+            if number == 2:
                 with torch.no_grad():
                     for param in sharded.model.parameters():
                         do(param)
             nets.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()  # type: ignore[no-untyped-call]
             optim.step()
+        optim.synchronize()
         found[edit] = {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
     return found
 
