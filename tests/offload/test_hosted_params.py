@@ -38,10 +38,13 @@ ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "momen
 class Door:
     """Counts who asked."""
 
-    settled = 0
+    settled = edited = 0
 
     def settle(self) -> None:
         self.settled += 1
+
+    def write(self) -> None:
+        self.edited += 1
 
     def bring(self, memory: HostMemory) -> torch.Tensor:
         return memory.flat
@@ -70,6 +73,7 @@ def test_a_shard_is_a_tensor_like_any_other(home: type[InMemory]) -> None:
         torch._foreach_add_([shard[0]], [torch.ones(4)])  # type: ignore[attr-defined]
     assert memory.flat.tolist() == [1, 2, 3, 4, 8, 10, 12, 14, 1, 1, 1, 1]
     assert door.settled >= 4
+    assert door.edited == 3
     moved = torch.full((12,), 7.0)
     memory.move_to(home(moved))
     moved[4] = 9
@@ -96,8 +100,11 @@ def test_a_shard_is_a_tensor_like_any_other(home: type[InMemory]) -> None:
     for refused in (lambda: shard.t_(), lambda: shard.resize_(2), lambda: shard.unsqueeze_(0), shard.share_memory_):
         with pytest.raises(NotImplementedError, match="on a parameter in host memory"):
             refused()
-    with pytest.raises(NotImplementedError, match="call it on each"):
-        torch._foreach_add_([shard[0], torch.ones(4)], [torch.ones(4), torch.ones(4)])  # type: ignore[attr-defined]
+    other = torch.ones(4)
+    with torch.no_grad():
+        torch._foreach_add_([shard[0], other], [torch.ones(4), torch.ones(4)])  # type: ignore[attr-defined]
+    assert memory.flat.tolist()[:4] == [3, 3, 3, 3]
+    assert other.tolist() == [2, 2, 2, 2]
 
 
 def settings(**changes: Any) -> Layout:
