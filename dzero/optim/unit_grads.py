@@ -50,6 +50,10 @@ HOOKED = (
 )
 
 
+WIDENED_ELEMS = 1 << 24
+"""Of a gradient on a GPU at a time, for its norm: torch copies them to fp64, 128 MiB."""
+
+
 class UnitGrads:
     """The gradients of one unit, between their reduction and the update.
 
@@ -403,5 +407,5 @@ def sum_squares(grad: torch.Tensor) -> float | torch.Tensor:
     """Sum of squares in fp64: a float on the CPU, a 0-dim tensor on CUDA (no synchronisation)."""
     if not grad.is_cuda:
         return host_kernels.sum_squares(grad)
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
-    return norm.square()
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(grad, WIDENED_ELEMS)]
+    return torch.stack(norms).square().sum()

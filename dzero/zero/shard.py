@@ -39,6 +39,7 @@ from dzero.zero.guards import copy_assigned, refuse_cut, refuse_outside_forward
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
+from dzero.zero.inputs import cast_first_input
 from dzero.zero.late import collect, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
@@ -307,6 +308,8 @@ class _Sharder:
             ),
             ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
         )
+        for module in modules if not is_root else ():
+            cast_first_input(module, self.layout.param.dtype)
         unit = Unit(
             shape=shape,
             layout=layout,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from loops import snapshot, unequal
 from loops_of_torch import OPTIONS, whole
-from models_of_torch import LOOPS, Training, batches_of, build, sharded_of
+from models_of_torch import LOOPS, Net, Training, batches_of, build, sharded_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,6 +155,33 @@ def head_apart(rank: int, ranks: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None:
     assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
+
+
+class Widening(Net):
+    """fp32 between its blocks, and beside them a table in fp32."""
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.embed(x).float()
+        for block in self.blocks:
+            x = block(x).float() + x
+        out: Tensor = self.head(x.bfloat16())
+        return out
+
+
+def widened(rank: int, ranks: int, stage: int) -> tuple[Tensor, bool]:
+    torch.manual_seed(0)
+    sharded = shard(Widening(), ZeroConfig(stage=stage), mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1))
+    optim = AdamW(sharded)
+    seen = []
+    sharded.model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))  # type: ignore[operator, index, union-attr]
+    sharded.model(torch.full((2, 4), float(rank))).sum().backward()
+    optim.step()
+    return whole(sharded.named_params()["embed.weight"].detach()), seen == [torch.bfloat16]
+
+
+def test_units_take_the_dtype_that_they_work_in(pool: Pool) -> None:
+    found = [pool.run(widened, 2, stage)[0] for stage in (0, 1, 2, 3)]
+    assert all(cast and torch.equal(weight, found[0][0]) for weight, cast in found)
 
 
 def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
