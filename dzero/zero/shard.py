@@ -45,6 +45,7 @@ from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
 from dzero.zero.registered import put_gathered_back, put_shards
+from dzero.zero.scalars import Places, narrow_in_forward, widen
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
 from dzero.zero.tiers import names_off_device
@@ -219,9 +220,10 @@ def shard(
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
     refuse_cut(model)
+    scalars = widen(model)
     units = units_of_roots(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
     values_on = device or _current_device(mesh.device_type)
-    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts).run()
+    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts, scalars).run()
 
 
 @dataclass(frozen=True)
@@ -256,8 +258,10 @@ class _Sharder:
         device: torch.device,
         parts: Parts | None,
         experts: ExpertParallel | None,
+        scalars: Places,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
+        self.scalars = scalars
         self.parts, self.roots = parts, roots_of(model, parts)
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
@@ -320,6 +324,7 @@ class _Sharder:
             origin=origin,
             shares=self._shares(shape, axes),
         )
+        narrow_in_forward(unit, self.scalars)
         self._switch(unit, axes)
         if self.layout.param.tier == "disk":
             for each, memory in unit.hosted.items():

@@ -153,7 +153,7 @@ def slots_by_unit(
 ) -> dict[str, list[Slot]]:
     """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
 
-    aliases: other names for parameters. Raises ValueError for a parameter without dims, and a model without parameters.
+    aliases: other names for parameters. Raises ValueError for a complex parameter, and a model without parameters.
     """
     unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
     seen: set[nn.Parameter] = set()
@@ -169,8 +169,6 @@ def slots_by_unit(
             seen.add(param)
             name = f"{prefix}.{attribute}" if prefix else attribute
             name = (aliases or {}).get(name, name)
-            if param.ndim == 0:
-                raise ValueError(f"parameter {name} has no dimension to shard; give it the shape (1,)")
             slots[unit_of[module]].append(Slot(name, module, attribute))
     if not seen:
         raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
@@ -189,7 +187,7 @@ def shape_of(slot: Slot) -> ParamShape:
     """
     param = slot.param
     if not isinstance(param, DTensor):
-        return ParamShape(slot.name, tuple(param.shape), param.requires_grad)
+        return ParamShape(slot.name, tuple(param.shape) or (1,), param.requires_grad)
     mesh, placement = param.device_mesh, param.placements[0]
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     dim = placement.dim % param.ndim if isinstance(placement, Shard) else None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dzero.zero.late import groups_of
+from dzero.zero.scalars import widen_gradient
 from dzero.zero.unit import Unit
 
 
@@ -29,10 +30,13 @@ class _Whole:
         self._unit, self._group = unit, group
         self._held = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         self.names = [name_of[held.sharded_param] for held in self._held]
+        self._scalars = [held for held in self._held if not held._orig_size]
         self._run, group.post_backward = group.post_backward, self
 
     def __call__(self, *unused: Any) -> None:
         missing = self._fill() if self._group.reduce_grads else []
+        for held in self._scalars if self._group.reduce_grads else ():
+            widen_gradient(held)
         self._unit.expect(frozenset(missing))
         params = [self._unit.params[name] for name in missing]
         without = [param for param in params if param.grad is None]

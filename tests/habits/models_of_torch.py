@@ -120,6 +120,37 @@ class Parametrized(Net):
         spectral_norm(self.blocks[1].down)
 
 
+class Gained(Block):
+    """A block with a gain without dims."""
+
+    def __init__(self, gain: nn.Parameter) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.gain.ndim == 0
+        out: Tensor = self.gain * super().forward(x)
+        return out
+
+
+class Scalars(Net):
+    """Parameters without dims: one of the root, as in CLIP, and one that two blocks share; a third block is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.7))
+        gain = nn.Parameter(torch.tensor(1.1))
+        self.blocks[0], self.blocks[1] = Gained(gain), Gained(gain)
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        assert self.logit_scale.ndim == 0
+        x = self.embed(x)
+        for block in self.blocks[:2]:
+            x = block(x)
+        out: Tensor = self.head(x) * self.logit_scale.exp()
+        return out
+
+
 class Branch(Net):
     """A layer that rank 0 alone runs."""
 
@@ -134,7 +165,7 @@ class Branch(Net):
 
 
 MODELS: dict[str, type[Net]] = {
-    each.__name__: each for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Branch)
+    each.__name__: each for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Scalars, Branch)
 }
 
 

@@ -37,7 +37,7 @@ def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> Non
     check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
 
 
-@pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused"])
+@pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused", "Scalars"])
 def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
     check(pool, model, "accumulated", 3, 2, {})
 
@@ -48,6 +48,7 @@ def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
         ("Again", "accumulated"),
         ("PartlyAgain", "one_graph_twice"),
         ("Unused", "plain"),
+        ("Scalars", "accumulated"),
         ("Net", "group_added"),
         ("Net", "frozen_for_a_while"),
         ("Net", "scaled"),

@@ -132,9 +132,6 @@ def misuse(rank: int, ranks: int) -> dict[str, str]:
     optim = AdamW(sharded)
     expect("step without gradients", RuntimeError, optim.step)
 
-    scalar = nn.Linear(2, 2)
-    scalar.gain = nn.Parameter(torch.tensor(1.0))
-    expect("scalar", ValueError, lambda: shard(scalar, ZeroConfig()))
     expect("empty", ValueError, lambda: shard(nn.ReLU(), ZeroConfig()))
     expect("meta", ValueError, lambda: shard(nn.Linear(2, 2, device="meta"), ZeroConfig()))
     expect("mesh", ValueError, lambda: shard(nn.Linear(2, 2), ZeroConfig(), mesh=init_device_mesh("cpu", (ranks,))))
@@ -149,7 +146,6 @@ def test_misuse_raises_errors_that_teach(pool: Pool) -> None:
     messages = pool.run(misuse, 2)[0]
     for key, parts in {
         "step without gradients": ("run backward first", "microbatch(is_last=True)"),
-        "scalar": ("parameter gain", "shape (1,)"),
         "empty": ("ReLU has no floating-point parameters",),
         "meta": ("weight is on meta", "materialise="),
         "mesh": ("('replicate', 'shard')", "dzero.make_mesh"),
