@@ -298,6 +298,10 @@ class UnitGrads:
             )
         self._is_edited = True
 
+    def lend(self) -> None:
+        """As `GradUse.lend`: to be sure, what was summed up no longer counts."""
+        self.write()
+
     def read(self, name: str) -> torch.Tensor:
         """As `GradUse.read`."""
         if name not in self.views:

@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.hosted import Home, HostMemory, memory_of
 from dzero.zero.layout import Layout
-from dzero.zero.placed import local_of
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
-from dzero.zero.watched import WatchedTensor
+from dzero.zero.watched import watch
 
 Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 
@@ -146,11 +145,14 @@ class Unit:
         for name in names:
             param = self.params[name]
             if name not in self.hosted and isinstance(param, DTensor):
-                param._local_tensor = WatchedTensor(local_of(param.detach()), weakref.ref(self))
+                watch(param, weakref.ref(self))
 
     def look(self) -> None:
         """As `Watcher.look`: an update may be on its way."""
         self.arrive()
+
+    def lend(self) -> None:
+        """As `Watcher.lend`: FSDP2 asks, before the first forward, whether its memory is still there."""
 
     def write(self) -> None:
         """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dzero.zero.placed import written
+from dzero.zero.placed import local_of, written
 
 
 class Watcher(Protocol):
@@ -23,6 +24,14 @@ class Watcher(Protocol):
 
     def write(self) -> None:
         """Somebody is about to write into one of them."""
+
+    def lend(self) -> None:
+        """Somebody asks where one lies, and may write there."""
+
+
+def watch(tensor: DTensor, use: Callable[[], Watcher | None]) -> None:
+    """Let `use` know of what is done with the local tensor of a DTensor."""
+    tensor._local_tensor = WatchedTensor(local_of(tensor), use)
 
 
 class WatchedTensor(torch.Tensor):
@@ -92,13 +101,17 @@ class WatchedTensor(torch.Tensor):
 
     def data_ptr(self) -> int:
         """As of any tensor; whoever has the address may write there."""
-        self.open()
+        self._lend()
         return self.plain.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As of any tensor; whoever has the storage may write into it."""
-        self.open()
+        self._lend()
         return self.plain.untyped_storage()
+
+    def _lend(self) -> None:
+        if (use := self.use()) is not None:
+            use.lend()
 
     def __dlpack__(self, **options: Any) -> Any:
         """As of any tensor; whoever has the capsule may write into it."""
