@@ -90,7 +90,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.offload.take_params()
         self._hook_state_dicts()
         for unit in sharded.units:
-            unit.watch([name for name in unit.params if self.offload.places.updated_on_host(name)], self.synchronize)
+            unit.watch(self.synchronize)
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -218,7 +218,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _without_gradients(self) -> None:
         raise RuntimeError(
-            "step() without gradients: run backward first, and the last microbatch under microbatch(is_last=True)"
+            "step() without gradients: run backward first, and the last microbatch under microbatch(is_last=True), or "
+            "after set_requires_gradient_sync(True)"
         )
 
     def _record(self, decision: Decision) -> None:
@@ -236,7 +237,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.offload.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop reduced gradients, e.g. of microbatches that are not to count. Raises as `Sharded.abandon_step` does."""
+        """Drop gradients, reduced or not, e.g. of microbatches that are not to count, or of a backward that raised.
+
+        Raises as `Sharded.abandon_step` does.
+        """
         self._sharded.abandon_step()
         self.gradients.clear()
         super().zero_grad(set_to_none)

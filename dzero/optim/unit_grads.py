@@ -31,7 +31,9 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from dzero.mesh import SHARD
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.grad_views import GradMaker, GradUse, flat_of
@@ -129,11 +131,11 @@ class UnitGrads:
                 "call step() before the next, or take offload.overlap=forward"
             )
         self._hide()
-        self._used |= self._trained.keys() - missing
+        self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
         slices = zip(self._trained, torch.split(reduced, self._padded), self._elems, strict=True)
         pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
         if self._finished:
-            self._add_late(reduced, pieces, missing)
+            self._add_late(reduced, pieces)
         else:
             self._arrived(reduced, pieces)
 
@@ -141,7 +143,8 @@ class UnitGrads:
         """As `Consumer.returned`."""
         if self._finished:
             for name in self.views:
-                self._show(name, self._trained[name].grad)
+                if name in self._used:
+                    self._show(name, self._trained[name].grad)
         for name, param in self._trained.items():
             if name not in self._shown:
                 param.grad = None
@@ -154,12 +157,13 @@ class UnitGrads:
             if param.grad is None:
                 continue
             if name not in self._shown:
-                direct = flat_of(param.grad, param)
+                direct = self._flat_of(name, param.grad)
                 self._held[name] = self._held[name] + direct if name in self._held else direct
+                self._used.add(name)
             param.grad = None
         self._shown = {}
 
-    def _add_late(self, buffer: torch.Tensor, pieces: Named, missing: frozenset[str]) -> None:
+    def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
         """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
         self._is_edited = True
         if self._unit.shares is not None:
@@ -167,12 +171,9 @@ class UnitGrads:
         elif self._unit.average is not None:
             self._unit.average(buffer)
         for name, piece in pieces.items():
-            if name in self.views and name not in self._hosted:
-                self._add_on_device(name, piece)
-            elif name in self.views:
-                grad = self.read(name)
-                self.put(name, grad.add_(piece.to(grad.device)))
-            elif name not in missing or self._counts_zeros:
+            if name in self.views:
+                self._add_late_to(name, piece)
+            else:
                 self._replace(name, piece)
 
     def _arrived(self, buffer: torch.Tensor, pieces: Named) -> None:
@@ -188,7 +189,8 @@ class UnitGrads:
         if self._sharded.is_last:
             self._finish()
             if self.complete is not None and (complete := self.complete()) is not None:
-                self._is_started = complete(self._unit.shape.name, self.views)
+                used = {name: grad for name, grad in self.views.items() if name in self._used}
+                self._is_started = complete(self._unit.shape.name, used)
 
     def _add_on_device(self, name: str, piece: torch.Tensor) -> None:
         acc = self.views[name]
@@ -253,11 +255,10 @@ class UnitGrads:
                 self._leave(leaving, buffer)
         self._buffers = []
         for name, direct in on_host.items():
-            self._add_on_host_at_once(name, direct)
-        if not self._counts_zeros:
-            for name in self.views.keys() - self._used - self._held.keys():
-                del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
-                self.sums.pop(name, None)
+            if name in self.views:
+                self._add_late_to(name, direct)
+            else:
+                self._replace(name, direct)
         self._held = {}
 
     def _add_held(self, name: str, direct: torch.Tensor) -> None:
@@ -269,12 +270,14 @@ class UnitGrads:
             self.views[name] = direct.to(self._unit.layout.grad.dtype, copy=True)
             self._buffers.append(self.views[name])
 
-    def _add_on_host_at_once(self, name: str, direct: torch.Tensor) -> None:
-        if name not in self.views:
-            self._replace(name, direct)
-            return
-        grad = self.read(name)
-        self.put(name, grad.add_(direct.to(grad.device)))
+    def _add_late_to(self, name: str, grad: torch.Tensor) -> None:
+        """Add to a parameter's gradient, wherever that lives by now."""
+        if name in self._hosted:
+            own = self.read(name)
+            self.put(name, own.add_(grad.to(own.device)))
+        else:
+            self._is_edited = True
+            self._add_on_device(name, grad.to(self.views[name].dtype))
 
     def _show(self, name: str, like: torch.Tensor | None = None) -> None:
         """Let the parameter's `.grad` be a view of its gradient, wherever that lives. like: what it may be made of."""
@@ -315,20 +318,33 @@ class UnitGrads:
             self._offload.change_grads(self._unit.shape.name, [(self.views[name], flat)])
 
     def _collect(self) -> None:
-        """Take over what happened to `.grad` since: another tensor there, or none; nobody trains a frozen parameter."""
+        """Take over what happened to `.grad` since: another tensor there, or none."""
         for name, param in self._trained.items():
             if _is_hooked(param):
                 raise RuntimeError(HOOKED.format(name))
-            grad, shown = param.grad if param.requires_grad else None, self._shown.get(name)
+            grad, shown = param.grad, self._shown.get(name)
             if grad is shown:
                 continue
+            self.write()
             if grad is None:
-                self.write()
                 del self.views[name], self._shown[name]
+                self._used.discard(name)
+                continue
+            if shown is None and name in self.views:  # other ranks may have reached it, this one has not
+                self._add_late_to(name, self._flat_of(name, grad))
             else:
-                self.write()
-                self._replace(name, flat_of(grad, param))
-                self._show(name)
+                self._replace(name, self._flat_of(name, grad))
+            self._used.add(name)
+            self._show(name)
+
+    def _flat_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of what a user or autograd left in `.grad`, flat."""
+        param = self._trained[name]
+        shares = self._unit.shares if self._finished else None
+        if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
+            return local_of(grad).reshape(-1)  # made of what was `.grad`, whose parts lie on all copies
+        flat = flat_of(grad, param)
+        return flat if shares is None else flat[shares.span(name)]
 
     def _replace(self, name: str, flat: torch.Tensor) -> None:
         """Take `flat` as a parameter's gradient in place of what it is, if it has one."""
@@ -350,9 +366,12 @@ class UnitGrads:
         """Complete `sums`, also for a unit that the last microbatch did not reach."""
         if not self._finished:
             self._finish()
-            for name in self.views:
+            for name in self.views.keys() & self._used:
                 self._show(name)
         self._collect()
+        for name in self.views.keys() - self._used:
+            del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
+            self.sums.pop(name, None)
         for name, addition in self._additions.items():
             self.sums[name] = addition.result()[name]
         if self._is_edited:

@@ -17,16 +17,7 @@ class Microbatches:
         self._made, self._ended = self._made + 1, is_last
 
     def abandon(self) -> None:
-        """They are not to count.
-
-        Raises RuntimeError between microbatches at stages 0 and 1, where FSDP2 holds whole gradients that wait for the
-        last one and that nobody can take back.
-        """
-        if self._made and not self._ended and not self._layout.cadence(False).reduce:
-            raise RuntimeError(
-                f"zero_grad() between microbatches: at stage {self._layout.stage} gradients wait unreduced for the "
-                "last one and cannot be dropped; finish the step, or take stage 2 or 3"
-            )
+        """They are not to count."""
         self._made, self._ended = 0, False
 
     def end(self) -> None:

@@ -26,6 +26,19 @@ def collect(root: FSDPModule) -> None:
     _state(root)._root_post_backward_final_callback()
 
 
+def has_failed(root: FSDPModule) -> bool:
+    """Whether the last backward raised, and left FSDP2 in the middle of it; asked outside of any."""
+    failed: bool = _state(root)._state_ctx.post_backward_final_callback_queued
+    return failed
+
+
+def recover(root: FSDPModule) -> None:
+    """Let FSDP2 forget that backward. Raises RuntimeError where torch cannot, before 2.13."""
+    if not hasattr(root, "reset_iter_state"):
+        raise RuntimeError("a backward raised, and this version of torch cannot go on after that: start the run anew")
+    root.reset_iter_state()
+
+
 def _state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 

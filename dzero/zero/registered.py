@@ -1,26 +1,34 @@
-"""Between microbatches a model's parameters are its shards, also where a unit stays gathered for the next one.
+"""Outside of forward and backward a model's parameters are its shards, also where units stay gathered in between.
 
-FSDP2 leaves the gathered parameters on the modules then (stages 1 and 2, all but the last microbatch). A loss on the
-weights that reads them keeps their memory for its backward, and the last microbatch's reshard frees that memory before
-the backward runs. So the shards are put back after each microbatch, and the gathered ones before the next forward. This
-needs what FSDP2 keeps to itself.
+FSDP2 leaves the gathered parameters on the modules of stages 1 and 2 until a backward ends, after all but the last
+microbatch, and after an evaluation, which has no backward. Whoever then edits, freezes or clips `model.parameters()`
+would do that to copies. So the shards are put back, and the gathered ones, unless a shard was written since, before the
+next forward. There too they learn whether their shards were frozen meanwhile. This needs what FSDP2 keeps to itself.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from torch.distributed.fsdp import FSDPModule
+import torch
+from torch import nn
 
 from dzero.zero.late import groups_of
 from dzero.zero.unit import Unit, as_module
 
 
-def put_gathered_back(units: list[Unit]) -> None:
-    """Give every unit a hook that puts its gathered parameters back before FSDP2 looks; called once."""
+def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays_gathered: bool) -> None:
+    """Give every unit a hook before its forward, and the roots one after an evaluation's; called once.
+
+    stays_gathered: whether units may be gathered after forward.
+    """
     for unit in units:
-        for module in unit.modules:
-            as_module(module).register_forward_pre_hook(partial(_hook, unit.modules[0]), prepend=True)
+        groups = groups_of(unit.modules[0])
+        for module in map(as_module, unit.modules):
+            module.register_forward_pre_hook(partial(_before_forward, unit, groups), prepend=True)
+            if stays_gathered and any(module is root for root in roots):
+                module.register_forward_hook(partial(_after_forward, unit, units))
 
 
 def put_shards(units: list[Unit]) -> None:
@@ -32,8 +40,32 @@ def put_shards(units: list[Unit]) -> None:
                     held._setattr_on_modules(held.sharded_param)
 
 
-def _hook(module: FSDPModule, *_: object) -> None:
-    for group in groups_of(module):
-        if group.is_unsharded:
+def drop_waiting(units: list[Unit]) -> None:
+    """Forget whole gradients that wait for the last microbatch's, to be reduced with them."""
+    for unit in units:
+        for group in groups_of(unit.modules[0]):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if (param := held.__dict__.get("_unsharded_param")) is not None:
+                    param.grad = None
+
+
+def _after_forward(root: Unit, units: list[Unit], *_: object) -> None:
+    if torch.is_grad_enabled():
+        root.awaits_backward = True
+    elif not root.awaits_backward:
+        put_shards(units)
+
+
+def _before_forward(unit: Unit, groups: list[Any], *_: object) -> None:
+    for group in groups:
+        for held in group.fsdp_params:
+            param = held.__dict__.get("_unsharded_param")
+            if param is not None and param.requires_grad != held.sharded_param.requires_grad:
+                param.requires_grad_(held.sharded_param.requires_grad)
+        if group.is_unsharded and unit.is_stale:
+            group.reshard()
+        elif group.is_unsharded:
             for held in group.fsdp_params:
                 held._setattr_on_modules(held.unsharded_param)
+    unit.is_stale = False

@@ -40,11 +40,11 @@ from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
 from dzero.zero.inputs import cast_first_input
-from dzero.zero.late import collect, unsharded_params
+from dzero.zero.late import collect, has_failed, recover, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
-from dzero.zero.registered import put_gathered_back, put_shards
+from dzero.zero.registered import drop_waiting, follow_shards, put_shards
 from dzero.zero.scalars import Places, narrow_in_forward, widen
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
@@ -79,9 +79,8 @@ class Sharded:
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
-        self._stays_gathered = parts is None and layout.microbatches > 1 and not layout.cadence(False).reshard
-        if self._stays_gathered:
-            put_gathered_back(units)
+        self._stays_gathered = parts is None and not layout.cadence(False).reshard
+        follow_shards(units, roots_of(model, parts), stays_gathered=self._stays_gathered)
 
     @contextmanager
     def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
@@ -122,12 +121,23 @@ class Sharded:
         return unsharded_params(self._roots[part])
 
     def abandon_step(self) -> None:
-        """Called by `zero_grad`; see `Microbatches.abandon`."""
+        """Called by `zero_grad`: nothing of the step's microbatches counts, also where their backward raised.
+
+        Raises RuntimeError as `late.recover` does.
+        """
+        for root in self._roots:
+            if has_failed(root):
+                recover(root)
+        drop_waiting(self.units)
         for of_part in self._microbatches:
             of_part.abandon()
 
     def end_step(self) -> None:
-        """Called by the optimizer's step; see `Microbatches.end`."""
+        """Called by the optimizer's step; see `Microbatches.end`. Raises RuntimeError after a backward that raised."""
+        if any(map(has_failed, self._roots)):
+            raise RuntimeError(
+                "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
+            )
         for of_part in self._microbatches:
             of_part.end()
 

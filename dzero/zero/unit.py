@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -51,9 +51,10 @@ class Unit:
     to take as masters; later its masters, for an optimizer after it. `buffered`: names of the trained ones, in the
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
-    `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters whose masters live off the device.
-    `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can,
-    and `forget` drops what it brought. `shares`: of states that copies share out.
+    `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
+    since they were gathered. `awaits_backward`: of a root, that its last forward is to be followed by one. `hosted`:
+    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
+    `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -69,6 +70,8 @@ class Unit:
     drain: weakref.WeakMethod[Callable[[], None]] | None = None
     synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
     is_edited: bool = False
+    is_stale: bool = False
+    awaits_backward: bool = False
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
@@ -139,11 +142,10 @@ class Unit:
         if self.forget is not None and (forget := self.forget()) is not None:
             forget(self.shape.name)
 
-    def watch(self, names: Collection[str], synchronize: Callable[[], None]) -> None:
-        """Notice from now on what is written into the parameters `names`, once `synchronize` has returned."""
+    def watch(self, synchronize: Callable[[], None]) -> None:
+        """Notice from now on what is written into parameters, once `synchronize` has returned."""
         self.synchronize = weakref.WeakMethod(synchronize)
-        for name in names:
-            param = self.params[name]
+        for name, param in self.params.items():
             if name not in self.hosted and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
 
@@ -156,6 +158,7 @@ class Unit:
 
     def write(self) -> None:
         """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
+        self.is_stale = True
         synchronize = self.synchronize() if self.synchronize is not None else None
         if synchronize is not None:
             synchronize()
@@ -176,7 +179,7 @@ class Unit:
 
     def expect(self, missing: frozenset[str]) -> None:
         """Called when FSDP2 is about to reduce; `missing`: see `Consumer.receive`."""
-        self._missing = missing
+        self._missing, self._delivered = missing, False
 
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""

@@ -7,6 +7,7 @@ of all ranks, a sharded model its own. For pool workers, so importable by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,14 +153,16 @@ class Scalars(Net):
 
 
 class Branch(Net):
-    """A layer that rank 0 alone runs."""
+    """A layer that rank 0 alone runs, unless `everywhere`."""
+
+    everywhere = False
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1] = Halves()
 
     def forward(self, x: Tensor, rank: int = 0) -> Tensor:
-        x = self.blocks[1](self.embed(x), both=rank == 0)
+        x = self.blocks[1](self.embed(x), both=rank == 0 or self.everywhere)
         out: Tensor = self.head(x)
         return out
 
@@ -322,6 +325,99 @@ def called_as_function(training: Training, batches: list[Batch]) -> None:
     training.optim.zero_grad()
 
 
+def evaluated(training: Training, batches: list[Batch]) -> None:
+    """Evaluations between everything, and then habits that go through `model.parameters()`."""
+    model, own = training.model, training.sharded
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            training.loss(batches[0])
+
+    for index, batch in enumerate(batches):
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) / len(batches))
+        evaluate()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    training.optim.step()
+    evaluate()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.99)
+    evaluate()
+    model.get_parameter("head.bias").requires_grad_(training.step % 2 == 1)
+    evaluate()
+    model.zero_grad()
+
+
+def changed_between(training: Training, batches: list[Batch]) -> None:
+    """Parameters edited and frozen between the microbatches of a step."""
+    frozen = training.model.get_parameter("blocks.1.up.weight")
+    for index, batch in enumerate(batches):
+        own = training.sharded
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) / len(batches))
+        with torch.no_grad():
+            training.model.get_parameter("blocks.2.up.bias").add_(0.01)
+        frozen.requires_grad_(False)
+    frozen.requires_grad_(True)
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def frozen_between(training: Training, batches: list[Batch]) -> None:
+    """Frozen between backwards without `microbatch()`: what was there before counts."""
+    frozen = training.model.get_parameter("blocks.1.up.weight")
+    for batch in batches:
+        backward(training.loss(batch) / len(batches))
+        frozen.requires_grad_(False)
+    frozen.requires_grad_(True)
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+class _Raising(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
+def raised(training: Training, batches: list[Batch]) -> None:
+    """A backward that raises half way, in a hook of a block, is given up, and its step repeated."""
+    block: Any = training.model.blocks[0]  # type: ignore[index]
+    hook = block.register_forward_hook(lambda _, __, out: _Raising.apply(out))
+    loss = training.loss(batches[0])
+    hook.remove()
+    try:
+        backward(loss)
+    except ArithmeticError:
+        training.optim.zero_grad()
+    plain(training, batches)
+
+
+def given_up(training: Training, batches: list[Batch]) -> None:
+    """The first microbatch is not to count."""
+    own = training.sharded
+    with nullcontext() if own is None else own.microbatch(is_last=False):
+        backward(training.loss(batches[0], scale=3.0))
+    training.optim.zero_grad()
+    plain(training, batches)
+
+
+def reached_later(training: Training, batches: list[Batch]) -> None:
+    """The first backward reaches a layer on some ranks alone, the later ones on all."""
+    for index, batch in enumerate(batches):
+        training.model.everywhere = index > 0  # type: ignore[assignment]
+        backward(training.loss(batch) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
 def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
     """A moving average of the parameters, which they become after the last step."""
     plain(training, batches)
@@ -349,6 +445,12 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         scaled,
         prefetched,
         called_as_function,
+        evaluated,
+        changed_between,
+        frozen_between,
+        raised,
+        given_up,
+        reached_later,
         averaged_by_hand,
     )
 }

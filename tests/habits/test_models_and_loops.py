@@ -32,7 +32,7 @@ def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, micr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("loop", [name for name in LOOPS if name != "plain"])
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name not in ("plain", "reached_later")])
 def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> None:
     check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
 
@@ -52,10 +52,17 @@ def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
         ("Net", "group_added"),
         ("Net", "frozen_for_a_while"),
         ("Net", "scaled"),
+        ("Net", "evaluated"),
+        ("Net", "changed_between"),
+        ("Net", "raised"),
     ],
 )
 def test_so_it_does_where_states_are_on_the_host(pool: Pool, model: str, loop: str) -> None:
     check(pool, model, loop, 2, 2, HOST)
+
+
+def test_ranks_may_reach_parameters_one_after_the_other(pool: Pool) -> None:
+    check(pool, "Branch", "reached_later", 2, 2, {})
 
 
 def test_zeros_count_where_some_ranks_have_no_gradient(pool: Pool) -> None:
