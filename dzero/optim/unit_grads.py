@@ -364,10 +364,12 @@ class UnitGrads:
 
     def settle(self) -> None:
         """Complete `sums`, also for a unit that the last microbatch did not reach."""
-        if not self._finished:
+        if not self._finished and self.views:
+            self._hide()
             self._finish()
-            for name in self.views.keys() & self._used:
-                self._show(name)
+            for name in self._trained:
+                if name in self._used:
+                    self._show(name)
         self._collect()
         for name in self.views.keys() - self._used:
             del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused

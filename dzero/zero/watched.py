@@ -30,8 +30,10 @@ class Watcher(Protocol):
 
 
 def watch(tensor: DTensor, use: Callable[[], Watcher | None]) -> None:
-    """Let `use` know of what is done with the local tensor of a DTensor."""
-    tensor._local_tensor = WatchedTensor(local_of(tensor), use)
+    """Let `use` know of what is done with the local tensor of a DTensor; a simulated one (plan/simulate.py) stays."""
+    local = local_of(tensor)
+    if type(local) is torch.Tensor:
+        tensor._local_tensor = WatchedTensor(local, use)
 
 
 class WatchedTensor(torch.Tensor):

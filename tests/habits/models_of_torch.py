@@ -418,6 +418,19 @@ def reached_later(training: Training, batches: list[Batch]) -> None:
     training.optim.zero_grad()
 
 
+def skipped_then_penalised(training: Training, batches: list[Batch]) -> None:
+    """The last microbatch skips a block, whose weights then have a loss of their own."""
+    for index, batch in enumerate(batches):
+        training.model.order = (0, 2) if index == len(batches) - 1 else (0, 1, 2)  # type: ignore[assignment]
+        own = training.sharded
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) / len(batches))
+    weights = training.model.get_parameter("blocks.1.up.weight")
+    backward(whole((weights**2).sum()))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
 def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
     """A moving average of the parameters, which they become after the last step."""
     plain(training, batches)
@@ -451,6 +464,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         raised,
         given_up,
         reached_later,
+        skipped_then_penalised,
         averaged_by_hand,
     )
 }
