@@ -128,8 +128,8 @@ class UnitGrads:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch, whose update has "
                 "begun with offload.overlap=backward: of another backward, or of another use of the unit in one "
-                "forward, which FSDP2 reduces apart at stages 0 and 1. Take offload.overlap=forward, or run all but the "
-                "last backward under microbatch(is_last=False) and use the unit once"
+                "forward, which FSDP2 reduces apart at stages 0 and 1. Take offload.overlap=forward, or run all but "
+                "the last backward under microbatch(is_last=False) and use the unit once"
             )
         self._hide()
         self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
