@@ -24,6 +24,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from dzero.zero.watched import WatchedTensor
+
 GROUP_TIMEOUT = timedelta(seconds=60)
 IDLE, RELEASE = b"idle", b"release"
 CACHES = [
@@ -119,6 +121,8 @@ class Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return NotImplemented
+        if isinstance(value, WatchedTensor):  # a shard of one rank is what full_tensor() gives
+            value = value.seen()
         if type(value) not in (Tensor, nn.Parameter):
             raise TypeError(
                 f"{type(value).__name__} does not travel between processes: send to_local() or full_tensor()"

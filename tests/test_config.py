@@ -46,7 +46,7 @@ MISTAKES = {
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
     # names that do not exist
     "zero.stag=3": "zero.stag: unknown key; zero has ['reduction', 'reshard_after_forward', 'stage', 'states_over', "
-    "'units']; did you",
+    "'units', 'unused']; did you",
     "+zero.new=1": "zero.new: unknown key",
     "modell=tiny": "modell: unknown key; the configuration has",
     "zero={stag: 3}": "zero.stag: unknown key",

@@ -112,10 +112,10 @@ class Gradients:
             return
         for unit in self._units:
             unit.settle()
-        absent = [name for unit in self._units for name in unit.absent]
-        self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         if self._parts is not None:
             self._parts.complete()
+        absent = [name for unit in self._units for name in unit.absent]
+        self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         self._is_complete = True
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:

@@ -85,14 +85,14 @@ def test_what_is_sent_along_tp_is_that_of_its_ranks_whatever_others_there_are() 
 
 
 def test_the_peak_of_states_over_all_ranks_is_predicted(pool: Pool) -> None:
-    """To 1 %: 2 x 2 ranks, gradients of both microbatches added before the hop between the copies."""
+    """To 1.5 %, never less: 2 x 2 ranks, gradients of both microbatches added before the hop between the copies."""
     bf16 = {"param": "bf16"}
     run = Run(dp=4, tp=1, stage=2, microbatches=2, replicate=2, states_over="all", precision=bf16, wide=True)
     told = pool.run(measured, run.ranks, run, timeout_s=300)[0]
     model = model_of(run).to(torch.bfloat16)
     foreseen = costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
     memory = memory_of(told["layout"], told["shapes"], foreseen, "cpu")
-    assert memory.peak.total_bytes + memory.staging == pytest.approx(told["peak"], rel=0.01)
+    assert memory.peak.total_bytes + memory.staging == pytest.approx(told["peak"], rel=0.015)
 
 
 def test_a_run_whose_model_tp_does_not_divide_is_refused_before_it_starts(tmp_path: Path) -> None:
