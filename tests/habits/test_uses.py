@@ -213,6 +213,32 @@ def test_a_mesh_of_another_library_is_taken_with_its_axes_named(pool: Pool) -> N
     assert all(torch.allclose(hybrid[name], value, atol=1e-6) for name, value in zero.items())
 
 
+def assigned_parts(rank: int, ranks: int) -> list[str]:
+    """Names of parameters that end otherwise where copies share states out, after `.grad` was assigned twice."""
+    ends = []
+    for over in ("shard", "all"):
+        sharded = shard(
+            build("Net"),
+            ZeroConfig(stage=2, states_over=over),
+            precision=PrecisionConfig(param="fp32"),
+            mesh=make_mesh("cpu", replicate=2),
+        )
+        optim = AdamW(sharded)
+        for of_parameter in (False, True):
+            sharded.model(torch.full((2, 4), float(rank))).sum().backward()
+            for param in sharded.model.parameters():
+                assert param.grad is not None
+                param.grad = param.detach() * 0.1 if of_parameter else param.grad * 0.5
+            optim.step()
+        optim.synchronize()
+        ends.append({name: whole(param.detach()).clone() for name, param in sharded.named_params().items()})
+    return unequal(*ends)
+
+
+def test_gradients_are_assigned_where_copies_share_states_out(pool: Pool) -> None:
+    assert pool.run(assigned_parts, 4) == [[]] * 4
+
+
 def continued(rank: int, ranks: int, stage: int, moments: str) -> float:
     """The largest difference from torch, after it handed a model and its optimizer's state dict on."""
     plain = build("Net")
