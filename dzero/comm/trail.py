@@ -2,7 +2,7 @@
 
     ranks began other collectives    who notices                                what it costs
     of the same size                 the checksum of a step, with its decision  8 bytes a step
-    the same, without some modules   the same, by the parameters it noted       nothing
+    the same, but not every module   that checksum, of names without gradient   nothing
     of other sizes                   nothing matches, so the timeout            nothing
     any, before data moves           `check`                                    a small gather before every collective
 

@@ -81,7 +81,8 @@ class AdamW(MasterOptimizer):
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or (is_first and self.offload.places.on_disk("master", name)):
                 stored = Stored.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
-                initial.append((stored, stored.initial(unit.take_origin(name))))
+                # The fp32 values of the others wait for a group that is added later.
+                initial.append((stored, stored.initial(unit.take_origin(name) if param in owned else None)))
                 if param in owned:
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from loops import sharded_net, train, unequal
+from loops_of_torch import whole
 from pool import Pool
 from torch import Tensor
 
@@ -83,3 +84,46 @@ def off_the_device(rank: int, ranks: int) -> str:
 
 def test_masters_that_lived_on_the_host_are_told_to_be_lost(pool: Pool) -> None:
     assert "load its state_dict() to keep them" in pool.run(off_the_device, 1)[0]
+
+
+def grown(rank: int, ranks: int, tiers: dict[str, str]) -> dict[str, Tensor]:
+    """Parameters and masters where every second parameter is trained from the third step on."""
+    sharded = sharded_net(stage=3, offload=OffloadConfig(**tiers) if tiers else None)
+    params = [*sharded.named_params().values()]
+    optim = AdamW(sharded, params[::2])
+    train(sharded, optim, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optim.add_param_group({"params": params[1::2]})
+    train(sharded, optim, steps=2)
+    states = optim.state_dict()["state"]
+    masters = {str(number): whole(each["master"]).cpu().clone() for number, each in states.items()}
+    return {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()} | masters
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_group_added_later_has_the_device_s_bits_on_every_tier(pool: Pool, tier: str) -> None:
+    on_device = pool.run(grown, 2, {})[0]
+    assert unequal(pool.run(grown, 2, dict.fromkeys(("grad", "master", "moments"), tier))[0], on_device) == []
+
+
+def saved_after_an_edit(rank: int, ranks: int, tiers: dict[str, str]) -> list[str]:
+    """Names of parameters whose masters, as a checkpoint would have them, are not what was written into them."""
+    sharded = sharded_net(stage=3, offload=OffloadConfig(**tiers) if tiers else None)
+    optim = AdamW(sharded)
+    train(sharded, optim, steps=2)
+    with torch.no_grad():
+        for param in sharded.model.parameters():
+            param.mul_(0.5)
+    found = {}
+    for unit in sharded.units:
+        optim.carry(unit, lambda name, key, tensor: found.update({name: tensor.clone()}) if key == "master" else None)
+    optim.synchronize()
+    shards = {name: local_of(param.detach()).view(-1).cpu() for name, param in sharded.named_params().items()}
+    return unequal({name: master.cpu().bfloat16() for name, master in found.items()}, shards)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_what_is_saved_right_after_an_edit_has_it(pool: Pool, tier: str) -> None:
+    tiers = {} if tier == "device" else dict.fromkeys(("grad", "master", "moments"), tier)
+    assert pool.run(saved_after_an_edit, 2, tiers) == [[], []]
