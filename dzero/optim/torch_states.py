@@ -30,7 +30,7 @@ def check_torchs(group: Mapping[str, Any], stored: Stored, saved: Mapping[str, A
     if on := [key for key in OTHER_RULES if group.get(key)]:
         raise ValueError(f"the state dict of torch.optim has {on[0]}=True, which AdamW here does not know")
     shape = tuple(stored.param.shape)
-    found = {key: tuple(value.shape) for key, value in saved.items() if key != "step"}
+    found = {key: tuple(value.shape) or (1,) for key, value in saved.items() if key != "step"}
     if found and found != dict.fromkeys(MOMENTS, shape):
         raise ValueError(
             f"{stored.name}: the state dict of torch.optim has {found}, not {MOMENTS} of {shape}: its groups must hold "
@@ -43,8 +43,7 @@ def check_torchs(group: Mapping[str, Any], stored: Stored, saved: Mapping[str, A
 def take_torchs(stored: Stored, saved: Mapping[str, Any]) -> None:
     """Copy this rank's part of a parameter's states; where they are, as `Offload.visit` has them."""
     stored.tensors["step"].fill_(float(saved.get("step", 0)))
+    elems = stored.local.numel()
     for key in MOMENTS:
-        if key in saved:
-            whole = saved[key].detach().reshape(-1)
-            part = whole[stored.first : stored.first + stored.local.numel()]
-            stored.put_moment(key, part.to(stored.local.device))
+        whole = saved[key].detach().reshape(-1) if key in saved else torch.zeros(stored.first + elems)
+        stored.put_moment(key, whole[stored.first : stored.first + elems].to(stored.local.device))

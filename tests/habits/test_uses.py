@@ -268,6 +268,32 @@ def test_states_of_torchs_adamw_are_taken_in(pool: Pool, stage: int, moments: st
     assert max(pool.run(continued, 2, stage, moments)) <= tolerance
 
 
+def begun_anew(rank: int, ranks: int) -> list[tuple[float, float]]:
+    """By parameter: its count of steps and its largest moment, after states of one without updates were loaded."""
+    plain, sharded = build("Scalars"), sharded_of("Scalars", 3)
+    theirs, ours = torch.optim.AdamW(plain.parameters()), AdamW(sharded)
+    for optim, model in ((theirs, plain), (ours, sharded.model)):
+        model(torch.ones(2, 4)).sum().backward()
+        optim.step()
+    saved = theirs.state_dict()
+    names = [name for name, _ in plain.named_parameters()]
+    for name in ("logit_scale", "embed.weight"):
+        del saved["state"][names.index(name)]
+    ours.load_state_dict(saved)
+    found = []
+    for name in ("logit_scale", "embed.weight", "head.weight"):
+        states = ours.state[sharded.named_params()[name]]
+        found.append((float(states["step"]), float(whole(states["exp_avg"]).abs().max())))
+    return found
+
+
+def test_parameters_without_states_in_torchs_begin_anew(pool: Pool) -> None:
+    for scale, embed, head in pool.run(begun_anew, 2):
+        assert scale == embed == (0.0, 0.0)
+        assert head[0] == 1.0
+        assert head[1] > 0.0
+
+
 def foreign(rank: int, ranks: int) -> None:
     plain = build("Net")
     optim = AdamW(sharded_of("Net", 3))
