@@ -12,6 +12,7 @@ ranks', one that they all have is counted once. Ranks of a pipeline have paramet
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -36,6 +37,12 @@ ALIKE = 1e-2
 """Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
 
 
+TAKEN = (
+    "{}: its gradients already go to another optimizer. Give each parameter to one optimizer, or drop the old one "
+    "before making a new one"
+)
+
+
 @dataclass(frozen=True)
 class Decision:
     """What all ranks do with this step's gradients. `norm`: of the averaged, unscaled gradients, before clipping."""
@@ -58,15 +65,25 @@ class Gradients:
         self._device = torch.device(sharded.mesh.device_type)
         self._mesh = sharded.mesh
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
-        self._units = [
+        self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
         ]
+        self._names = frozenset(sharded.names)
         self._sharded, self._is_complete = sharded, False
         self.own(owned)
 
+    @property
+    def mine(self) -> frozenset[str]:
+        """Names of the parameters whose gradients are this optimizer's to drop: its own, and those of none."""
+        others = [claimed for other, claimed in self._sharded.claims.items() if other is not self]
+        return self._names.difference(*others) if others else self._names
+
     def own(self, owned: Collection[str]) -> None:
-        """From now on those of `owned` count and are shown."""
+        """From now on those of `owned` count and are shown. Raises RuntimeError where another optimizer has one."""
         sharded = self._sharded
+        if taken := frozenset(owned) - self.mine:
+            raise RuntimeError(TAKEN.format(min(taken)))
+        sharded.claims[self] = frozenset(owned)
         self._owned = [name for name in sharded.names if name in owned]
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
@@ -114,7 +131,8 @@ class Gradients:
             unit.settle()
         if self._parts is not None:
             self._parts.complete()
-        absent = [name for unit in self._units for name in unit.absent]
+        mine = self.mine
+        absent = [name for unit in self._units for name in unit.absent if name in mine]
         self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         self._is_complete = True
 
@@ -181,10 +199,45 @@ class Gradients:
 
     def clear(self) -> None:
         """Free the gradients."""
+        mine = self.mine
         for unit in self._units:
-            unit.clear()
+            unit.clear(mine)
         self._is_complete = False
         self._trail.end_step()
+
+
+def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offload) -> list[UnitGrads] | None:
+    """Return the gradients that other optimizers, still alive, take from the model; None where there are none.
+
+    Raises RuntimeError where two cannot share them.
+    """
+    attached = [unit for unit in sharded.units if unit.is_attached]
+    if not attached:
+        return None
+    for unit in attached:
+        if unit.drain is not None and (drain := unit.drain()) is not None:
+            drain()  # queued work holds the optimizer that queued it
+    gc.collect()  # a dropped optimizer and its scheduler refer to each other
+    found = [unit.consumer() if unit.consumer is not None else None for unit in sharded.units]
+    units = [grads for grads in found if isinstance(grads, UnitGrads)]
+    if not units:
+        return None
+    taken = frozenset[str]().union(*sharded.claims.values()).intersection(owned)
+    if taken:
+        raise RuntimeError(TAKEN.format(min(taken)))
+    layout = sharded.layout
+    hindrances = {
+        "states off the device (offload)": bool(offload.schedule.slots),
+        "zero.states_over=all": layout.shares > 1,
+        "a pipeline": sharded.parts is not None,
+        "fp16, where each would scale the loss by itself": layout.param.dtype == torch.float16,
+    }
+    if found_here := [what for what, is_here in hindrances.items() if is_here]:
+        raise RuntimeError(
+            f"this model's gradients already go to another optimizer, and two cannot share them with "
+            f"{' and '.join(found_here)}: give one optimizer several parameter groups, or drop the old one"
+        )
+    return units
 
 
 def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:

@@ -101,17 +101,18 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: For parameters that are in a group already, are not the model's, or were frozen in shard().
+            RuntimeError: For parameters that another optimizer updates.
         """
         super().add_param_group(param_group)
         if not self._is_made:
             return
         try:
             self._check_groups(self._sharded.named_params())
-        except ValueError:
+            self.synchronize()
+            self.gradients.own([self._names[param] for group in self.param_groups for param in group["params"]])
+        except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        self.synchronize()
-        self.gradients.own([self._names[param] for group in self.param_groups for param in group["params"]])
         self._take_group(self.param_groups[-1])
 
     def _take_group(self, group: dict[str, Any]) -> None:
@@ -241,7 +242,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises as `Sharded.abandon_step` does.
         """
-        self._sharded.abandon_step()
+        self._sharded.abandon_step(self.gradients.mine)
         self.gradients.clear()
         super().zero_grad(set_to_none)
 

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -98,11 +99,18 @@ class UnitGrads:
         unit.attach(self)
         unit.drain = weakref.WeakMethod(offload.swap.drain)
 
-    def clear(self) -> None:
-        """Forget the step's gradients."""
-        for param in self._trained.values():
-            param.grad = None
-        self._forget()
+    def clear(self, names: frozenset[str]) -> None:
+        """Forget the step's gradients of `names`; those of other optimizers stay until these are done with them."""
+        mine = names.intersection(self._trained)
+        for name in mine:
+            self._trained[name].grad = None
+        kinds: tuple[dict[str, Any], ...] = (self.views, self._held, self._shown, self.sums)
+        for kind in kinds if len(mine) < len(self._trained) else ():
+            for name in mine.intersection(kind):
+                del kind[name]
+        self._used -= mine
+        if len(mine) == len(self._trained) or not (self.views or self._held):
+            self._forget()
 
     def _forget(self) -> None:
         self._shown: Named = {}

@@ -67,7 +67,7 @@ def _extra(shape: LlamaShape, length: int, device: torch.device, rounds: int) ->
     def step() -> None:
         with sharded.microbatch():
             run(sharded.model)
-        sharded.abandon_step()
+        sharded.abandon_step(sharded.names)
 
     sharded_s = median_of_rounds(step, device, rounds)
     dist.barrier()

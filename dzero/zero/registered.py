@@ -8,6 +8,7 @@ next forward. There too they learn whether their shards were frozen meanwhile. T
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
 from typing import Any
 
@@ -40,11 +41,14 @@ def put_shards(units: list[Unit]) -> None:
                     held._setattr_on_modules(held.sharded_param)
 
 
-def drop_waiting(units: list[Unit]) -> None:
-    """Forget whole gradients that wait for the last microbatch's, to be reduced with them."""
+def drop_waiting(units: list[Unit], names: Container[str]) -> None:
+    """Forget whole gradients of `names` that wait for the last microbatch's, to be reduced with them."""
     for unit in units:
+        name_of = {param: name for name, param in unit.params.items()}
         for group in groups_of(unit.modules[0]):
             for held in group.fsdp_params:
+                if name_of.get(held.sharded_param) not in names:
+                    continue
                 held.unsharded_accumulated_grad = None
                 if (param := held.__dict__.get("_unsharded_param")) is not None:
                     param.grad = None

@@ -14,9 +14,10 @@ Without a consumer the buffer is averaged over the copies in place and FSDP2's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -60,7 +61,7 @@ class Sharded:
 
     mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names. parts:
     of a pipeline that this rank has, each a root of FSDP2; None where it has the whole model. names: of the parameters
-    of all parts.
+    of all parts. `claims`: names of the parameters that each optimizer updates, by its gradients, as long as it lives.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Sharded:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.model_groups, self.parts = model_groups, parts
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
+        self.claims: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
@@ -120,15 +122,15 @@ class Sharded:
         """Of a part, those whose gradients are made inside `weight_gradients`, as its forward used them."""
         return unsharded_params(self._roots[part])
 
-    def abandon_step(self) -> None:
-        """Called by `zero_grad`: nothing of the step's microbatches counts, also where their backward raised.
+    def abandon_step(self, names: Container[str]) -> None:
+        """Called by `zero_grad`: the step's gradients of `names` do not count, also where their backward raised.
 
         Raises RuntimeError as `late.recover` does.
         """
         for root in self._roots:
             if has_failed(root):
                 recover(root)
-        drop_waiting(self.units)
+        drop_waiting(self.units, names)
         for of_part in self._microbatches:
             of_part.abandon()
 

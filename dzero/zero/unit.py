@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -100,16 +99,7 @@ class Unit:
         return None if home is None else home.get()
 
     def attach(self, consumer: Consumer) -> None:
-        """Deliver to `consumer` from now on. Raises RuntimeError while another one is alive."""
-        if self.is_attached:
-            if self.drain is not None and (drain := self.drain()) is not None:
-                drain()  # queued work holds the optimizer that queued it
-            gc.collect()  # a dropped optimizer and its scheduler refer to each other
-            if self.is_attached:
-                raise RuntimeError(
-                    "this model's gradients already go to another optimizer: give one optimizer several parameter "
-                    "groups, or drop the old one before making a new one"
-                )
+        """Deliver to `consumer` from now on."""
         self.consumer = weakref.ref(consumer)
 
     @property

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import re
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import two_optimizers
 from loops import sharded_net, train, unequal
 from loops_of_torch import whole
 from pool import Pool
 from torch import Tensor
+from two_optimizers import optimizers_of, sharded_judged
 
-from dzero import AdamW, OffloadConfig, Sharded
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.torch_rule import TorchOptimizer
 from dzero.zero.placed import local_of
@@ -127,3 +131,43 @@ def saved_after_an_edit(rank: int, ranks: int, tiers: dict[str, str]) -> list[st
 def test_what_is_saved_right_after_an_edit_has_it(pool: Pool, tier: str) -> None:
     tiers = {} if tier == "device" else dict.fromkeys(("grad", "master", "moments"), tier)
     assert pool.run(saved_after_an_edit, 2, tiers) == [[], []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool, stage: int, ranks: int) -> None:
+    for units, loop, microbatches in product(two_optimizers.UNITS, two_optimizers.LOOPS, [1, 4]):
+        expected = two_optimizers.in_torch(ranks, loop, microbatches)
+        for found in pool.run(two_optimizers.in_dzero, ranks, stage, units, loop, microbatches):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=f"{units}, {loop}, {microbatches}")
+
+
+def refused_beside_another(rank: int, ranks: int) -> list[str]:
+    """What is said of a parameter that has an optimizer, at once and added later, and where two cannot share."""
+    told = []
+    sharded = sharded_judged(2)
+    generator, judge = optimizers_of(sharded)
+    with pytest.raises(RuntimeError) as raised:
+        AdamW(sharded)
+    told.append(str(raised.value))
+    with pytest.raises(RuntimeError) as raised:
+        judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
+    told.append(str(raised.value))
+    assert len(judge.param_groups) == 1
+    half = PrecisionConfig(param="fp16")
+    for options in ({"offload": OffloadConfig(grad="host", master="host", moments="host")}, {"precision": half}):
+        with pytest.raises(RuntimeError) as raised:
+            optimizers_of(sharded_judged(2, **options))
+        told.append(str(raised.value))
+    del generator
+    gc.collect()
+    AdamW(sharded, sharded.model.generator.parameters())  # type: ignore[union-attr]
+    return told
+
+
+def test_a_parameter_has_one_optimizer(pool: Pool) -> None:
+    for told in pool.run(refused_beside_another, 1):
+        for text in told[:2]:
+            assert re.match(r"generator\.0\.(weight|bias): its gradients already go to another optimizer", text)
+        assert "states off the device" in told[2]
+        assert "fp16" in told[3]

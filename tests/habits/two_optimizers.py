@@ -1,0 +1,141 @@
+"""Two optimizers over one model: a judged generator, and one model's head beside its body. For pool workers.
+
+Plain torch takes the batches of all ranks in one process, a sharded model those of its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from loops_of_torch import OPTIONS, whole
+from torch import Tensor, nn
+
+from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero.optim.torch_rule import TorchOptimizer
+
+WIDTH, STEPS, MAX_NORM = 8, 4, 0.05
+MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Judged(nn.Module):
+    """A generator and its judge. With `real` the judge's loss, else the generator's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.judge = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def forward(self, noise: Tensor, *, real: bool) -> Tensor:
+        made = self.generator(noise)
+        if not real:
+            return nn.functional.softplus(-self.judge(made)).mean()
+        true = nn.functional.softplus(-self.judge(noise.repeat(1, 2))).mean()
+        return true + nn.functional.softplus(self.judge(made.detach())).mean()
+
+
+def of_judge(model: nn.Module, noise: Tensor) -> Tensor:
+    """What the judge is trained on."""
+    loss: Tensor = model(noise, real=True)
+    return loss
+
+
+def of_generator(model: nn.Module, noise: Tensor) -> Tensor:
+    """What the generator is trained on; it leaves gradients in the judge as well."""
+    loss: Tensor = model(noise, real=False)
+    return loss
+
+
+UNITS: dict[str, Callable[[nn.Module], bool]] = {
+    "a unit each": lambda module: isinstance(module, nn.Sequential),
+    "one unit for both": lambda module: False,
+}
+LOOPS: dict[str, tuple[tuple[Loss, tuple[int, ...]], ...]] = {
+    "in turn": ((of_judge, (1,)), (of_generator, (0,))),
+    "kept": ((of_judge, (1,)), (of_generator, (0,))),
+    "together": ((of_generator, (0, 1)),),
+}
+"""The losses of a step, and which optimizers (0: the generator's, 1: the judge's) step after the backward of each. They
+clear their gradients before that backward, or in `kept` after it: then the judge's hold what the generator's loss left.
+"""
+
+
+class Optimizer(Protocol):
+    """What the loop calls."""
+
+    def step(self) -> object: ...
+    def zero_grad(self) -> object: ...
+
+
+def _train(
+    model: nn.Module,
+    optims: tuple[Optimizer, Optimizer],
+    loop: str,
+    microbatches: int,
+    mine: slice,
+    around: Callable[[bool], AbstractContextManager[None]],
+) -> dict[str, Tensor]:
+    """Train on the rows `mine` of every batch [ranks]."""
+    draws = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        for loss, stepping in LOOPS[loop]:
+            for number in stepping if loop != "kept" else ():
+                optims[number].zero_grad()
+            for index in range(microbatches):
+                noise = torch.randn(2, 3, 4, generator=draws)[mine]
+                with around(index == microbatches - 1):
+                    (torch.stack([loss(model, each) for each in noise]).mean() / microbatches).backward()  # type: ignore[no-untyped-call]
+            for number in stepping:
+                optims[number].step()
+            for number in stepping if loop == "kept" else ():
+                optims[number].zero_grad()
+    return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def in_torch(ranks: int, loop: str, microbatches: int) -> dict[str, Tensor]:
+    """The parameters that one process of plain torch ends with, clipped by each optimizer's own norm."""
+    torch.manual_seed(0)
+    model = Judged()
+    inner = (
+        torch.optim.AdamW(model.generator.parameters(), **OPTIONS),  # type: ignore[arg-type]
+        torch.optim.SGD(model.judge.parameters(), **MOMENTUM),
+    )
+    for optim in inner:
+        optim.register_step_pre_hook(_clip)
+    return _train(model, inner, loop, microbatches, slice(ranks), lambda is_last: nullcontext())
+
+
+def _clip(optim: torch.optim.Optimizer, *_: object) -> None:
+    torch.nn.utils.clip_grad_norm_(optim.param_groups[0]["params"], MAX_NORM)
+
+
+def in_dzero(rank: int, ranks: int, stage: int, units: str, loop: str, microbatches: int) -> dict[str, Tensor]:
+    """The same of a sharded model, on this rank's batches."""
+    sharded = sharded_judged(stage, units, microbatches)
+    optims = optimizers_of(sharded)
+    return _train(sharded.model, optims, loop, microbatches, slice(rank, rank + 1), sharded.microbatch)
+
+
+def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1, **options: Any) -> Sharded:
+    """The model, cut over all ranks."""
+    torch.manual_seed(0)
+    mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
+    options = {"precision": PrecisionConfig(param="fp32"), **options}
+    return shard(
+        Judged(), ZeroConfig(stage=stage), mesh=mesh, is_unit=UNITS[units], microbatches=microbatches, **options
+    )
+
+
+def optimizers_of(sharded: Sharded) -> tuple[AdamW, TorchOptimizer]:
+    """The generator's and the judge's."""
+    generator, judge = sharded.model.generator, sharded.model.judge
+    assert isinstance(generator, nn.Module)
+    assert isinstance(judge, nn.Module)
+    return (
+        AdamW(sharded, generator.parameters(), max_norm=MAX_NORM, **OPTIONS),  # type: ignore[arg-type]
+        TorchOptimizer(sharded, torch.optim.SGD, judge.parameters(), max_norm=MAX_NORM, **MOMENTUM),
+    )
