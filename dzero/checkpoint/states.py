@@ -49,7 +49,11 @@ class States:
         self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, Part]:
-        """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`."""
+        """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`.
+
+        Raises ValueError where a parameter's states are another optimizer's.
+        """
+        self._check_optimizers()
         parts: dict[str, Part] = {}
         for unit in self._sharded.units:
             saved = self._saved(unit)
@@ -89,6 +93,14 @@ class States:
         for name, buffer in self._buffers():
             put(f"{BUFFER}.{name}", buffer)
 
+    def _check_optimizers(self) -> None:
+        elsewhere = frozenset[str]().union(*self._sharded.claims.values()) - self._owned
+        if elsewhere:
+            raise ValueError(
+                f"{min(elsewhere)}: another optimizer updates it, and a checkpoint would not hold its states: save the "
+                "state dicts of the model and of each optimizer by torch.distributed.checkpoint instead"
+            )
+
     def scalars(self) -> dict[str, Any]:
         """What is no tensor, by the model's own names; the same on every rank. Collective."""
         scalars = self._optim.scalars()
@@ -97,6 +109,7 @@ class States:
 
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
         """Become what `checkpoint` holds. Raises CheckpointError, and ValueError for another optimizer's states."""
+        self._check_optimizers()
         self._optim.take_scalars(scalars)
         taking = Taking(checkpoint, self._owned, scalars["states"], self._delayed)
         places = [[*self._places.of(unit)] for unit in self._sharded.units]

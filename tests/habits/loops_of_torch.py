@@ -21,8 +21,8 @@ from dzero.optim.torch_rule import TorchOptimizer
 
 STEPS, RATE = 4, 1e-3
 OPTIONS = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
-"""With an eps far above the rounding of gradients, which AdamW would else blow up where they are near zero; so the scale
-of gradients counts as well."""
+"""With an eps far above the rounding of gradients, which AdamW would else blow up where they are near zero. So the
+scale of gradients counts as well."""
 HOST = {"grad": "host", "master": "host", "moments": "host"}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from torch import Tensor
 from two_optimizers import optimizers_of, sharded_judged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
+from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim.master import MasterOptimizer
 from dzero.optim.torch_rule import TorchOptimizer
 from dzero.zero.placed import local_of
@@ -142,7 +146,7 @@ def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool, stage: int, ra
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=f"{units}, {loop}, {microbatches}")
 
 
-def refused_beside_another(rank: int, ranks: int) -> list[str]:
+def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
     """What is said of a parameter that has an optimizer, at once and added later, and where two cannot share."""
     told = []
     sharded = sharded_judged(2)
@@ -154,19 +158,25 @@ def refused_beside_another(rank: int, ranks: int) -> list[str]:
         judge.add_param_group({"params": generator.param_groups[0]["params"][:1]})
     told.append(str(raised.value))
     assert len(judge.param_groups) == 1
+    config = CheckpointConfig(folder=str(folder), every=1)
+    others = r"judge\.\d\.(weight|bias): another optimizer updates it"
+    with Checkpoints(replace(config, every=None), sharded, generator) as late, pytest.raises(ValueError, match=others):
+        late.save(1, {})
+    with pytest.raises(ValueError, match=others):
+        Checkpoints(config, sharded, generator)
     half = PrecisionConfig(param="fp16")
     for options in ({"offload": OffloadConfig(grad="host", master="host", moments="host")}, {"precision": half}):
         with pytest.raises(RuntimeError) as raised:
             optimizers_of(sharded_judged(2, **options))
         told.append(str(raised.value))
-    del generator
+    del generator, late
     gc.collect()
     AdamW(sharded, sharded.model.generator.parameters())  # type: ignore[union-attr]
     return told
 
 
-def test_a_parameter_has_one_optimizer(pool: Pool) -> None:
-    for told in pool.run(refused_beside_another, 1):
+def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(refused_beside_another, 1, tmp_path):
         for text in told[:2]:
             assert re.match(r"generator\.0\.(weight|bias): its gradients already go to another optimizer", text)
         assert "states off the device" in told[2]
