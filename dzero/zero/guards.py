@@ -3,11 +3,13 @@
 shard() of a model that is already cut           refused
 load_state_dict(assign=True)                     copied, with a warning; refused for parameters on meta
 a module of the root called outside its forward  refused where its parameters are cut at that moment
+a unit that writes into an argument (dict, list)  refused where FSDP2 gave it a copy that it does not return
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -67,3 +69,61 @@ def _check_gathered(name: str, cut: set[nn.Parameter], module: nn.Module, args: 
             f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
             "forward, or make it a unit of its own (zero.units, or is_unit= of shard())"
         )
+
+
+def refuse_lost_writes(name: str, module: nn.Module) -> None:
+    """Let a unit tell where it writes into a dict or list among its arguments and does not return that.
+
+    FSDP2 gives a unit copies of them, so the caller would not see what was written. Units that are compiled are not
+    looked at. Called after `fully_shard`.
+    """
+    if module._compiled_call_impl is None:
+        given = _Given(name)
+        module.register_forward_pre_hook(given.before, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(given.inside, with_kwargs=True)
+        module.register_forward_hook(given.after, with_kwargs=True, prepend=True)
+
+
+class _Given:
+    """The containers among the arguments of a unit's call: the caller's, then the unit's own and what is in them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._callers: list[Any] = []
+        self._own: list[tuple[Any, list[Any]]] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._callers, self._own = [*_containers(args), *_containers(kwargs.values())], []
+
+    def inside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._callers:
+            theirs = {id(each) for each in self._callers}
+            own = [*_containers(args), *_containers(kwargs.values())]
+            self._own = [(each, [*_items(each)]) for each in own if id(each) not in theirs]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        own, self._own, self._callers = self._own, [], []
+        if not own:
+            return
+        returned = {id(each) for each in _containers((output,))}
+        for container, before in own:
+            kept = {id(item) for item in before}
+            if id(container) not in returned and any(id(item) not in kept for item in _items(container)):
+                raise RuntimeError(
+                    f"unit {self._name} writes into a {type(container).__name__} among its arguments and does not "
+                    "return it. FSDP2 hands it a copy, so what is written would be lost: let it return the "
+                    f"{type(container).__name__}, and its caller go on with that"
+                )
+
+
+def _containers(values: Iterable[Any]) -> Iterator[Any]:
+    """The dicts and lists among `values`, and in them."""
+    for value in values:
+        if isinstance(value, (dict, list, tuple)):
+            if not isinstance(value, tuple):
+                yield value
+            yield from _containers(_items(value))
+
+
+def _items(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container

@@ -36,7 +36,7 @@ from dzero.parallel.tiling import fill_tiles, find_tiles
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
-from dzero.zero.guards import copy_assigned, refuse_cut, refuse_outside_forward
+from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, refuse_outside_forward
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
@@ -326,6 +326,7 @@ class _Sharder:
         )
         for module in modules if not is_root else ():
             cast_first_input(module, self.layout.param.dtype)
+            refuse_lost_writes(name, module)
         unit = Unit(
             shape=shape,
             layout=layout,

@@ -17,6 +17,7 @@ from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from transformers import get_scheduler
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
@@ -293,6 +294,18 @@ def scheduled(training: Training, batches: list[Batch]) -> None:
     training.kept["rate"].step()
 
 
+def scheduled_by_transformers(training: Training, batches: list[Batch]) -> None:
+    """The schedules of transformers, one for each step."""
+    if training.step == 0:
+        warm_up = {"num_warmup_steps": 1, "num_training_steps": 4}
+        training.kept["rates"] = [
+            get_scheduler(name, training.optim, **warm_up)
+            for name in ("linear", "cosine", "polynomial", "inverse_sqrt")
+        ]
+    plain(training, batches)
+    training.kept["rates"][training.step % 4].step()
+
+
 def scaled(training: Training, batches: list[Batch]) -> None:
     """torch's scaler of losses, by habit."""
     scaler = training.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=1024.0))
@@ -455,6 +468,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         frozen_for_a_while,
         group_added,
         scheduled,
+        scheduled_by_transformers,
         scaled,
         prefetched,
         called_as_function,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,67 @@ def test_ranks_that_run_other_modules_of_a_unit_are_told_which(pool: Pool, stage
         assert "zero.unused=zeros" in told
         assert re.search(r"rank 0: gradients of all parameters but 1\.experts\.2\.weight, 1\.experts\.2\.bias", told)
         assert re.search(r"rank 1: gradients of all parameters but 1\.experts\.0\.weight", told)
+
+
+class Writes(nn.Module):
+    """A unit that takes its input from a dict or list and writes into that, or returns a new one."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(8, 8)
+
+    def forward(self, given: Any) -> Any:
+        key = "x" if isinstance(given, dict) else 0
+        if self.how == "new":
+            return {"x": self.linear(given[key])}
+        given[key] = self.linear(given[key])
+        return given if self.how == "returned" else None
+
+
+class Passes(nn.Module):
+    """Units that hand on what is in one container. `how`: as of `Writes`, in a dict or a list."""
+
+    def __init__(self, how: str, kind: type) -> None:
+        super().__init__()
+        self.kind, self.units = kind, nn.ModuleList(Writes(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = {"x": x} if self.kind is dict else [x]
+        for unit in self.units:
+            returned = unit(given)
+            given = given if returned is None else returned
+        out: Tensor = given["x" if self.kind is dict else 0]
+        return out
+
+
+def passed_on(rank: int, ranks: int, stage: int, how: str, kind: type) -> float | str:
+    """How far gradients are from plain torch's, or what is told."""
+    torch.manual_seed(0)
+    model, x = Passes(how, kind), torch.ones(2, 8)
+    plain = copy.deepcopy(model)
+    plain(x).square().sum().backward()
+    sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=make_mesh("cpu"))
+    optim = AdamW(sharded)
+    try:
+        sharded.model(x).square().sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    own = [whole(param.grad) for param in sharded.model.parameters() if param.grad is not None]
+    assert optim.param_groups
+    return max(
+        (one - param.grad).abs().max().item()
+        for one, param in zip(own, plain.parameters(), strict=True)
+        if param.grad is not None
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_unit_that_writes_into_its_arguments_returns_them_or_is_refused(pool: Pool, stage: int) -> None:
+    for how, kind in (("returned", dict), ("returned", list), ("new", dict)):
+        assert pool.run(passed_on, 1, stage, how, kind) == [0.0]
+    for kind in (dict, list):
+        (told,) = pool.run(passed_on, 1, stage, "kept", kind)
+        assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
 
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
