@@ -152,11 +152,6 @@ class AdamW(MasterOptimizer):
         self._ahead.abandon()
         super().synchronize()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `MasterOptimizer.zero_grad`."""
-        self._ahead.abandon()
-        super().zero_grad(set_to_none)
-
     def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
         """Update a unit whose gradients are complete as if nothing will be clipped; return whether that has begun."""
         if not self._ahead.allows(unit) or any(each.is_edited for each in self._sharded.units):

@@ -38,8 +38,8 @@ ALIKE = 1e-2
 
 
 TAKEN = (
-    "{}: its gradients already go to another optimizer. Give each parameter to one optimizer, or drop the old one "
-    "before making a new one"
+    "{}: its gradients already go to another optimizer. Give each parameter to one optimizer, which takes several "
+    "parameter groups, or drop the old one before making a new one"
 )
 
 
@@ -196,6 +196,14 @@ class Gradients:
                 f"ranks of {axis} found different gradients of {self._owned[alike[found[0]]]}, of which each has a "
                 "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
             )
+
+    def drop(self) -> None:
+        """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
+        for unit in self._units[:1]:
+            if unit.refused is not None and (refused := unit.refused()) is not None:
+                refused()
+        self._sharded.abandon_step(self.mine)
+        self.clear()
 
     def clear(self) -> None:
         """Free the gradients."""

@@ -242,8 +242,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
         Raises as `Sharded.abandon_step` does.
         """
-        self._sharded.abandon_step(self.gradients.mine)
-        self.gradients.clear()
+        self.gradients.drop()
         super().zero_grad(set_to_none)
 
     def introduce(self) -> list[str]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -56,6 +58,13 @@ from dzero.zero.values import Materialise, Values
 from dzero.zero.whole_buffers import reduce_whole
 
 
+class Claimant(Protocol):
+    """Who takes gradients of a sharded model for an optimizer."""
+
+    def drop(self) -> None:
+        """Forget those of the step, reduced or not."""
+
+
 class Sharded:
     """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches.
 
@@ -77,12 +86,14 @@ class Sharded:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.model_groups, self.parts = model_groups, parts
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
-        self.claims: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
+        self.claims: WeakKeyDictionary[Claimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
         self._stays_gathered = parts is None and not layout.cadence(False).reshard
         follow_shards(units, roots_of(model, parts), stays_gathered=self._stays_gathered)
+        drop = WeakMethod(self._drop_gradients)
+        model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
 
     @contextmanager
     def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
@@ -134,6 +145,11 @@ class Sharded:
         for of_part in self._microbatches:
             of_part.abandon()
 
+    def _drop_gradients(self) -> None:
+        for claimant in [*self.claims]:
+            claimant.drop()
+        self.abandon_step(self.names)
+
     def end_step(self) -> None:
         """Called by the optimizer's step; see `Microbatches.end`. Raises RuntimeError after a backward that raised."""
         if any(map(has_failed, self._roots)):
@@ -171,6 +187,15 @@ class Sharded:
     def named_params(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its first name in the model, in the order of the units."""
         return {name: param for unit in self.units for name, param in unit.params.items()}
+
+
+def _zero_grad(
+    zero_grad: Callable[[bool], None], drop: WeakMethod[Callable[[], None]], set_to_none: bool = True
+) -> None:
+    """Drop all gradients by `model.zero_grad()`, also those that no `.grad` shows yet."""
+    if (dropping := drop()) is not None:
+        dropping()
+    zero_grad(set_to_none)
 
 
 def shard(

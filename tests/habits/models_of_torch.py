@@ -422,6 +422,16 @@ def given_up(training: Training, batches: list[Batch]) -> None:
     plain(training, batches)
 
 
+def given_up_by_the_model(training: Training, batches: list[Batch]) -> None:
+    """As `given_up`, by the model's own `zero_grad`."""
+    own = training.sharded
+    with nullcontext() if own is None else own.microbatch(is_last=False):
+        backward(training.loss(batches[0], scale=3.0))
+    training.model.zero_grad()
+    plain(training, batches)
+    training.model.zero_grad()
+
+
 def reached_later(training: Training, batches: list[Batch]) -> None:
     """The first backward reaches a layer on some ranks alone, the later ones on all."""
     for index, batch in enumerate(batches):
@@ -477,6 +487,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         frozen_between,
         raised,
         given_up,
+        given_up_by_the_model,
         reached_later,
         skipped_then_penalised,
         averaged_by_hand,
