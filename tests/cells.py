@@ -164,7 +164,7 @@ def _oracle(
         ),
         clip=CLIP,
         loss_scale=reference.LossScale(**SCALE) if precision == "fp16" else None,
-        sum_squares=lambda chunk: host_kernels.sum_squares(chunk.contiguous()),
+        sum_squares=lambda chunk: host_kernels.sum_squares([chunk.contiguous()]).item(),
         delay_after=delay_after,
     )
 

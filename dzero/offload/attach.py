@@ -157,7 +157,7 @@ class Offload:
         self.staging.hold("grad", unit)
         self.staging.spill("grad", unit)
 
-    def accumulate(self, unit: str, work: Callable[[], dict[str, float]]) -> Future[dict[str, float]]:
+    def accumulate(self, unit: str, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
         """Start adding to them on the host."""
         self.staging.load("grad", unit)
         added = self.swap.compute(Key(Kind.COMPUTE, "accumulate", unit), work)

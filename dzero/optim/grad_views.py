@@ -73,19 +73,16 @@ class GradMaker:
         mesh: DeviceMesh,
         placements: tuple[Placement, ...],
     ) -> None:
-        self._name, self._shape, self._device, self._mesh = name, shape, param.device, mesh
+        self._name, self._shape, self._device = name, shape, param.device
         outline = torch.empty((), dtype=dtype, device=param.device).expand(shape)
         like = DTensor.from_local(outline, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
         self._spec = like._spec
 
-    def of(self, flat: torch.Tensor, use: weakref.ref[GradUse], like: torch.Tensor | None = None) -> DTensor:
-        """Return the DTensor over a gradient on the device [elems]. like: one that may become it, if it is alike."""
-        local = flat.view(self._shape)
+    def of(self, grad: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
+        """Return the DTensor over a gradient on the device, flat or of the shard's shape."""
+        local = grad if grad.shape == self._shape else grad.view(self._shape)
         if type(local) is torch.Tensor:  # not a simulated one (plan/simulate.py), which is a subclass already
             local = WatchedTensor(local, use)
-        if isinstance(like, DTensor) and like.dtype == flat.dtype and like.device_mesh is self._mesh:
-            like._local_tensor = local  # to make one takes more time than all else that is done for a parameter
-            return like
         return DTensor(local, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def elsewhere(self, flat: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:

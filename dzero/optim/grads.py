@@ -85,6 +85,8 @@ class Gradients:
             raise RuntimeError(TAKEN.format(min(taken)))
         sharded.claims[self] = frozenset(owned)
         self._owned = [name for name in sharded.names if name in owned]
+        at = {name: index for index, name in enumerate(name for unit in self._units for name in unit.names)}
+        self._at = torch.tensor([at[name] for name in self._owned], device=self._device)
         self._along_model = [
             (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
             for axis, each in sharded.model_groups.items()
@@ -144,12 +146,12 @@ class Gradients:
         """
         self.complete()
         self._is_complete = False  # a step that ends here, without gradients, may be followed by others
-        sums = {name: value for unit in self._units for name, value in unit.sums.items()}
-        values = [float(self._trail.checksum), *(sums.get(name, 0.0) for name in self._owned)]
-        gathered = _vector(values, self._device)
+        gathered = torch.cat(
+            [torch.tensor([float(self._trail.checksum)], dtype=torch.float64).to(self._device), self._sums()]
+        )
         for of_axis in self._gathers:
             gathered = of_axis(gathered.view(-1))
-        gathered = gathered.view(-1, len(values)).cpu()
+        gathered = gathered.view(-1, 1 + len(self._owned)).cpu()
         self._check_order(gathered[:, 0])
         chunks = gathered[:, 1:]
         per_param = _in_order(chunks)
@@ -167,6 +169,11 @@ class Gradients:
         finite = bool(torch.isfinite(per_param).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
         return Decision(norm, finite, clip / scale, tuple(bad))
+
+    def _sums(self) -> torch.Tensor:
+        """Return this rank's sums of squares, fp64 [owned], on the device; in one copy those found on the host."""
+        found = [torch.cat(each) for each in zip(*(unit.sums.values for unit in self._units), strict=True)]
+        return torch.stack([each.to(self._device) for each in found]).sum(0)[self._at]
 
     def _rank(self, at: int) -> int:
         """Its number, of the data-parallel ranks in the order of what is gathered from them."""
@@ -281,12 +288,3 @@ def _culprits(
 def _in_order(sums: torch.Tensor) -> torch.Tensor:
     """[ranks, n] -> [n]: one rank after the other, as no sum promises."""
     return sums.cumsum(0)[-1]
-
-
-def _vector(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """fp64 [values] on `device`, from floats and 0-dim tensors that are there: one copy for all floats."""
-    vector = torch.tensor([0.0 if isinstance(v, torch.Tensor) else v for v in values], dtype=torch.float64).to(device)
-    there = [index for index, v in enumerate(values) if isinstance(v, torch.Tensor)]
-    if there:
-        vector[there] = torch.stack([v for v in values if isinstance(v, torch.Tensor)])
-    return vector

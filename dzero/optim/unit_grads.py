@@ -1,9 +1,8 @@
 """One unit's gradients: taken from FSDP2, accumulated over microbatches, summed up, sent to where the table has them.
 
 For every unit and reduction FSDP2 delivers the flat reduced buffer (`receive`), padded as it pads shards, and sets
-`.grad` (`returned`). We keep slices of that buffer, in the table's gradient dtype, and drop FSDP2's own `.grad` (which
-is rounded to the parameter's dtype). After the last microbatch `.grad` is a view of what was kept (grad_views.py), and
-`settle` takes over what was done to it. By where a parameter's gradients live:
+`.grad`. We keep slices of that buffer, in the table's gradient dtype. After the last microbatch `.grad` is a DTensor
+over what was kept (grad_views.py), and `settle` takes over what was done to it. By where a parameter's gradients live:
 
                       first microbatch          later ones                    last one
     device            slices are kept           added to them                 averaged over the copies
@@ -12,7 +11,7 @@ is rounded to the parameter's dtype). After the last microbatch `.grad` is a vie
 
 Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's (zero/shares.py).
 Sums of squares are taken while the data is in cache: on the device's slice, or by the addition that is the last; once
-more where a `.grad` was edited since.
+more where a `.grad` was edited since. Each step of this is one call for all parameters of the unit.
 
 A loss that reads a sharded parameter itself (a penalty on weights) leaves its gradient in `.grad`, by autograd. What
 comes before the unit's reduction is added after it, before the copies' average; what comes later goes into the view.
@@ -25,10 +24,7 @@ unless zero.unused=zeros lets zeros stand for them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -37,7 +33,9 @@ from torch.distributed.tensor import DTensor
 from dzero.mesh import SHARD
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
+from dzero.optim.grad_sums import SquareSums, sum_squares
 from dzero.optim.grad_views import GradMaker, GradUse, flat_of
+from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
@@ -53,16 +51,12 @@ HOOKED = (
 )
 
 
-WIDENED_ELEMS = 1 << 24
-"""Of a gradient on a GPU at a time, for its norm: torch copies them to fp64, 128 MiB."""
-
-
 class UnitGrads:
     """The gradients of one unit, between their reduction and the update.
 
-    `views`: gradients by name [local shard or part, flat]; `sums`: sums of squares of this rank's chunks, complete
-    after `settle`. copy: (rank, ranks) of the copies of a shard, each of which sums a chunk of it. makers: of `.grad`,
-    by name.
+    `names`: of the trained parameters. `views`: gradients by name [local shard or part, flat]; `sums`: sums of squares
+    of this rank's chunks, complete after `settle`. copy: (rank, ranks) of the copies of a shard, each of which sums a
+    chunk of it. makers: of `.grad`, by name.
     """
 
     def __init__(
@@ -73,19 +67,20 @@ class UnitGrads:
         offload: Offload,
         makers: Mapping[str, GradMaker],
     ) -> None:
-        self._unit, self._sharded, self._copy, self._offload = unit, sharded, copy, offload
+        self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
-        places = offload.places
-        self._hosted = {name for name in self._shapes if places.on_host("grad", name)}
+        self._hosted = self._offloaded.names
         self._makers = makers
         self._self: weakref.ref[GradUse] = weakref.ref(self)
-        self._trained = {name: unit.params[name] for name in unit.buffered}
+        self.names = unit.buffered
+        self._trained = {name: unit.params[name] for name in self.names}
+        self.sums = SquareSums(self.names, torch.device(sharded.mesh.device_type))
         self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
         self._elems = [local_of(param).numel() for param in self._trained.values()]
         self._counts_zeros = sharded.layout.unused == "zeros"
         self.complete: weakref.WeakMethod[Callable[[str, Named], bool]] | None = None
         self.refused: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._added_on_host = self._hosted if places.accumulates_on_host else set[str]()
+        self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
         self._forget()
         for shape in unit.shape.params:
             if unit.params[shape.name].requires_grad and not shape.trainable:
@@ -104,11 +99,12 @@ class UnitGrads:
         mine = names.intersection(self._trained)
         for name in mine:
             self._trained[name].grad = None
-        kinds: tuple[dict[str, Any], ...] = (self.views, self._held, self._shown, self.sums)
-        for kind in kinds if len(mine) < len(self._trained) else ():
-            for name in mine.intersection(kind):
-                del kind[name]
-        self._used -= mine
+        if len(mine) < len(self._trained):
+            for kind in (self.views, self._held, self._shown):
+                for name in mine.intersection(kind):
+                    del kind[name]
+            self.sums.drop(mine)
+            self._used -= mine
         if len(mine) == len(self._trained) or not (self.views or self._held):
             self._forget()
 
@@ -118,10 +114,11 @@ class UnitGrads:
         self._used: set[str] = set()
         self._is_edited = self._is_started = False
         self.views: Named = {}
-        self.sums: dict[str, float | torch.Tensor] = {}
-        self._additions: dict[str, Future[dict[str, float]]] = {}
+        self.sums.clear()
+        self._offloaded.forget()
+        self._pieces: Named = {}
         self._buffers: list[torch.Tensor] = []
-        self._finished = self._left = False
+        self._finished = False
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
         """As `Consumer.receive`."""
@@ -141,22 +138,30 @@ class UnitGrads:
             )
         self._hide()
         self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
-        slices = zip(self._trained, torch.split(reduced, self._padded), self._elems, strict=True)
-        pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
+        slices = zip(self.names, torch.split(reduced, self._padded), self._elems, strict=True)
+        self._pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
         if self._finished:
-            self._add_late(reduced, pieces)
+            self._add_late(reduced, self._pieces)
         else:
-            self._arrived(reduced, pieces)
+            self._arrived(reduced, self._pieces)
+
+    def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
+        """As `Consumer.shown`: of a gradient that stays where it was reduced."""
+        if not self._finished or name not in self._used or self.views.get(name) is not self._pieces[name]:
+            return None
+        self._shown[name] = grad = self._makers[name].of(piece, self._self)
+        return grad
 
     def returned(self) -> None:
         """As `Consumer.returned`."""
-        if self._finished:
-            for name in self.views:
-                if name in self._used:
-                    self._show(name, self._trained[name].grad)
-        for name, param in self._trained.items():
-            if name not in self._shown:
-                param.grad = None
+        self._pieces = {}
+        for name in self.names if len(self._shown) < len(self.names) else ():
+            if name in self._shown:
+                continue
+            if self._finished and name in self.views and name in self._used:
+                self._show(name)
+            else:
+                self._trained[name].grad = None
 
     def _hide(self) -> None:
         """Take `.grad` away, to which FSDP2 would add in the parameter's dtype; what autograd left there is held."""
@@ -170,7 +175,7 @@ class UnitGrads:
                 self._held[name] = self._held[name] + direct if name in self._held else direct
                 self._used.add(name)
             param.grad = None
-        self._shown = {}
+        self._shown.clear()
 
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
         """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
@@ -186,59 +191,46 @@ class UnitGrads:
                 self._replace(name, piece)
 
     def _arrived(self, buffer: torch.Tensor, pieces: Named) -> None:
-        self._add_on_host(buffer, {n: piece for n, piece in pieces.items() if n in self._added_on_host})
-        staying = {n: piece for n, piece in pieces.items() if n not in self._added_on_host}
-        if staying.keys() - self.views.keys():
+        if self._added_on_host:
+            self._add_on_host(buffer, {name: piece for name, piece in pieces.items() if name in self._added_on_host})
+            pieces = {name: piece for name, piece in pieces.items() if name not in self._added_on_host}
+        later = {name: piece for name, piece in pieces.items() if name in self.views}
+        if len(later) < len(pieces):
             self._buffers.append(buffer)
-        for name, piece in staying.items():
-            if name in self.views:
-                self._add_on_device(name, piece)
-            else:
-                self.views[name] = piece
+            self.views |= {name: piece for name, piece in pieces.items() if name not in later}
+        self._add_on_device(later)
         if self._sharded.is_last:
             self._finish()
             if self.complete is not None and (complete := self.complete()) is not None:
                 used = {name: grad for name, grad in self.views.items() if name in self._used}
                 self._is_started = complete(self._unit.shape.name, used)
 
-    def _add_on_device(self, name: str, piece: torch.Tensor) -> None:
-        acc = self.views[name]
-        if not acc.is_cuda:
-            squares = host_kernels.accumulate(acc, piece)
-            if self._sharded.is_last and self._unit.average is None:
-                self.sums[name] = squares
+    def _add_on_device(self, pieces: Named) -> None:
+        if not pieces:
             return
-        acc.add_(piece)
-        # Freed here, `piece` would return to the stream that allocated it (FSDP2's reduce-scatter stream), which may
-        # overwrite it before this stream has read it.
-        piece.record_stream(torch.cuda.current_stream())
+        accs, added = [self.views[name] for name in pieces], [*pieces.values()]
+        if not accs[0].is_cuda:
+            squares = host_kernels.accumulate(accs, added)
+            if self._sharded.is_last and self._unit.average is None:
+                self.sums.put(pieces, squares)
+            return
+        torch._foreach_add_(accs, added)
+        for piece in added:
+            # Freed here, `piece` would return to the stream that allocated it (FSDP2's reduce-scatter stream), which
+            # may overwrite it before this stream has read it.
+            piece.record_stream(torch.cuda.current_stream())
 
     def _add_on_host(self, buffer: torch.Tensor, pieces: Named) -> None:
         first = {name: piece for name, piece in pieces.items() if name not in self.views}
         if first:
             if self._sharded.is_last:
-                self.sums.update({name: sum_squares(self._chunk(name, piece)) for name, piece in first.items()})
-            self._leave(first, buffer)
-        later = {name: piece for name, piece in pieces.items() if name not in first}
-        if later:
-            unit, offload = self._unit.shape.name, self._offload
-            landing = {name: offload.view(name, "landing", piece.numel()) for name, piece in later.items()}
-            offload.evict("landing", unit, [(landing[name], piece) for name, piece in later.items()])
-            pairs = {name: (self.views[name], landed) for name, landed in landing.items()}
-            self._additions.update(dict.fromkeys(later, offload.accumulate(unit, partial(_add_all, pairs))))
+                self._sum(first)
+            self.views |= self._offloaded.leave(first, buffer)
+        self._offloaded.add(self.views, {name: piece for name, piece in pieces.items() if name not in first})
 
-    def _leave(self, pieces: Named, buffer: torch.Tensor) -> None:
-        """Send device slices of `buffer` to their slot; in one piece where the slot is laid out like the buffer."""
-        homes = {name: self._offload.view(name, "grad", piece.numel()) for name, piece in pieces.items()}
-        moves = [(homes[name], piece) for name, piece in pieces.items()]
-        slot = self._offload.slot(next(iter(pieces)), "grad", buffer)
-        ahead = slot.data_ptr() - buffer.data_ptr()
-        alike = all(home.data_ptr() - piece.data_ptr() == ahead for home, piece in moves)
-        if alike and len(pieces) == sum(shape.trainable for shape in self._shapes.values()):
-            moves = [(slot, buffer)]
-        self._offload.keep_grads(self._unit.shape.name, moves, more=self._left)
-        self._left = True
-        self.views.update(homes)
+    def _sum(self, grads: Named) -> None:
+        """Find the sums of squares of `grads`, in one call."""
+        self.sums.put(grads, sum_squares([self._chunk(name, grad) for name, grad in grads.items()]))
 
     def _finish(self) -> None:
         """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
@@ -255,13 +247,11 @@ class UnitGrads:
             for buffer in self._buffers:
                 self._unit.average(buffer)
         on_device = {name: grad for name, grad in self.views.items() if name not in self._added_on_host}
-        for name, grad in on_device.items():
-            if name not in self.sums:
-                self.sums[name] = sum_squares(self._chunk(name, grad))
-        for buffer in self._buffers:
+        self._sum({name: grad for name, grad in on_device.items() if name not in self.sums.found})
+        for buffer in self._buffers if self._hosted else ():
             leaving = {n: g for n, g in on_device.items() if n in self._hosted and _lies_in(g, buffer)}
             if leaving:
-                self._leave(leaving, buffer)
+                self.views |= self._offloaded.leave(leaving, buffer)
         self._buffers = []
         for name, direct in on_host.items():
             if name in self.views:
@@ -272,7 +262,7 @@ class UnitGrads:
 
     def _add_held(self, name: str, direct: torch.Tensor) -> None:
         """Add what autograd left to the reduced gradient of a parameter; it is all of one that had none."""
-        self.sums.pop(name, None)
+        self.sums.drop({name})
         if name in self.views:
             self.views[name].add_(direct)
         else:
@@ -286,16 +276,16 @@ class UnitGrads:
             self.put(name, own.add_(grad.to(own.device)))
         else:
             self._is_edited = True
-            self._add_on_device(name, grad.to(self.views[name].dtype))
+            self._add_on_device({name: grad.to(self.views[name].dtype)})
 
-    def _show(self, name: str, like: torch.Tensor | None = None) -> None:
-        """Let the parameter's `.grad` be a view of its gradient, wherever that lives. like: what it may be made of."""
+    def _show(self, name: str) -> None:
+        """Let the parameter's `.grad` be a view of its gradient, wherever that lives."""
         maker, param = self._makers[name], self._trained[name]
-        param.grad_dtype = None  # of another dtype than the parameter's; FSDP2 assigned one of that
+        param.grad_dtype = None
         if name in self._hosted:
             param.grad = maker.elsewhere(self.views[name], self._self)
         else:
-            param.grad = maker.of(self.views[name], self._self, like)
+            param.grad = maker.of(self.views[name], self._self)
         self._shown[name] = param.grad
 
     def look(self) -> None:
@@ -318,13 +308,12 @@ class UnitGrads:
         """As `GradUse.read`."""
         if name not in self.views:
             raise RuntimeError(f"{name}: its gradient was used up by step(), or dropped; clone what is to stay")
-        return self._offload.read_grads(self._unit.shape.name, {name: self.views[name]})[name]
+        return self._offloaded.read({name: self.views[name]})[name]
 
     def put(self, name: str, flat: torch.Tensor) -> None:
         """As `GradUse.put`."""
         self.write()
-        if flat is not self.views[name]:
-            self._offload.change_grads(self._unit.shape.name, [(self.views[name], flat)])
+        self._offloaded.change(self.views[name], flat)
 
     def _collect(self) -> None:
         """Take over what happened to `.grad` since: another tensor there, or none."""
@@ -360,7 +349,7 @@ class UnitGrads:
         self._is_edited = True
         grad = flat.to(self._unit.layout.grad.dtype, copy=True)
         if name in self._hosted:
-            self._leave({name: grad}, grad)
+            self.views |= self._offloaded.leave({name: grad}, grad)
         else:
             self.views[name] = grad
 
@@ -380,16 +369,21 @@ class UnitGrads:
                 if name in self._used:
                     self._show(name)
         self._collect()
-        for name in self.views.keys() - self._used:
-            del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
-            self.sums.pop(name, None)
-        for name, addition in self._additions.items():
-            self.sums[name] = addition.result()[name]
+        if unused := self.views.keys() - self._used:
+            for name in unused:
+                del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
+            self.sums.drop(unused)
+        self._offloaded.put_sums(self.sums)
         if self._is_edited:
-            self.sums = {}
-        if missing := self.views.keys() - self.sums.keys():
-            grads = self.values()
-            self.sums.update({name: sum_squares(self._chunk(name, grads[name])) for name in missing})
+            self.sums.clear()
+        if missing := self.views.keys() - self.sums.found:
+            self._sum_anywhere(missing)
+
+    def _sum_anywhere(self, names: Iterable[str]) -> None:
+        """Find the sums of squares of gradients wherever they live."""
+        grads = self.values()
+        for off_device in (False, True):
+            self._sum({name: grads[name] for name in names if (name in self._hosted) == off_device})
 
     @property
     def absent(self) -> list[str]:
@@ -400,9 +394,8 @@ class UnitGrads:
         """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
         grad = self.values()[name]
         add(grad)
-        if grad is not self.views[name]:  # a copy of what is on disk
-            self._offload.change_grads(self._unit.shape.name, [(self.views[name], grad)])
-        self.sums[name] = sum_squares(self._chunk(name, grad))
+        self._offloaded.change(self.views[name], grad)
+        self._sum({name: grad})
 
     def on_device(self) -> list[torch.Tensor]:
         """Gradients that do not live on the host."""
@@ -410,10 +403,9 @@ class UnitGrads:
 
     def values(self) -> Named:
         """The gradients once they have arrived; copies of those on disk."""
-        if not self._left:
+        if not self._hosted:
             return self.views
-        there = {name: grad for name, grad in self.views.items() if name in self._hosted}
-        return self.views | self._offload.read_grads(self._unit.shape.name, there)
+        return self.views | self._offloaded.read({n: grad for n, grad in self.views.items() if n in self._hosted})
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Of a gradient that all copies have what this rank sums."""
@@ -430,16 +422,3 @@ def _is_hooked(param: nn.Parameter) -> bool:
 
 def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:
     return piece.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
-def _add_all(pairs: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-    """acc += landed for every pair; the sums of squares of what came out."""
-    return {name: host_kernels.accumulate(acc, landed) for name, (acc, landed) in pairs.items()}
-
-
-def sum_squares(grad: torch.Tensor) -> float | torch.Tensor:
-    """Sum of squares in fp64: a float on the CPU, a 0-dim tensor on CUDA (no synchronisation)."""
-    if not grad.is_cuda:
-        return host_kernels.sum_squares(grad)
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in torch.split(grad, WIDENED_ELEMS)]
-    return torch.stack(norms).square().sum()

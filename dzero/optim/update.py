@@ -1,6 +1,7 @@
 """AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
 
-CPU                    host_kernels.adamw_kernel in a thread pool    the bits of rules.adamw
+CPU                    host_kernels.adamw_kernel: a call for all     the bits of rules.adamw
+                       parameters of a row of dtypes and thread
 CPU, fp16              `step` on chunks, torch's operations          the same bits
 CUDA                   `step` compiled to one kernel                 its own square root, division, contraction
 without memory         nothing (a simulation has no values)
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dzero.host import Array, as_array, has_memory
+from dzero.host import Array, has_memory
 from dzero.optim import host_kernels, rules
 from dzero.zero.working import join, split, to_working
 
@@ -44,16 +46,21 @@ class ParamStates:
     follows: bool = False
 
     @cached_property
-    def arrays(self) -> tuple[Array, ...]:
-        """work, master, remainder, m, v as the kernels take them: empty where there is none, or no separate one."""
-        none, own = np.empty(0, np.uint16), self.work.dtype == torch.float32
+    def addresses(self) -> tuple[int, ...]:
+        """Of work, master, remainder, m and v, as the kernels take them: 0 where there is none, or no separate one."""
+        own = self.work.dtype == torch.float32
         return (
-            none if own else as_array(self.work),
-            np.empty(0, np.float32) if self.master is None else as_array(self.master),
-            np.empty(0, np.int16) if self.remainder is None else as_array(self.remainder),
-            as_array(self.m),
-            as_array(self.v),
+            0 if own else self.work.data_ptr(),
+            0 if self.master is None else self.master.data_ptr(),
+            0 if self.remainder is None else self.remainder.data_ptr(),
+            self.m.data_ptr(),
+            self.v.data_ptr(),
         )
+
+    @cached_property
+    def master_kind(self) -> str:
+        """As `host_kernels.adamw_kernel` names it."""
+        return "param" if self.work.dtype == torch.float32 else "fp32" if self.remainder is None else "remainder"
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Elements [start, start + length)."""
@@ -76,6 +83,13 @@ class Update:
     coefficients: rules.Coefficients
     step: int
 
+    @property
+    def row(self) -> Row:
+        """Its dtypes."""
+        states = self.states
+        fp16 = torch.float16 in (states.work.dtype, self.grad.dtype)
+        return Row(self.grad.dtype, states.master_kind, states.m.dtype == torch.bfloat16, states.follows, fp16)
+
     def chunks(self, elems: int) -> Iterator[Update]:
         """The same update in pieces of at most `elems` elements; itself where it is one."""
         if 0 < self.grad.numel() <= elems:
@@ -96,7 +110,7 @@ class AdamWUpdater:
         free = SimpleQueue[int]()
         for core in cores:
             free.put(core)
-        pooled = threads > 1 or cores
+        pooled, self._threads = threads > 1 or cores, threads
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if pooled else None
 
     @cached_property
@@ -110,48 +124,89 @@ class AdamWUpdater:
     @torch.no_grad()
     def run(self, updates: list[Update]) -> None:
         """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
+        rows: dict[Row, list[Update]] = {}
         for update in updates:
             if update.grad.is_cuda and update.grad.numel():  # an empty shard would be a shape of its own to compile
                 _apply_with_torch(update, self._fused)
-        here = [update for update in updates if not update.grad.is_cuda and has_memory(update.grad)]
-        pieces = [piece for update in here for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
-        if self._pool is None:
+            elif has_memory(update.grad):
+                rows.setdefault(update.row, []).append(update)
+        for row, of_row in rows.items():
+            if row.fp16:
+                pieces = [piece for update in of_row for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
+                self._each(partial(_apply_with_torch, run=step), pieces)
+            else:
+                self._run_kernel(row, of_row)
+
+    def _run_kernel(self, row: Row, updates: list[Update]) -> None:
+        """Update the parameters of one row of dtypes: one call of the kernel for each piece of the work."""
+        kernel = host_kernels.adamw_kernel(
+            grad_bf16=row.grad == torch.bfloat16,
+            master=row.master,
+            moments_bf16=row.noisy,
+            follows=row.follows,
+        )
+        table, coefficients = _table(updates, noisy=row.noisy)
+        chunks = _chunks(np.array([update.grad.numel() for update in updates]))
+        done = np.cumsum(chunks[:, 2])
+        elems = int(done[-1]) if len(done) else 0
+        pieces = min(PIECES * self._threads, elems // ALONE_ELEMS) or 1
+        ends = np.searchsorted(done, np.arange(1, pieces + 1) * (elems / pieces)) + 1
+        ends[-1] = len(chunks)
+        ranges = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
+        self._each(lambda piece: kernel(table, chunks, *piece, coefficients), ranges)
+
+    def _each(self, do: Callable[[Any], None], pieces: list[Any]) -> None:
+        if self._pool is None or len(pieces) == 1:
             for piece in pieces:
-                apply(piece)
+                do(piece)
         else:
-            list(self._pool.map(apply, pieces))
+            list(self._pool.map(do, pieces))
+
+
+class Row(NamedTuple):
+    """A row of dtypes, whose parameters one kernel updates."""
+
+    grad: torch.dtype
+    master: str
+    noisy: bool
+    follows: bool
+    fp16: bool
+
+
+PIECES = 4
+"""Of the work for each thread: a thread that is late then has less left to do."""
+
+ALONE_ELEMS = 1 << 16
+"""Fewer elements are not worth another thread."""
+
+
+def _table(updates: Sequence[Update], *, noisy: bool) -> tuple[Array, Array]:
+    """Return the kernel's table (`host_kernels.COLUMNS`), and the coefficients that its rows name."""
+    numbers: dict[int, int] = {}
+    found: list[rules.Coefficients] = []
+    rows = []
+    for update in updates:
+        states, c = update.states, update.coefficients
+        if (number := numbers.get(id(c))) is None:
+            number = numbers[id(c)] = len(found)
+            found.append(c)
+        seed = rules.noise_seed(states.name, update.step) if noisy else 0
+        rows.append((update.grad.data_ptr(), *states.addresses, states.first, number, seed))
+    return np.array(rows, dtype=np.int64), np.array([c.floats for c in found], dtype=np.float32)
+
+
+def _chunks(sizes: Array) -> Array:
+    """Return int64 [chunks, 3]: each parameter's row, first element and count, in pieces of at most CHUNK_ELEMS."""
+    counts = -(-sizes // host_kernels.CHUNK_ELEMS)
+    rows = np.repeat(np.arange(len(sizes)), counts)
+    begins = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * host_kernels.CHUNK_ELEMS
+    return np.stack([rows, begins, np.minimum(sizes[rows] - begins, host_kernels.CHUNK_ELEMS)], axis=1)
 
 
 def _bind(free: SimpleQueue[int]) -> None:
     """This thread takes a core for itself, while there are any."""
     with suppress(Empty):
         os.sched_setaffinity(0, {free.get_nowait()})
-
-
-def apply(update: Update) -> None:
-    """One chunk on the CPU: by the kernel, or for fp16 by torch's operations."""
-    if torch.float16 in (update.states.work.dtype, update.grad.dtype):
-        _apply_with_torch(update, step)
-    else:
-        _apply_with_kernel(update)
-
-
-def _apply_with_kernel(update: Update) -> None:
-    s = update.states
-    own, noisy = s.work.dtype == torch.float32, s.m.dtype == torch.bfloat16
-    kernel = host_kernels.adamw_kernel(
-        grad_bf16=update.grad.dtype == torch.bfloat16,
-        master="param" if own else "fp32" if s.remainder is None else "remainder",
-        moments_bf16=noisy,
-        follows=s.follows,
-    )
-    kernel(
-        as_array(update.grad),
-        *s.arrays,
-        update.coefficients.floats,
-        np.uint32(rules.noise_seed(s.name, update.step) if noisy else 0),
-        np.int64(s.first),
-    )
 
 
 @torch.no_grad()

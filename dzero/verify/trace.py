@@ -36,8 +36,8 @@ from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
 from dzero.degrees import MeshConfig
 from dzero.monitor.sink import Monitor
+from dzero.optim.grad_sums import sum_squares
 from dzero.optim.shards import read
-from dzero.optim.unit_grads import sum_squares
 from dzero.trainer import Trainer
 from dzero.verify.rows import Placed, Rows
 from dzero.zero.layout import Layout
@@ -154,7 +154,7 @@ class Followed(Trainer):
             mine = {name: self._rows.mine(name, grads[name]) for name in unit.params if name in grads}
             self._mark_all(GRAD, unit, mine)
             weight = self._rows.placed.weight
-            scaled = sum(weight[name] * float(sum_squares(grad)) for name, grad in mine.items())
+            scaled = sum(weight[name] * sum_squares([grad]).item() for name, grad in mine.items())
             root, _, number = unit.shape.name.rpartition(".")  # of each part of a pipeline one, of the model as well
             name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit.shape.name
             squares[name] += scaled / self.optim.scaler.scale**2

@@ -25,7 +25,7 @@ Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 
 
 class Consumer(Protocol):
-    """Whom a unit's gradients go to, in two calls for each reduction."""
+    """Whom a unit's gradients go to: for each reduction `receive`, `shown` of every parameter, and `returned`."""
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
         """Take FSDP2's buffer of reduced gradients, on the stream that it was made on.
@@ -36,8 +36,16 @@ class Consumer(Protocol):
             missing: Names of those that got no gradient on this rank, for which zeros were reduced.
         """
 
+    def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
+        """Return what FSDP2 sets as `.grad` of a parameter; None to decide that in `returned`.
+
+        Args:
+            name: The parameter's name in the model.
+            piece: Its part of the reduced buffer, of its local shard's shape.
+        """
+
     def returned(self) -> None:
-        """Set `.grad`: FSDP2 has left it to be views of that buffer, rounded to the parameters' dtype."""
+        """Set those `.grad` for which `shown` returned None: FSDP2 has left views of the buffer there."""
 
 
 @dataclass
@@ -179,6 +187,11 @@ class Unit:
             consumer.receive(reduced, self._missing)
         elif self.average is not None:
             self.average(reduced)
+
+    def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
+        """As `Consumer.shown`; None without a consumer."""
+        consumer = self.consumer() if self._delivered and self.consumer is not None else None
+        return None if consumer is None else consumer.shown(name, piece)
 
     def delivered(self) -> None:
         """Called when FSDP2 has set `.grad`, or had nothing to reduce."""

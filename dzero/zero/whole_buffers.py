@@ -1,4 +1,4 @@
-"""A unit's reduced buffer holds all of its trained parameters, whichever of them got gradients on this rank.
+"""A unit's reduced buffer holds all of its trained parameters, whichever got gradients on this rank; `.grad` are views.
 
 FSDP2 leaves out those that got none, so ranks that ran other modules of a unit would add gradients of different
 parameters to each other, or wait for data of another size. Here zeros stand for what is missing; who takes the buffer
@@ -7,9 +7,12 @@ is told which those are, and whether `.grad` is set. This needs what FSDP2 keeps
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dzero.zero.late import groups_of
 from dzero.zero.scalars import widen_gradient
@@ -33,6 +36,15 @@ class _Whole:
         self._scalars = [held for held in self._held if not held._orig_size]
         self._run, group.post_backward = group.post_backward, self
 
+        for held, name in zip(self._held, self.names, strict=True):
+            held.to_sharded_dtensor = partial(self._as_grad, name, held.to_sharded_dtensor)
+
+    def _as_grad(self, name: str, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor) -> DTensor:
+        """FSDP2's `to_sharded_dtensor`, by which it makes `.grad` of a part of the reduced buffer."""
+        self._unit.params[name].grad_dtype = None  # the table's, whatever the parameter's is
+        shown = self._unit.shown(name, piece)
+        return make(piece) if shown is None else shown
+
     def __call__(self, *unused: Any) -> None:
         missing = self._fill() if self._group.reduce_grads else []
         for held in self._scalars if self._group.reduce_grads else ():
@@ -40,6 +52,9 @@ class _Whole:
         self._unit.expect(frozenset(missing))
         params = [self._unit.params[name] for name in missing]
         without = [param for param in params if param.grad is None]
+        # FSDP2 rounds the reduced buffer to this, for `.grad`: an optimizer of ours takes it as it is.
+        layout = self._unit.layout
+        self._group._orig_dtype = layout.grad.dtype if self._unit.is_attached else layout.param.dtype
         self._run(*unused)
         self._unit.awaits_backward = False
         if self._unit.is_attached:

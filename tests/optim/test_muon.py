@@ -121,7 +121,7 @@ def oracle(run: Run, early: bool) -> reference.History:
             working=working, wire=working, grad=torch.float32 if run.microbatches > 1 else working, early=early
         ),
         clip=CLIP,
-        sum_squares=lambda chunk: host_kernels.sum_squares(chunk.contiguous()),
+        sum_squares=lambda chunk: host_kernels.sum_squares([chunk.contiguous()]).item(),
         rules=dict.fromkeys(run.names, plain),
     )
 

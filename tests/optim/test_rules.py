@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dzero.optim import host_kernels, rules
+from dzero.optim import update as update_module
 from dzero.optim.eight_bit import BLOCK_ELEMS, EightBit
 from dzero.optim.rules import Coefficients
-from dzero.optim.update import AdamWUpdater, ParamStates, Update, apply
+from dzero.optim.update import AdamWUpdater, ParamStates, Update
 from dzero.zero.working import join, split, to_working
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -64,6 +65,10 @@ def plain(s: ParamStates, grad: Tensor, step: int) -> None:
         s.work.copy_(to_working(master, s.work.dtype))
 
 
+def apply(update: Update) -> None:
+    AdamWUpdater(1).run([update])
+
+
 def same(a: ParamStates, b: ParamStates) -> bool:
     pairs = [(a.work, b.work), (a.m, b.m), (a.v, b.v)]
     if a.master is not None and b.master is not None:
@@ -99,6 +104,7 @@ def test_a_slice_is_updated_to_the_bits_of_the_whole(kind: str, moments: torch.d
 
 def test_threads_and_chunks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_kernels, "CHUNK_ELEMS", 100)
+    monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
     before = states("bf16 + remainder", BF16, 4099)
     grad = torch.randn(4099, generator=torch.Generator().manual_seed(3))
     one, three = copy(before), copy(before)
@@ -160,11 +166,11 @@ def test_sum_squares_is_the_fp64_sum(dtype: torch.dtype) -> None:
     for elems in (0, 1, 255, 256, 257, 10_001):
         x = torch.randn(elems, generator=torch.Generator().manual_seed(elems)).to(dtype)
         exact = math.fsum(value * value for value in x.double().tolist())
-        assert math.isclose(host_kernels.sum_squares(x), exact, rel_tol=1e-13, abs_tol=0)
-    assert math.isnan(host_kernels.sum_squares(torch.tensor([1.0, math.nan], dtype=dtype)))
-    assert host_kernels.sum_squares(torch.tensor([1.0, -math.inf], dtype=dtype)) == math.inf
+        assert math.isclose(host_kernels.sum_squares([x]).item(), exact, rel_tol=1e-13, abs_tol=0)
+    assert math.isnan(host_kernels.sum_squares([torch.tensor([1.0, math.nan], dtype=dtype)]).item())
+    assert host_kernels.sum_squares([torch.tensor([1.0, -math.inf], dtype=dtype)]).item() == math.inf
     if dtype == FP32:  # the square of a large fp32 is finite in fp64
-        assert host_kernels.sum_squares(torch.tensor([3e38])) == torch.tensor(3e38).double().square().item()
+        assert host_kernels.sum_squares([torch.tensor([3e38])]).item() == torch.tensor(3e38).double().square().item()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -173,7 +179,7 @@ def test_accumulate_adds_in_place_and_returns_the_sum_of_squares(dtype: torch.dt
         generator = torch.Generator().manual_seed(elems)
         acc, grad = (torch.randn(elems, generator=generator).to(dtype) for _ in range(2))
         want = acc + grad
-        assert host_kernels.accumulate(acc, grad) == host_kernels.sum_squares(want)
+        assert host_kernels.accumulate([acc], [grad]).item() == host_kernels.sum_squares([want]).item()
         assert torch.equal(acc, want)
 
 
