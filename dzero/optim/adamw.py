@@ -63,11 +63,20 @@ class AdamW(MasterOptimizer):
         owned = {param for group in self.param_groups for param in group["params"]}
         for unit in sharded.units:
             self._take(unit, owned)
+        self._count_together()
         self.offload.settle()
 
     def _take_group(self, group: dict[str, Any]) -> None:
         for unit in self._sharded.units:
             self._take(unit, set(group["params"]))
+        self._count_together()
+
+    def _count_together(self) -> None:
+        """Let every `step` be a view of one tensor, fp32 [parameters], so that all are read and counted at once."""
+        each = [stored.tensors["step"] for stored in self._stored.values()]
+        self._steps = torch.stack(each) if each else torch.zeros(0)
+        for number, stored in enumerate(self._stored.values()):
+            stored.number, stored.tensors["step"] = number, self._steps[number]
 
     def _take(self, unit: Unit, owned: set[nn.Parameter]) -> None:
         """Make the states of a unit's parameters, and give them values.
@@ -107,15 +116,19 @@ class AdamW(MasterOptimizer):
         self.take_edits()
         pending, how = self._plan(grads, factor)
         done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
-        updates = max((int(stored.tensors["step"]) for stored in self._stored.values()), default=0)
-        if pending:
-            torch._foreach_add_([each.stored.tensors["step"] for each in pending.values()], 1)
+        updates = int(self._steps.max()) if len(self._steps) else 0
+        if len(pending) == len(self._stored):
+            self._steps += 1
+        else:
+            self._steps[[each.stored.number for each in pending.values()]] += 1
         self._tiers.start(pending, partial(self._run, how), updates, done)
         self._share([each.stored for each in pending.values()])
 
     def _share(self, updated: Collection[Stored]) -> None:
         """Where copies share out the states of a shard, all of them get each other's new values: now, or where a unit's
         forward is what waits for its update, then."""
+        if self._sharded.layout.shares == 1:
+            return
         names, coming = {stored.name for stored in updated}, []
         for unit in self._sharded.units:
             bring = self._bringing(unit, names)
@@ -165,13 +178,14 @@ class AdamW(MasterOptimizer):
         """What to update from `grads` by name, and how; nothing is changed."""
         pending: dict[str, Pending[Stored]] = {}
         how: How = {}
+        steps = self._steps.tolist()
         for group in self.param_groups:
             for param in group["params"]:
                 stored = self._stored[param]
-                if stored.name in grads:
-                    step = int(stored.tensors["step"].item()) + 1
+                if (grad := grads.get(stored.name)) is not None:
+                    step = int(steps[stored.number]) + 1
                     how[stored.name] = step, self._coefficients(group, stored, step, factor)
-                    pending[stored.name] = Pending(stored, grads[stored.name])
+                    pending[stored.name] = Pending(stored, grad)
         return pending, how
 
     def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:

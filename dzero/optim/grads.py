@@ -226,15 +226,14 @@ def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offlo
 
     Raises RuntimeError where two cannot share them.
     """
-    attached = [unit for unit in sharded.units if unit.is_attached]
+    attached = [unit for unit in sharded.units if unit.attached is not None]
     if not attached:
         return None
     for unit in attached:
         if unit.drain is not None and (drain := unit.drain()) is not None:
             drain()  # queued work holds the optimizer that queued it
     gc.collect()  # a dropped optimizer and its scheduler refer to each other
-    found = [unit.consumer() if unit.consumer is not None else None for unit in sharded.units]
-    units = [grads for grads in found if isinstance(grads, UnitGrads)]
+    units = [grads for unit in sharded.units if isinstance(grads := unit.attached, UnitGrads)]
     if not units:
         return None
     taken = frozenset[str]().union(*sharded.claims.values()).intersection(owned)

@@ -65,8 +65,8 @@ class Stored:
 
     work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
     updates find the states that are on disk. off_device: keys of the states that live elsewhere. kept: the moments that
-    the parameter's rule keeps. span: the elements of the parameter's shard that these are the states of. first: the
-    first of them in the whole parameter.
+    the parameter's rule keeps. number: among those of its optimizer. span: the elements of the parameter's shard that
+    these are the states of. first: the first of them in the whole parameter.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Stored:
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     off_device: set[str] = field(default_factory=set)
     kept: tuple[str, ...] = MOMENTS
+    number: int = 0
     _kept: tuple[torch.Tensor, ParamStates] | None = None
 
     @classmethod

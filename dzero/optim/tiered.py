@@ -60,6 +60,13 @@ class TieredUpdates(Generic[States]):
     def __init__(self, sharded: Sharded, offload: Offload) -> None:
         self._offload, self._places = offload, offload.places
         self._units = update_order([unit.shape for unit in sharded.units])
+        off_device = self._places.on_host
+        self._away = frozenset(
+            param.name
+            for unit in self._units
+            for param in unit.params
+            if any(off_device(kind, param.name) for kind in ("grad", "master", "moments"))
+        )
 
     def start(self, pending: dict[str, Pending[States]], run: Run, updates: int, done: Collection[str] = ()) -> None:
         """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
@@ -69,8 +76,11 @@ class TieredUpdates(Generic[States]):
         were updated before, whose working copies are left to send.
         """
         self._offload.begin_updates(updates)
+        at_home = [each for name, each in pending.items() if name not in self._away]
+        away = pending.keys() & self._away
         by_unit = {
-            unit.name: [pending[each.name] for each in unit.params if each.name in pending] for unit in self._units
+            unit.name: [pending[each.name] for each in unit.params if each.name in away]
+            for unit in (self._units if away else ())
         }
         for unit, of_unit in by_unit.items():
             if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
@@ -78,6 +88,8 @@ class TieredUpdates(Generic[States]):
                     self._start_on_host(unit, on_host, run)
                 else:
                     self._send_work(unit, on_host)
+        if at_home:
+            run(at_home)
         on_device = {
             unit: here
             for unit, of_unit in by_unit.items()
@@ -111,25 +123,16 @@ class TieredUpdates(Generic[States]):
         self._offload.send(unit, work_of([each.stored for each in pending]))
 
     def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
-        at_home = [each for of_unit in by_unit.values() for each in of_unit if not self._is_away(each)]
-        if at_home:
-            run(at_home)
-        away = {
-            unit: on for unit, of_unit in by_unit.items() if (on := [each for each in of_unit if self._is_away(each)])
-        }
-        units = list(away)
+        """Update parameters whose gradients or moments are brought for it."""
+        units = list(by_unit)
         for index, unit in enumerate(units):
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
-                self._bring(coming, away[coming])
+                self._bring(coming, by_unit[coming])
             self._offload.wait_brought(unit)
-            run(away[unit])
-            back = [(each.stored.flat(key), moved) for each in away[unit] for key, moved in each.moved.items()]
+            run(by_unit[unit])
+            back = [(each.stored.flat(key), moved) for each in by_unit[unit] for key, moved in each.moved.items()]
             if back:
                 self._offload.put_back(unit, back)
-
-    def _is_away(self, each: Pending[States]) -> bool:
-        """Whether something of a parameter that is updated on the device lives on the host, but 8-bit moments."""
-        return any(self._places.on_host(kind, each.stored.name) for kind in ("grad", "moments"))
 
     def _bring(self, unit: str, pending: list[Pending[States]]) -> None:
         grads: list[Move] = []

@@ -99,6 +99,8 @@ class UnitGrads:
         mine = names.intersection(self._trained)
         for name in mine:
             self._trained[name].grad = None
+        if self._is_empty:
+            return
         if len(mine) < len(self._trained):
             for kind in (self.views, self._held, self._shown):
                 for name in mine.intersection(kind):
@@ -118,7 +120,7 @@ class UnitGrads:
         self._offloaded.forget()
         self._pieces: Named = {}
         self._buffers: list[torch.Tensor] = []
-        self._finished = False
+        self._finished, self._is_empty = False, True
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
         """As `Consumer.receive`."""
@@ -136,6 +138,7 @@ class UnitGrads:
                 "forward, which FSDP2 reduces apart at stages 0 and 1. Take offload.overlap=forward, or run all but "
                 "the last backward under microbatch(is_last=False) and use the unit once"
             )
+        self._is_empty = False
         self._hide()
         self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
         slices = zip(self.names, torch.split(reduced, self._padded), self._elems, strict=True)
@@ -170,6 +173,7 @@ class UnitGrads:
         for name, param in self._trained.items():
             if param.grad is None:
                 continue
+            self._is_empty = False
             if name not in self._shown:
                 direct = self._flat_of(name, param.grad)
                 self._held[name] = self._held[name] + direct if name in self._held else direct
@@ -324,6 +328,7 @@ class UnitGrads:
             if grad is shown:
                 continue
             self.write()
+            self._is_empty = False
             if grad is None:
                 del self.views[name], self._shown[name]
                 self._used.discard(name)

@@ -58,9 +58,10 @@ class ParamStates:
         )
 
     @cached_property
-    def master_kind(self) -> str:
-        """As `host_kernels.adamw_kernel` names it."""
-        return "param" if self.work.dtype == torch.float32 else "fp32" if self.remainder is None else "remainder"
+    def dtypes(self) -> tuple[str, bool, bool]:
+        """The kind of master as `host_kernels.adamw_kernel` has it; whether moments are bf16; whether work is fp16."""
+        master = "param" if self.work.dtype == torch.float32 else "fp32" if self.remainder is None else "remainder"
+        return master, self.m.dtype == torch.bfloat16, self.work.dtype == torch.float16
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Elements [start, start + length)."""
@@ -86,9 +87,8 @@ class Update:
     @property
     def row(self) -> Row:
         """Its dtypes."""
-        states = self.states
-        fp16 = torch.float16 in (states.work.dtype, self.grad.dtype)
-        return Row(self.grad.dtype, states.master_kind, states.m.dtype == torch.bfloat16, states.follows, fp16)
+        master, noisy, fp16 = self.states.dtypes
+        return Row(self.grad.dtype, master, noisy, self.states.follows, fp16 or self.grad.dtype == torch.float16)
 
     def chunks(self, elems: int) -> Iterator[Update]:
         """The same update in pieces of at most `elems` elements; itself where it is one."""

@@ -44,14 +44,18 @@ def put_shards(units: list[Unit]) -> None:
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
     """Forget whole gradients of `names` that wait for the last microbatch's, to be reduced with them."""
     for unit in units:
-        name_of = {param: name for name, param in unit.params.items()}
-        for group in groups_of(unit.modules[0]):
-            for held in group.fsdp_params:
-                if name_of.get(held.sharded_param) not in names:
-                    continue
+        waiting = [held for group in groups_of(unit.modules[0]) for held in group.fsdp_params if _waits(held)]
+        name_of = {param: name for name, param in unit.params.items()} if waiting else {}
+        for held in waiting:
+            if name_of.get(held.sharded_param) in names:
                 held.unsharded_accumulated_grad = None
                 if (param := held.__dict__.get("_unsharded_param")) is not None:
                     param.grad = None
+
+
+def _waits(held: Any) -> bool:
+    param = held.__dict__.get("_unsharded_param")
+    return held.unsharded_accumulated_grad is not None or (param is not None and param.grad is not None)
 
 
 def _after_forward(root: Unit, units: list[Unit], *_: object) -> None:

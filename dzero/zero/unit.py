@@ -111,9 +111,9 @@ class Unit:
         self.consumer = weakref.ref(consumer)
 
     @property
-    def is_attached(self) -> bool:
-        """Whether an optimizer takes the gradients."""
-        return self.consumer is not None and self.consumer() is not None
+    def attached(self) -> Consumer | None:
+        """The optimizer's, that takes the gradients; None without one."""
+        return None if self.consumer is None else self.consumer()
 
     def arrive(self) -> None:
         """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
@@ -182,22 +182,15 @@ class Unit:
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""
         self._delivered = True
-        consumer = self.consumer() if self.consumer is not None else None
-        if consumer is not None:
+        if (consumer := self.attached) is not None:
             consumer.receive(reduced, self._missing)
         elif self.average is not None:
             self.average(reduced)
 
-    def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
-        """As `Consumer.shown`; None without a consumer."""
-        consumer = self.consumer() if self._delivered and self.consumer is not None else None
-        return None if consumer is None else consumer.shown(name, piece)
-
     def delivered(self) -> None:
         """Called when FSDP2 has set `.grad`, or had nothing to reduce."""
         was, self._delivered = self._delivered, False
-        consumer = self.consumer() if self.consumer is not None else None
-        if was and consumer is not None:
+        if was and (consumer := self.attached) is not None:
             consumer.returned()
 
 

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dzero.zero.late import groups_of
 from dzero.zero.scalars import widen_gradient
-from dzero.zero.unit import Unit
+from dzero.zero.unit import Consumer, Unit
 
 
 def reduce_whole(unit: Unit) -> None:
@@ -31,37 +32,37 @@ class _Whole:
     def __init__(self, unit: Unit, group: Any) -> None:
         name_of = {param: name for name, param in unit.params.items()}
         self._unit, self._group = unit, group
+        self._consumer: Consumer | None = None
         self._held = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         self.names = [name_of[held.sharded_param] for held in self._held]
         self._scalars = [held for held in self._held if not held._orig_size]
         self._run, group.post_backward = group.post_backward, self
-
         for held, name in zip(self._held, self.names, strict=True):
-            held.to_sharded_dtensor = partial(self._as_grad, name, held.to_sharded_dtensor)
-
-    def _as_grad(self, name: str, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor) -> DTensor:
-        """FSDP2's `to_sharded_dtensor`, by which it makes `.grad` of a part of the reduced buffer."""
-        self._unit.params[name].grad_dtype = None  # the table's, whatever the parameter's is
-        shown = self._unit.shown(name, piece)
-        return make(piece) if shown is None else shown
+            held.to_sharded_dtensor = partial(self._as_grad, name, unit.params[name], held.to_sharded_dtensor)
 
     def __call__(self, *unused: Any) -> None:
         missing = self._fill() if self._group.reduce_grads else []
         for held in self._scalars if self._group.reduce_grads else ():
             widen_gradient(held)
         self._unit.expect(frozenset(missing))
-        params = [self._unit.params[name] for name in missing]
-        without = [param for param in params if param.grad is None]
+        without = [param for name in missing if (param := self._unit.params[name]).grad is None]
+        self._consumer, layout = self._unit.attached, self._unit.layout
         # FSDP2 rounds the reduced buffer to this, for `.grad`: an optimizer of ours takes it as it is.
-        layout = self._unit.layout
-        self._group._orig_dtype = layout.grad.dtype if self._unit.is_attached else layout.param.dtype
+        self._group._orig_dtype = layout.param.dtype if self._consumer is None else layout.grad.dtype
         self._run(*unused)
         self._unit.awaits_backward = False
-        if self._unit.is_attached:
-            self._unit.delivered()
-        else:
-            for param in without:
-                param.grad = None
+        self._unit.delivered()
+        for param in without if self._consumer is None else ():
+            param.grad = None
+        self._consumer = None
+
+    def _as_grad(
+        self, name: str, param: nn.Parameter, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor
+    ) -> DTensor:
+        """FSDP2's `to_sharded_dtensor`, by which it makes `.grad` of a part of the reduced buffer."""
+        param.grad_dtype = None  # the table's, whatever the parameter's is
+        shown = None if self._consumer is None else self._consumer.shown(name, piece)
+        return make(piece) if shown is None else shown
 
     def _fill(self) -> list[str]:
         """Give zeros to the parameters without gradient, where others have one; return their names."""
@@ -81,5 +82,7 @@ class _Whole:
 
 
 def _has_gradient(held: Any) -> bool:
-    param = getattr(held, "_unsharded_param", None)
-    return held.unsharded_accumulated_grad is not None or (param is not None and param.grad is not None)
+    if held.unsharded_accumulated_grad is not None:
+        return True
+    param = held.__dict__.get("_unsharded_param")
+    return param is not None and param.grad is not None
