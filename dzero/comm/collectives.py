@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from dzero.comm.exchange import Exchange, all_gather_single
 from dzero.comm.ledger import Ledger
+from dzero.comm.spans import span
 from dzero.comm.trail import Collective, Trail
 
 
@@ -43,7 +43,7 @@ class _Works(dist.Work):
 
     def wait(self, timeout: object = None) -> bool:
         """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
-        with record_function(self._span), self._trail.waiting():
+        with span(self._span), self._trail.waiting():
             for work in self._works:
                 work.wait()
         return True
@@ -75,8 +75,8 @@ class UnshardParams(_Buffers):
         exchange = self._exchange
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
             exchange = type(exchange)(group)  # type: ignore[call-arg]
-        begun = Collective("all_gather", self._unit, self._axis, input_tensor.numel(), input_tensor.dtype)
-        with record_function(self._span), self._ledger.trail.within(begun, group):
+        begun = Collective.of("all_gather", self._unit, self._axis, input_tensor.numel(), input_tensor.dtype)
+        with span(self._span), self._ledger.trail.within(begun, group):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
@@ -108,8 +108,8 @@ class ReduceGrads(_Buffers):
     ) -> None:
         """FSDP2's own signature: input [ranks * n], output [n], complete when this returns."""
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
-        begun = Collective("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
-        with record_function(self._span), self._ledger.trail.within(begun, self._exchange.group):
+        begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
+        with span(self._span), self._ledger.trail.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
         sent = (self._exchange.ranks - 1) * output_tensor.numel() * self._wire.itemsize
         self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
@@ -125,8 +125,8 @@ class AverageCopies:
     def __call__(self, grads: torch.Tensor) -> None:
         """`grads` [n], flat, of any float dtype."""
         exchange, wire = self._exchange, self._wire
-        begun = Collective("all_reduce", self._unit, self._axis, grads.numel(), wire)
-        with record_function(self._span), self._ledger.trail.within(begun, exchange.group):
+        begun = Collective.of("all_reduce", self._unit, self._axis, grads.numel(), wire)
+        with span(self._span), self._ledger.trail.within(begun, exchange.group):
             exchange.all_reduce(grads, wire)
         owned = -(-grads.numel() // exchange.ranks)
         back = grads.dtype if exchange.exact else wire
@@ -146,8 +146,8 @@ class GatherUpdated:
 
     def __call__(self, output: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """`part` may be its place in `output`; wait on what is returned before that is read."""
-        begun = Collective("all_gather", self._unit, self._axis, part.numel(), part.dtype)
-        with record_function(self._span), self._ledger.trail.within(begun, self._exchange.group):
+        begun = Collective.of("all_gather", self._unit, self._axis, part.numel(), part.dtype)
+        with span(self._span), self._ledger.trail.within(begun, self._exchange.group):
             works = self._exchange.all_gather(output, part)
         return _Works(f"wait {self._span}", works, self._ledger.trail)
 
@@ -169,7 +169,7 @@ class GatherScalars:
         gathered = values.new_empty(ranks, values.numel())
         if ranks == 1:
             return gathered.copy_(values)
-        begun = Collective("all_gather", "scalars", self._axis, values.numel(), values.dtype)
+        begun = Collective.of("all_gather", "scalars", self._axis, values.numel(), values.dtype)
         with self._ledger.trail.within(begun, self._group):
             all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
         self._ledger.record("control", "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)

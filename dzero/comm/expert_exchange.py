@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
+from dzero.comm.spans import span
 from dzero.comm.trail import Collective
 
 PHASE = "experts"
@@ -51,7 +51,7 @@ class ExpertExchange:
         # What ranks give differs, but their trails must not: so one row is told, and no number of them.
         begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)
         whole, parts = (each.flatten(1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
-        with record_function("all_to_all experts"), self._ledger.trail.within(begun, self._group):
+        with span("all_to_all experts"), self._ledger.trail.within(begun, self._group):
             dist.all_to_all_single(whole, parts, take, give, group=self._group)
         self._ledger.record(PHASE, "all_to_all", self._axis, given.dtype, sent)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -30,6 +31,12 @@ class Entry:
     kind: str
     axis: str
     dtype: str
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, phase: str, kind: str, axis: str, dtype: torch.dtype) -> Entry:
+        """Return the one with these values, which a step has many times."""
+        return cls(phase, kind, axis, dtype_key(dtype))
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Ledger:
 
     def record(self, phase: str, kind: str, axis: str, dtype: torch.dtype, sent_bytes: int) -> None:
         """Count one collective along `axis` that sends `sent_bytes` from this rank."""
-        entry = Entry(phase, kind, axis, dtype_key(dtype))
+        entry = Entry.of(phase, kind, axis, dtype)
         self._calls[entry] += 1
         self._bytes[entry] += sent_bytes
         if self.listener is not None:

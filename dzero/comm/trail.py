@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ KEPT = 10_000
 """Collectives of a step that are remembered one by one, where nobody ends the step (inference)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Collective:
     """One collective. `elems`: of the part that each rank contributes (all_reduce: of the whole), of `dtype`."""
 
@@ -36,9 +37,25 @@ class Collective:
     elems: int
     dtype: torch.dtype
 
-    def __str__(self) -> str:
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, kind: str, unit: str, axis: str, elems: int, dtype: torch.dtype) -> Collective:
+        """Return the one with these values, which a step has many times."""
+        return cls(kind, unit, axis, elems, dtype)
+
+    @cached_property
+    def text(self) -> str:
+        """A line that names it."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} of {self.unit or 'the root'} over {self.axis} [{self.elems} x {dtype}]"
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The same, for checksums."""
+        return self.text.encode()
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Trail:
@@ -46,11 +63,11 @@ class Trail:
 
     `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
     are gone, hang, or do something else. `of_parts`: this rank has a part of a pipeline; `moves`: and waits for
-    another.
+    another. `is_waiting`: for a collective.
     """
 
     def __init__(self) -> None:
-        self.check = self.failed = self.of_parts = self.moves = self._waits = False
+        self.check = self.failed = self.of_parts = self.moves = self.is_waiting = False
         self.count = self.checksum = 0
         self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
         self.step: deque[Collective | str] = deque(maxlen=KEPT)
@@ -61,39 +78,30 @@ class Trail:
         count, collective = self._last or (0, "before its first collective")
         return count, f"#{count} {collective}" if count else str(collective)
 
-    @contextmanager
-    def within(self, collective: Collective, group: dist.ProcessGroup) -> Iterator[None]:
-        """It begins; what may wait for other ranks happens inside, or inside `waiting`."""
+    def within(self, collective: Collective, group: dist.ProcessGroup) -> Waiting:
+        """Begin a collective; what may wait for other ranks happens inside of what is returned, or of `waiting`."""
         self.count += 1
         self.step.append(collective)
         self._last = self.count, collective
-        self.checksum = zlib.crc32(str(collective).encode(), self.checksum)
-        with self.waiting():
-            if self.check:
+        self.checksum = zlib.crc32(collective.encoded, self.checksum)
+        if self.check:
+            with self.waiting():
                 self._check(collective, group)
-            yield
+        return self.waiting()
 
     def note(self, what: str) -> None:
         """Count `what` into the checksum: ranks must agree on it, and the size of no collective shows it."""
         self.step.append(what)
         self.checksum = zlib.crc32(what.encode(), self.checksum)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """For other ranks."""
-        before, self._waits = self._waits, True
-        try:
-            yield
-        except Exception:
-            self.failed = True
-            raise
-        finally:
-            self._waits = before
+    def waiting(self) -> Waiting:
+        """Return a context in which this rank waits for others."""
+        return Waiting(self)
 
     @property
     def waits(self) -> bool:
         """Whether this rank waits for others, as far as is known. From any thread."""
-        return self._waits or self.moves
+        return self.is_waiting or self.moves
 
     def end_step(self) -> None:
         """Forget the step's collectives; the numbers go on."""
@@ -113,6 +121,25 @@ class Trail:
             if any(each != at[0] for each in at):
                 return f"collective {index + 1} of the step was\n{by_rank(at, group)}"
         return "the collectives of the step were the same"
+
+
+class Waiting:
+    """A context in which the rank of a `Trail` waits for others; an exception there marks it as failed."""
+
+    __slots__ = ("_before", "_trail")
+
+    def __init__(self, trail: Trail) -> None:
+        self._trail, self._before = trail, False
+
+    def __enter__(self) -> None:
+        self._before, self._trail.is_waiting = self._trail.is_waiting, True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._trail.is_waiting = self._before
+        if isinstance(error, Exception):
+            self._trail.failed = True
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:

@@ -24,8 +24,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import record_function
 
+from dzero.comm.spans import span
 from dzero.errors import RunError
 from dzero.offload.pinned import Arena, Lease, Phase
 from dzero.offload.places import Place
@@ -175,7 +175,7 @@ class Swap:
             lease.enter(phase)
         self._enter(action.key.lane)
         try:
-            with record_function(str(action.key)):
+            with span(str(action.key)):
                 if self.before is not None:
                     self.before(action.key)
                 return work()
@@ -198,7 +198,7 @@ class Swap:
                 future.result()
                 continue
             began = time.perf_counter()
-            with record_function(f"wait {key}"):
+            with span(f"wait {key}"):
                 future.result()
             for lane, waited_s in waited_for(self._chains[future], began, time.perf_counter()).items():
                 self._count(lane, LaneUse(waited_s=waited_s))
@@ -268,10 +268,10 @@ class _Lane:
 def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:
     """Seconds by lane of a wait for the last action of `chain`; what no span explains is that action's own."""
     waited = {chain[-1].lane: ended - began}
-    for span in chain[:-1]:
-        seconds = min(span.ended, ended) - max(span.began, began)
+    for each in chain[:-1]:
+        seconds = min(each.ended, ended) - max(each.began, began)
         if seconds > 0:
-            waited[span.lane] = waited.get(span.lane, 0.0) + seconds
+            waited[each.lane] = waited.get(each.lane, 0.0) + seconds
             waited[chain[-1].lane] -= seconds
     return waited
 

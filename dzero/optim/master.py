@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
+from dzero.comm.spans import span
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
@@ -198,7 +199,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._sharded.end_step()
         # A forward without backward (evaluation) may have left unsharded copies that the update would make stale.
         self._sharded.reshard()
-        with torch.profiler.record_function("step decide"):
+        with span("step decide"):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
         if self._refused:
             decision = replace(decision, finite=False, culprits=(self._refused, *decision.culprits))
@@ -210,7 +211,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if not self._loss_was_scaled:
             raise RuntimeError("fp16 gradients of an unscaled loss: call backward on optim.scale_loss(loss)")
         if decision.finite:
-            with torch.profiler.record_function("step update"):
+            with span("step update"):
                 self._update(grads, decision.factor)
         else:
             self._skip()

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch.profiler import record_function
 
 from dzero.comm.exchange import swap
 from dzero.comm.ledger import Entry, Traffic
+from dzero.comm.spans import span
 from dzero.comm.trail import Collective
 from dzero.mesh import REPLICATE, SHARD
 from dzero.optim import orthogonal
@@ -65,7 +65,7 @@ class MatrixUpdates:
         states = {matrix.name: pending[matrix.name].stored.states() for of_owner in owned for matrix in of_owner}
         parts = [self._mix(of_owner, states, pending, how) for of_owner in owned]
         collected = self._collect(what, parts)
-        with record_function(f"orthogonalise {what}"):
+        with span(f"orthogonalise {what}"):
             self._orthogonalise(collected, owned[self._rank], how)
         self._return(what, collected, parts)
         for of_owner, part in zip(owned, parts, strict=True):
@@ -114,7 +114,7 @@ class MatrixUpdates:
         if self._ranks == 1:
             return
         begun = Collective(kind, what, self._axis, elems, self._payload)
-        with record_function(f"{kind} {what}"), self._ledger.trail.within(begun, self._group):
+        with span(f"{kind} {what}"), self._ledger.trail.within(begun, self._group):
             for work in swap(self._group, send=send, receive=receive):
                 work.wait()
         sent = sum(each.nbytes for peer, each in enumerate(send) if peer != self._rank)
