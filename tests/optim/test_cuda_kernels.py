@@ -2,26 +2,29 @@
 
     claim                                              proof here
     the arithmetic is that of the CPU kernels          Triton's interpreter on CPU tensors, bit for bit
-    nothing is contracted, flushed or approximated     the PTX for real GPUs: its floating-point instructions, counted
+    nothing is contracted, flushed or approximated     PTX and machine code for real GPUs: instructions, counted
     16 bytes per access of whole, aligned chunks       the same PTX
     one copy per step, one launch per variant          torch's dispatcher and the launches, counted
     a pinned buffer is not rewritten too early         copies that are put off as far as their events allow
 
-The interpreter calls NumPy once per operation, so it could not show a contraction; that is what the PTX is for. What
-ptxas makes of the PTX is seen on a GPU only: tests/gpu/test_adamw_kernel.py compares bits there. Kernels are
-interpreted in a process of their own, because Triton decides at its import whether it interprets.
+The interpreter calls NumPy once per operation, so it could not show a contraction; that is what the compiled code is
+for. Only a GPU can show that its division and square root round as NVIDIA says, and that the launch itself works:
+tests/gpu/test_adamw_kernel.py compares bits there. Kernels are interpreted in a process of their own, because Triton
+decides at its import whether it interprets.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,24 +89,44 @@ def test_unaligned_arrays_are_updated_to_the_same_bits(interpreted: Callable[...
 
 
 def unaligned_differs() -> list[str]:
-    """Each of a parameter's arrays in turn lies 1 element behind a multiple of 16 bytes."""
-    found = []
-    for kind in KINDS:
-        before = [each for each in params(kind) if each.work.numel() == 5000][::3]
-        for name in ("grad", *before[0].states()):
-            ours, want = ([each.to(CPU) for each in before] for _ in range(2))
-            for each in ours:
-                shifted = torch.empty(5001, dtype=getattr(each, name).dtype)[1:]
-                assert shifted.data_ptr() % 16 != 0
-                own = each.master is each.work
-                setattr(each, name, shifted.copy_(getattr(each, name)))
-                if own and name in ("work", "master"):
-                    each.work = each.master = shifted
-            table_of(ours).update(*columns(ours, 3))
-            for each in want:
-                by_operations(each, 3)
-            found += [f"{name} of {each}" for each in differences(ours, want)]
-    return found
+    """Each of a parameter's arrays in turn lies 1 element behind a multiple of 16 bytes.
+
+    A GPU traps where the kernel calls such an address aligned; the interpreter takes no notice, so it is watched.
+    """
+    from triton.runtime.interpreter import TensorHandle
+
+    found, hints = [], Counter[str]()
+
+    def check(handle: Any, key: str, values: list[int]) -> None:
+        hints[key] += 1
+        if key == "tt.divisibility" and (handle.data % np.uint64(values[0])).any():
+            found.append(f"{handle.data} is called a multiple of {values[0]}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorHandle, "set_attr", check)
+        for kind in KINDS:
+            before = [each for each in params(kind) if each.work.numel() == 5000][::3]
+            for name in ("grad", *before[0].states()):
+                ours, want = ([each.to(CPU) for each in before] for _ in range(2))
+                for each in ours:
+                    shift(each, name)
+                table_of(ours).update(*columns(ours, 3))
+                for each in want:
+                    by_operations(each, 3)
+                found += [f"{name} of {each}" for each in differences(ours, want)]
+        if hints:
+            found.append("a program with an unaligned array gave hints")
+        table_of(before).update(*columns(before, 3))
+    return found if hints else ["no program with aligned arrays gave a hint: nothing was watched"]
+
+
+def shift(p: Param, name: str) -> None:
+    """Move one of the arrays by one element from an aligned address."""
+    was = getattr(p, name)
+    moved = torch.empty(was.numel() + 1, dtype=was.dtype)[1:].copy_(was)
+    assert moved.data_ptr() % 16 != 0
+    for each in [field for field in ("grad", *p.states()) if getattr(p, field) is was]:
+        setattr(p, each, moved)
 
 
 def test_elements_beyond_2_to_the_31_are_reached(interpreted: Callable[..., Any]) -> None:
@@ -154,7 +177,7 @@ BRANCHES = 2
 """The kernel's body is there for whole, aligned chunks, and for others."""
 
 
-def ptx_of(variant: Variant, architecture: int = 90, **options: bool) -> str:
+def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> Any:
     """Compile the kernel for an NVIDIA GPU of compute capability `architecture` / 10, which need not be there.
 
     options: of the compiler, other than those of a launch.
@@ -178,15 +201,15 @@ def ptx_of(variant: Variant, architecture: int = 90, **options: bool) -> str:
     signature |= dict.fromkeys(constants, "constexpr")
     kernel = ASTSource(source.adamw_kernel, signature, constexprs=constants)
     target = GPUTarget("cuda", architecture, 32)
-    return str(triton.compile(kernel, target=target, options=source.OPTIONS | options).asm["ptx"])
+    return triton.compile(kernel, target=target, options=source.OPTIONS | options).asm
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """`ptx_of`, with a cache of this module's own."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """`compile_for`, with a cache of this module's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield ptx_of
+        yield compile_for
 
 
 def floating_point(ptx: str) -> Counter[str]:
@@ -207,30 +230,47 @@ also forbids ptxas to contract them; `.ftz`, which none has, would flush subnorm
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_every_operation_is_rounded_once_and_none_is_contracted(variant: Variant, compiled: Callable[..., str]) -> None:
-    ptx = compiled(variant)
+def test_every_operation_is_rounded_once_and_none_is_contracted(variant: Variant, compiled: Callable[..., Any]) -> None:
+    ptx = compiled(variant)["ptx"]
     assert floating_point(ptx) == OPERATIONS
     assert "fma." not in ptx
     assert ".ftz" not in ptx
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 100, 120])
-def test_other_gpus_compute_the_same_operations(architecture: int, compiled: Callable[..., str]) -> None:
-    ptx = compiled(Variant(BF16, BF16, "remainder", True, False), architecture)
+def test_other_gpus_compute_the_same_operations(architecture: int, compiled: Callable[..., Any]) -> None:
+    ptx = compiled(Variant(BF16, BF16, "remainder", True, False), architecture)["ptx"]
     assert floating_point(ptx) == OPERATIONS
     assert "fma." not in ptx
 
 
-def test_without_the_launch_options_the_compiler_contracts(compiled: Callable[..., str]) -> None:
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_assembler_contracts_nothing_either(
+    architecture: int, compiled: Callable[..., Any], tmp_path: Path
+) -> None:
+    """All products and sums of the PTX are there in the machine code: a contraction would take one of each.
+
+    ptxas makes division and square root of FFMAs and products, so it may add some of its own.
+    """
+    asm, nvdisasm = compiled(VARIANTS[0], architecture), Path(pytest.importorskip("triton").knobs.nvidia.nvdisasm.path)
+    (tmp_path / "kernel.cubin").write_bytes(asm["cubin"])
+    shown = subprocess.run([nvdisasm, "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True)
+    found = Counter(re.findall(r"\b(FMUL|FADD)(?![.\w])", shown.stdout))
+    sums = OPERATIONS["add.rn.f32"] + OPERATIONS["sub.rn.f32"]
+    assert found["FADD"] == sums
+    assert found["FMUL"] >= OPERATIONS["mul.rn.f32"]
+
+
+def test_without_the_launch_options_the_compiler_contracts(compiled: Callable[..., Any]) -> None:
     """What the tests above would see if the option were lost."""
-    ptx = compiled(VARIANTS[0], enable_fp_fusion=True)
+    ptx = compiled(VARIANTS[0], enable_fp_fusion=True)["ptx"]
     assert "fma.rn.f32" in ptx
     assert floating_point(ptx) != OPERATIONS
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_whole_aligned_chunks_move_16_bytes_at_a_time(variant: Variant, compiled: Callable[..., str]) -> None:
-    ptx = compiled(variant)
+def test_whole_aligned_chunks_move_16_bytes_at_a_time(variant: Variant, compiled: Callable[..., Any]) -> None:
+    ptx = compiled(variant)["ptx"]
     per_16_bits = PER_THREAD * 2 // 16
     of_moments = 2 * per_16_bits * (1 if variant.moments_bf16 else 2)
     of_grad = per_16_bits * (2 if variant.grad == FP32 else 1)
