@@ -143,7 +143,8 @@ class UpdateTable:
             for row, each in zip(columns, states, strict=True)
         ]
         self._table = torch.tensor(table, dtype=torch.int64).view(-1, 7).to(self.device)
-        chunks = {kind: _chunks(elems, [i for i, each in enumerate(variants) if each == kind]) for kind in variants}
+        alike = {kind: [i for i, each in enumerate(variants) if each == kind] for kind in dict.fromkeys(variants)}
+        chunks = {kind: _chunks(elems, members) for kind, members in alike.items()}
         self._chunks = {kind: torch.from_numpy(each).to(self.device) for kind, each in chunks.items() if len(each)}
         self._staging = _Staging(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
 
