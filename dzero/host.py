@@ -23,8 +23,8 @@ Array = NDArray[Any]
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a CPU tensor has any. A simulated one (plan/simulate.py) has none: kernels have nothing to do on it."""
-    return tensor.untyped_storage().device.type == "cpu"
+    """Whether a tensor has any. A simulated one (plan/simulate.py) has none: kernels have nothing to do on it."""
+    return tensor.untyped_storage().device.type != "meta"
 
 
 def as_array(tensor: torch.Tensor) -> Array:

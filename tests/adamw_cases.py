@@ -1,6 +1,6 @@
 """Parameters in every way of storing, their update by the kernel of a GPU, and the same by two references on the CPU.
 
-by the kernel     `UpdateTable`: on a GPU, or on CPU tensors under Triton's interpreter
+by the kernel     `CudaTable`: on a GPU, or on CPU tensors under Triton's interpreter
 by operations     `rules.adamw` on whole tensors; no fp16 or bf16 but through `zero/working.py`
 by numba          `host_kernels.adamw_kernel`, which has no fp16
 """
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dzero.host import as_array
-from dzero.optim import host_kernels, rules
-from dzero.optim.cuda_kernels import NoiseSeeds, UpdateTable
+from dzero.optim import rules
+from dzero.optim.cuda_kernels import CudaTable
 from dzero.optim.rules import Coefficients
+from dzero.optim.update import CpuTable, Workers
+from dzero.optim.update_table import NoiseSeeds
 from dzero.zero.working import join, split, to_working
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -119,15 +120,15 @@ def coefficients(step: int) -> list[Coefficients]:
 
 
 def columns(chosen: Sequence[Param], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The arguments of `UpdateTable.update`."""
+    """The arguments of `CudaTable.update`."""
     grads = np.array([each.grad.data_ptr() for each in chosen], np.int64)
     seeds = NoiseSeeds([each.name for each in chosen]).at(np.full(len(chosen), step))
     rows = np.array([each.row for each in chosen], np.int64)
     return grads, seeds, rows, np.array([each.floats for each in coefficients(step)], np.float32)
 
 
-def table_of(chosen: Sequence[Param]) -> UpdateTable:
-    return UpdateTable(chosen, [each.grad.dtype for each in chosen])
+def table_of(chosen: Sequence[Param]) -> CudaTable:
+    return CudaTable(chosen, [each.grad.dtype for each in chosen])
 
 
 def by_operations(p: Param, step: int) -> None:
@@ -156,24 +157,7 @@ def by_operations(p: Param, step: int) -> None:
 
 def by_numba(p: Param, step: int) -> None:
     """The update by the CPU's kernel, in place; not for fp16."""
-    own, noisy = p.work.dtype == FP32, p.m.dtype == BF16
-    kernel = host_kernels.adamw_kernel(
-        grad_bf16=p.grad.dtype == BF16,
-        master="param" if own else "fp32" if p.remainder is None else "remainder",
-        moments_bf16=noisy,
-        follows=p.follows,
-    )
-    kernel(
-        as_array(p.grad),
-        np.empty(0, np.uint16) if own else as_array(p.work),
-        np.empty(0, np.float32) if p.master is None else as_array(p.master),
-        np.empty(0, np.int16) if p.remainder is None else as_array(p.remainder),
-        as_array(p.m),
-        as_array(p.v),
-        coefficients(step)[p.row].floats,
-        np.uint32(rules.noise_seed(p.name, step) if noisy else 0),
-        np.int64(p.first),
-    )
+    CpuTable([p], [p.grad.dtype], Workers(1, ())).update(*columns([p], step))
 
 
 def differences(ours: Sequence[Param], want: Sequence[Param]) -> list[str]:

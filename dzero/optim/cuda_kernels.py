@@ -1,7 +1,7 @@
 """The AdamW update on CUDA: one launch for each way of storing that occurs, one host-to-device copy for all of them.
 
     what                                         where it lives                              written
-    addresses of states, lengths, chunks         `UpdateTable`, on the device                once
+    addresses of states, lengths, chunks         `CudaTable`, on the device                once
     gradient addresses, seeds, coefficients      a pinned buffer, then one on the device     every step, in one copy
 
 The kernel (`adamw_triton.py`) has the bits of `rules.adamw` and of the CPU kernels. Preparing a step works on whole
@@ -19,17 +19,16 @@ step t before the copy of step t + 1.
 from __future__ import annotations
 
 import importlib
-import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from dzero.host import Array
+from dzero.optim.update_table import States, Variant, chunks_by_variant, states_table
 
 BLOCK_ELEMS = 1024
 """Elements that one program updates: 8 per thread of 4 warps, so 16 bytes of bf16 in one access, of fp32 in two.
@@ -45,76 +44,10 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The kernel's names for dtypes of gradients and working copies."""
 
 
-class States(Protocol):
-    """One parameter's local states on one device, flat [n] and contiguous, as `update.ParamStates` has them.
-
-    work: fp32, bf16 or fp16. master: fp32, `work` itself for an fp32 parameter, None beside a remainder. remainder:
-    int16, or None. m, v: both fp32 or both bf16. first: global flat index of element 0. follows: elements of `work`
-    that were edited since the last update are the master's new values.
-    """
-
-    @property
-    def work(self) -> torch.Tensor: ...
-    @property
-    def master(self) -> torch.Tensor | None: ...
-    @property
-    def remainder(self) -> torch.Tensor | None: ...
-    @property
-    def m(self) -> torch.Tensor: ...
-    @property
-    def v(self) -> torch.Tensor: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def follows(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way of storing a parameter, for which the kernel is compiled.
-
-    master: "param" (the fp32 working copy is the master), "fp32", or "remainder".
-    """
-
-    grad: torch.dtype
-    work: torch.dtype
-    master: str
-    moments_bf16: bool
-    follows: bool
-
-    @classmethod
-    def of(cls, states: States, grad: torch.dtype) -> Variant:
-        """Return the variant of a parameter with gradients in dtype `grad`.
-
-        Raises:
-            ValueError: The kernel has no such variant, or the states are not flat, contiguous and of one length.
-        """
-        work, master, remainder = states.work, states.master, states.remainder
-        kind = "remainder" if master is None else "param" if work.dtype == torch.float32 else "fp32"
-        held = [each for each in (work, master, remainder, states.m, states.v) if each is not None]
-        dtypes = [str(each.dtype).removeprefix("torch.") for each in held]
-        if any(each.shape != (work.numel(),) or not each.is_contiguous() for each in held):
-            shapes = [tuple(each.shape) for each in held]
-            raise ValueError(f"states have shapes {shapes}: make them flat, contiguous and of one length")
-        stored = {
-            "param": remainder is None and master is not None and master.data_ptr() == work.data_ptr(),
-            "fp32": remainder is None and master is not None and master.dtype == torch.float32,
-            "remainder": remainder is not None and remainder.dtype == torch.int16 and work.dtype == torch.bfloat16,
-        }[kind]
-        moments = states.m.dtype == states.v.dtype and states.m.dtype in (torch.float32, torch.bfloat16)
-        if not (stored and moments and work.dtype in NAMES and grad in NAMES):
-            raise ValueError(
-                f"no CUDA kernel for gradients in {grad} and states in {dtypes}: use an fp32 parameter that is its own "
-                "master, an fp32 master beside bf16 or fp16, or an int16 remainder beside bf16; and both moments in "
-                "fp32 or both in bf16"
-            )
-        return cls(grad, work.dtype, kind, states.m.dtype == torch.bfloat16, states.follows and kind == "fp32")
-
-
-class UpdateTable:
+class CudaTable:
     """Parameters whose states stay where they are, and the launches that update them.
 
-    The table holds the states' tensors, so their addresses stay valid. Make a new one when a parameter's storage is
+    The table holds the states, so their addresses stay valid. Make a new one when a parameter's storage is
     replaced. All launches go to the current stream.
 
     Args:
@@ -127,25 +60,18 @@ class UpdateTable:
     """
 
     def __init__(self, states: Sequence[States], grad_dtypes: Sequence[torch.dtype]) -> None:
-        columns = [(each.work, each.master, each.remainder, each.m, each.v) for each in states]
-        self._held = [tensor for row in columns for tensor in row if tensor is not None]
-        devices = {tensor.device for tensor in self._held}
+        devices = {tensor.device for each in states for tensor in (each.work, each.m, each.v)}
         if len(devices) > 1:
             raise ValueError(f"states are on {sorted(map(str, devices))}: make one table for each device")
         self.device = next(iter(devices), torch.device("cpu"))
         if self.device.type == "cuda":
             _source()
-        self.params = len(states)
+        self.states, self.params = list(states), len(states)
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
-        elems = np.array([each.work.numel() for each in states], np.int64)
-        table = [
-            [*(0 if tensor is None else tensor.data_ptr() for tensor in row), each.work.numel(), each.first]
-            for row, each in zip(columns, states, strict=True)
-        ]
-        self._table = torch.tensor(table, dtype=torch.int64).view(-1, 7).to(self.device)
-        alike = {kind: [i for i, each in enumerate(variants) if each == kind] for kind in dict.fromkeys(variants)}
-        chunks = {kind: _chunks(elems, members) for kind, members in alike.items()}
-        self._chunks = {kind: torch.from_numpy(each).to(self.device) for kind, each in chunks.items() if len(each)}
+        table = states_table(states)
+        self._table = torch.from_numpy(table).to(self.device)
+        chunks = chunks_by_variant(variants, table[:, 5], BLOCK_ELEMS)
+        self._chunks = {kind: torch.from_numpy(each).to(self.device) for kind, each in chunks.items()}
         self._staging = _Staging(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
 
     @property
@@ -185,14 +111,6 @@ class UpdateTable:
             dynamic = self._staging.send(grads, seeds, rows, coefficients)
             for variant, chunks in self._chunks.items():
                 _launch(variant, self._table, chunks, dynamic, self.params)
-
-
-def _chunks(elems: Array, params: list[int]) -> Array:
-    """Return int32 [chunks, 2]: parameter and number of each chunk of those `params`, `elems` [all] long."""
-    counts = -(-elems[params] // BLOCK_ELEMS)
-    before = np.cumsum(counts) - counts
-    numbers = np.arange(counts.sum()) - np.repeat(before, counts)
-    return np.stack([np.repeat(params, counts), numbers], axis=1).astype(np.int32)
 
 
 class _Staging:
@@ -264,27 +182,3 @@ def _source() -> Any:
             f"AdamW on CUDA needs triton, which cannot be imported ({error}): CUDA builds of torch bring it, "
             "or install the version that your torch names with `pip install triton`"
         ) from error
-
-
-class NoiseSeeds:
-    """`rules.noise_seed` of many parameters at once.
-
-    CRC-32 is affine: that of `prefix + name` is that of `name`, xor a word that depends on the prefix and on the length
-    of the name alone. So a step costs one CRC per length that occurs, and an xor of columns.
-
-    Args:
-        names: The parameters' names.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        encoded = [name.encode() for name in names]
-        self._alone = np.array([zlib.crc32(name) for name in encoded], np.int64)
-        self._lengths, self._which = np.unique([len(name) for name in encoded], return_inverse=True)
-
-    def at(self, steps: Array) -> Array:
-        """Return int64 [names]: the seeds of updates number `steps`, int [names]."""
-        numbers, when = np.unique(steps, return_inverse=True)
-        zeros = [bytes(int(length)) for length in self._lengths]
-        prefixes = [zlib.crc32(f"{number}:".encode()) for number in numbers]
-        words = [[zlib.crc32(zero, prefix) ^ zlib.crc32(zero) for zero in zeros] for prefix in prefixes]
-        return self._alone ^ np.array(words, np.int64).reshape(len(numbers), len(zeros))[when, self._which]

@@ -24,10 +24,6 @@ from dzero.host import JIT, Array, from_bf16, has_memory, pointer
 
 CHUNK_ELEMS = 1 << 20
 
-COLUMNS = ("grad", "work", "master", "remainder", "m", "v", "first", "coefficients", "seed")
-"""Of the table that `adamw_kernel` reads, int64 [parameters, columns]: six addresses, the global index of element 0,
-the row of its coefficients, and the key of its rounding noise."""
-
 
 @numba.njit(inline="always")
 def _mix(x):  # type: ignore[no-untyped-def]
@@ -43,24 +39,26 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: b
 
     follows: an element of the working copy that is not its fp32 master rounded was edited, and is the master then.
 
-    The kernel takes the table of parameters (see `COLUMNS`), chunks int64 [n, 3] (a parameter's row, the first element,
-    how many), the range of chunks to update, and coefficients fp32 [rows, 9] (see `rules.Coefficients`). Working copies
-    are bf16, or the fp32 master itself (fp16 ones are made by torch).
+    The kernel takes the tables of update_table.py, the range of chunks to update, how long they are, and of this step
+    int64 [params] addresses of gradients, seeds and rows of coefficients, and these, fp32 [rows, 9] (see
+    `rules.Coefficients`). Working copies are bf16, or the fp32 master itself (fp16 ones are made by torch).
     """
     grad_type, grad_bytes = (np.uint16, 2) if grad_bf16 else (np.float32, 4)
     moment_type, moment_bytes = (np.uint16, 2) if moments_bf16 else (np.float32, 4)
 
-    def kernel(table, chunks, begin, end, coefficients):  # type: ignore[no-untyped-def]
+    def kernel(states, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
         for chunk in range(begin, end):
-            row, start, size = table[chunks[chunk, 0]], chunks[chunk, 1], chunks[chunk, 2]
-            grad = carray(pointer(row[0] + start * grad_bytes), size, grad_type)
-            work = carray(pointer(row[1] + start * 2), size, np.uint16)
-            state = carray(pointer(row[2] + start * 4), size, np.float32)
-            remainder = carray(pointer(row[3] + start * 2), size, np.int16)
-            m = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
-            v = carray(pointer(row[5] + start * moment_bytes), size, moment_type)
-            first, seed = row[6] + start, np.uint32(row[8])
-            scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[row[7]]
+            param, start = chunks[chunk, 0], np.int64(chunks[chunk, 1]) * chunk_elems
+            row = states[param]
+            size = min(chunk_elems, row[5] - start)
+            grad = carray(pointer(grads[param] + start * grad_bytes), size, grad_type)
+            work = carray(pointer(row[0] + start * 2), size, np.uint16)
+            state = carray(pointer(row[1] + start * 4), size, np.float32)
+            remainder = carray(pointer(row[2] + start * 2), size, np.int16)
+            m = carray(pointer(row[3] + start * moment_bytes), size, moment_type)
+            v = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
+            first, seed = row[6] + start, np.uint32(seeds[param])
+            scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[rows[param]]
             for i in range(size):
                 g = (from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
                 m_old = from_bf16(m[i]) if moments_bf16 else m[i]

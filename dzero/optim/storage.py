@@ -182,7 +182,8 @@ class Stored:
         master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
         remainder = self.flat("remainder") if "remainder" in self.tensors else None
         follows = self.work is None and "master" in self.tensors
-        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows)
+        passing = bool(moved or self.moments8)
+        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing)
 
     def put_moment(self, key: str, values: torch.Tensor) -> None:
         """Store `values` [shard, flat] as a moment, rounded or encoded to what it is kept in."""

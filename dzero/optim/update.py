@@ -1,28 +1,32 @@
 """AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
 
-CPU                    host_kernels.adamw_kernel: a call for all     the bits of rules.adamw
-                       parameters of a row of dtypes and thread
-CPU, fp16              `step` on chunks, torch's operations          the same bits
-CUDA                   `step` compiled to one kernel                 its own square root, division, contraction
-without memory         nothing (a simulation has no values)
+    CPU              host_kernels.adamw_kernel, a call for each thread and row of dtypes    the bits of rules.adamw
+    CPU, fp16        `step` on chunks, torch's operations                                   the same bits
+    CUDA             adamw_triton.adamw_kernel, a launch for each row of dtypes             the same bits
+    without memory   nothing (a simulation has no values)
+
+Tables of the states' addresses are made once (update_table.py); a step adds those of its gradients.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from operator import is_
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from dzero.host import Array, has_memory
 from dzero.optim import host_kernels, rules
+from dzero.optim.cuda_kernels import CudaTable
+from dzero.optim.update_table import NoiseSeeds, States, Variant, chunks_by_variant, states_table
 from dzero.zero.working import join, split, to_working
 
 
@@ -33,7 +37,7 @@ class ParamStates:
     work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
     remainder: int16 or None. m, v: fp32 or bf16, v empty where the rule keeps one moment. first: global flat index of
     element 0. name: keys the rounding noise. follows: `work` is what forward reads, and what was edited there since the
-    last update is the master's new value.
+    last update is the master's new value. passing: made for one update.
     """
 
     name: str
@@ -44,24 +48,7 @@ class ParamStates:
     m: torch.Tensor
     v: torch.Tensor
     follows: bool = False
-
-    @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Of work, master, remainder, m and v, as the kernels take them: 0 where there is none, or no separate one."""
-        own = self.work.dtype == torch.float32
-        return (
-            0 if own else self.work.data_ptr(),
-            0 if self.master is None else self.master.data_ptr(),
-            0 if self.remainder is None else self.remainder.data_ptr(),
-            self.m.data_ptr(),
-            self.v.data_ptr(),
-        )
-
-    @cached_property
-    def dtypes(self) -> tuple[str, bool, bool]:
-        """The kind of master as `host_kernels.adamw_kernel` has it; whether moments are bf16; whether work is fp16."""
-        master = "param" if self.work.dtype == torch.float32 else "fp32" if self.remainder is None else "remainder"
-        return master, self.m.dtype == torch.bfloat16, self.work.dtype == torch.float16
+    passing: bool = False
 
     def slice(self, start: int, length: int) -> ParamStates:
         """Elements [start, start + length)."""
@@ -71,7 +58,7 @@ class ParamStates:
 
         m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
         return ParamStates(
-            self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v, self.follows
+            self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v, self.follows, True
         )
 
 
@@ -84,12 +71,6 @@ class Update:
     coefficients: rules.Coefficients
     step: int
 
-    @property
-    def row(self) -> Row:
-        """Its dtypes."""
-        master, noisy, fp16 = self.states.dtypes
-        return Row(self.grad.dtype, master, noisy, self.states.follows, fp16 or self.grad.dtype == torch.float16)
-
     def chunks(self, elems: int) -> Iterator[Update]:
         """The same update in pieces of at most `elems` elements; itself where it is one."""
         if 0 < self.grad.numel() <= elems:
@@ -100,77 +81,84 @@ class Update:
             yield Update(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
 
 
+class Table(Protocol):
+    """Parameters whose states stay where they are, updated by a few calls."""
+
+    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
+        """As `CudaTable.update`."""
+
+
+KEPT_TABLES = 256
+"""Tables of other sets of parameters that stay: of a model's units, say, or of what got gradients in a step."""
+
+
 class AdamWUpdater:
-    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the compiled CUDA kernel.
+    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the tables.
 
     cores: bind each thread to one of these.
     """
 
     def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
-        free = SimpleQueue[int]()
-        for core in cores:
-            free.put(core)
-        pooled, self._threads = threads > 1 or cores, threads
-        self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if pooled else None
-
-    @cached_property
-    def _fused(self) -> Callable[..., None]:
-        """One fused CUDA kernel. Shapes and indices stay symbolic, scalars are tensors, so nothing is compiled twice.
-
-        Made at its first use, since the compiler's own modules take most of a second to import.
-        """
-        return torch.compile(step, dynamic=True, fullgraph=True)
+        self._workers = Workers(threads, cores)
+        self._tables: dict[tuple[object, ...], _Kept] = {}
 
     @torch.no_grad()
-    def run(self, updates: list[Update]) -> None:
+    def run(self, updates: Sequence[Update]) -> None:
         """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
-        rows: dict[Row, list[Update]] = {}
+        alike: dict[tuple[str, torch.dtype], list[Update]] = {}
         for update in updates:
-            if update.grad.is_cuda and update.grad.numel():  # an empty shard would be a shape of its own to compile
-                _apply_with_torch(update, self._fused)
-            elif has_memory(update.grad):
-                rows.setdefault(update.row, []).append(update)
-        for row, of_row in rows.items():
-            if row.fp16:
-                pieces = [piece for update in of_row for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
-                self._each(partial(_apply_with_torch, run=step), pieces)
-            else:
-                self._run_kernel(row, of_row)
+            if has_memory(update.grad):
+                alike.setdefault((update.grad.device.type, update.grad.dtype), []).append(update)
+        for (device, _), some in alike.items():
+            if device == "cpu" and (halves := [each for each in some if _is_fp16(each)]):
+                pieces = [piece for update in halves for piece in update.chunks(host_kernels.CHUNK_ELEMS)]
+                self._workers.each(_apply_with_torch, pieces)
+                some = [each for each in some if not _is_fp16(each)]
+            if some:
+                self._update(some)
 
-    def _run_kernel(self, row: Row, updates: list[Update]) -> None:
-        """Update the parameters of one row of dtypes: one call of the kernel for each piece of the work."""
-        kernel = host_kernels.adamw_kernel(
-            grad_bf16=row.grad == torch.bfloat16,
-            master=row.master,
-            moments_bf16=row.noisy,
-            follows=row.follows,
+    def _update(self, updates: list[Update]) -> None:
+        """Update parameters of one device and one dtype of gradients, by their table."""
+        kept = self._kept(updates)
+        numbers: dict[int, int] = {}
+        rows = [numbers.setdefault(id(update.coefficients), len(numbers)) for update in updates]
+        found = {id(update.coefficients): update.coefficients for update in updates}
+        kept.table.update(
+            np.array([update.grad.data_ptr() for update in updates], np.int64),
+            kept.seeds(updates),
+            np.array(rows, np.int64),
+            np.array([found[each].floats for each in numbers], np.float32),
         )
-        table, coefficients = _table(updates, noisy=row.noisy)
-        chunks = _chunks(np.array([update.grad.numel() for update in updates]))
-        done = np.cumsum(chunks[:, 2])
-        elems = int(done[-1]) if len(done) else 0
-        pieces = min(PIECES * self._threads, elems // ALONE_ELEMS) or 1
-        ends = np.searchsorted(done, np.arange(1, pieces + 1) * (elems / pieces)) + 1
-        ends[-1] = len(chunks)
-        ranges = list(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True))
-        self._each(lambda piece: kernel(table, chunks, *piece, coefficients), ranges)
 
-    def _each(self, do: Callable[[Any], None], pieces: list[Any]) -> None:
-        if self._pool is None or len(pieces) == 1:
-            for piece in pieces:
-                do(piece)
-        else:
-            list(self._pool.map(do, pieces))
+    def _kept(self, updates: list[Update]) -> _Kept:
+        """Return the table of these parameters: that of the last step, where their states are still the same."""
+        first = updates[0].grad
+        key = (first.device, first.dtype, *(update.states.name for update in updates))
+        kept = self._tables.get(key)
+        if kept is None or not all(map(is_, kept.states, (update.states for update in updates))):
+            kept = _Kept([update.states for update in updates], first, self._workers)
+            if len(self._tables) >= KEPT_TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            if not any(states.passing for states in kept.states):
+                self._tables[key] = kept
+        return kept
 
 
-class Row(NamedTuple):
-    """A row of dtypes, whose parameters one kernel updates."""
+class _Kept:
+    """A table, and what belongs to its parameters. `states` are held, so that their addresses stay valid."""
 
-    grad: torch.dtype
-    master: str
-    noisy: bool
-    follows: bool
-    fp16: bool
+    def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
+        self.states = states
+        dtypes = [grad.dtype] * len(states)
+        self.table: Table = CudaTable(states, dtypes) if grad.is_cuda else CpuTable(states, dtypes, workers)
+        noisy = any(each.m.dtype == torch.bfloat16 for each in states)
+        self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
+
+    def seeds(self, updates: list[Update]) -> Array:
+        """Return the keys of the rounding noise of this step, int64 [params]."""
+        if self._seeds is None:
+            return np.zeros(len(updates), np.int64)
+        return self._seeds.at(np.array([update.step for update in updates]))
 
 
 PIECES = 4
@@ -180,27 +168,63 @@ ALONE_ELEMS = 1 << 16
 """Fewer elements are not worth another thread."""
 
 
-def _table(updates: Sequence[Update], *, noisy: bool) -> tuple[Array, Array]:
-    """Return the kernel's table (`host_kernels.COLUMNS`), and the coefficients that its rows name."""
-    numbers: dict[int, int] = {}
-    found: list[rules.Coefficients] = []
-    rows = []
-    for update in updates:
-        states, c = update.states, update.coefficients
-        if (number := numbers.get(id(c))) is None:
-            number = numbers[id(c)] = len(found)
-            found.append(c)
-        seed = rules.noise_seed(states.name, update.step) if noisy else 0
-        rows.append((update.grad.data_ptr(), *states.addresses, states.first, number, seed))
-    return np.array(rows, dtype=np.int64), np.array([c.floats for c in found], dtype=np.float32)
+class CpuTable:
+    """As `cuda_kernels.CudaTable`, of states on the CPU but fp16: one call of a kernel for each variant and thread."""
+
+    def __init__(self, states: Sequence[States], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
+        variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
+        self._table, self._workers, self._chunk_elems = states_table(states), workers, host_kernels.CHUNK_ELEMS
+        self._work = [
+            (_kernel(variant), chunks, self._ranges(chunks))
+            for variant, chunks in chunks_by_variant(variants, self._table[:, 5], self._chunk_elems).items()
+        ]
+
+    def _ranges(self, chunks: Array) -> list[tuple[int, int]]:
+        """Return [first, last) of the chunks that threads take at a time, of about as many elements each."""
+        left = self._table[chunks[:, 0], 5] - chunks[:, 1].astype(np.int64) * self._chunk_elems
+        done = np.cumsum(np.minimum(left, self._chunk_elems))
+        pieces = min(PIECES * self._workers.threads, int(done[-1]) // ALONE_ELEMS) or 1
+        ends = np.searchsorted(done, np.arange(1, pieces) * (int(done[-1]) / pieces)) + 1
+        cuts = [0, *ends.tolist(), len(chunks)]
+        return list(itertools.pairwise(cuts))
+
+    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
+        """As `CudaTable.update`; returns when it is done."""
+
+        for kernel, chunks, ranges in self._work:
+
+            def run(cut: tuple[int, int], kernel: Callable[..., None] = kernel, chunks: Array = chunks) -> None:
+                kernel(self._table, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
+
+            self._workers.each(run, ranges)
 
 
-def _chunks(sizes: Array) -> Array:
-    """Return int64 [chunks, 3]: each parameter's row, first element and count, in pieces of at most CHUNK_ELEMS."""
-    counts = -(-sizes // host_kernels.CHUNK_ELEMS)
-    rows = np.repeat(np.arange(len(sizes)), counts)
-    begins = (np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)) * host_kernels.CHUNK_ELEMS
-    return np.stack([rows, begins, np.minimum(sizes[rows] - begins, host_kernels.CHUNK_ELEMS)], axis=1)
+def _kernel(variant: Variant) -> Callable[..., None]:
+    return host_kernels.adamw_kernel(
+        grad_bf16=variant.grad == torch.bfloat16,
+        master=variant.master,
+        moments_bf16=variant.moments_bf16,
+        follows=variant.follows,
+    )
+
+
+class Workers:
+    """A pool of `threads`, each bound to one of `cores` if there are any; without either the caller does all."""
+
+    def __init__(self, threads: int, cores: Sequence[int]) -> None:
+        free = SimpleQueue[int]()
+        for core in cores:
+            free.put(core)
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
+
+    def each(self, do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
+        """Do all pieces, one of them here."""
+        if self._pool is None or len(pieces) == 1:
+            for piece in pieces:
+                do(piece)
+        else:
+            list(self._pool.map(do, pieces))
 
 
 def _bind(free: SimpleQueue[int]) -> None:
@@ -209,12 +233,16 @@ def _bind(free: SimpleQueue[int]) -> None:
         os.sched_setaffinity(0, {free.get_nowait()})
 
 
+def _is_fp16(update: Update) -> bool:
+    return torch.float16 in (update.states.work.dtype, update.grad.dtype)
+
+
 @torch.no_grad()
-def _apply_with_torch(update: Update, run: Callable[..., None]) -> None:
+def _apply_with_torch(update: Update) -> None:
     s = update.states
     coefficients = update.coefficients.as_tensors(s.work.device)
     seed = rules.noise_seed(s.name, update.step)
-    run(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)
+    step(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)
 
 
 def step(

@@ -48,7 +48,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.optim import cuda_kernels, rules
-from dzero.optim.cuda_kernels import BLOCK_ELEMS, RING, NoiseSeeds, UpdateTable, Variant
+from dzero.optim.cuda_kernels import BLOCK_ELEMS, RING, CudaTable
+from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
 
 CPU = torch.device("cpu")
 
@@ -313,7 +314,7 @@ def test_a_step_is_one_copy_and_one_launch_per_variant(monkeypatch: pytest.Monke
 
 def test_chunks_cover_every_element_once() -> None:
     elems = np.array([0, 1, 1024, 2**33 + 1, 1025], np.int64)
-    chunks = cuda_kernels._chunks(elems, [0, 1, 3, 4])
+    chunks = chunks_of(elems, [0, 1, 3, 4], BLOCK_ELEMS)
     counts = [0, 1, 2**23 + 1, 2]
     assert chunks.dtype == np.int32
     assert np.array_equal(chunks[:, 0], np.repeat([0, 1, 3, 4], counts))
@@ -399,7 +400,7 @@ def test_states_without_a_kernel_are_refused() -> None:
         ("bf16 + remainder", {"remainder": None}),
         ("bf16 + remainder", {"v": torch.zeros(510)[::2]}),
     ):
-        with pytest.raises(ValueError, match=r"no CUDA kernel|flat, contiguous"):
+        with pytest.raises(ValueError, match=r"no kernel|flat, contiguous"):
             table_of([replace(first_of(kind), **wrong)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one table for each device"):
         table_of([replace(first_of("fp32"), m=torch.zeros(255, device="meta"))])
@@ -418,7 +419,7 @@ def test_columns_of_another_length_and_rows_that_are_not_there_are_refused() -> 
 
 def test_a_table_without_elements_does_nothing() -> None:
     none = np.empty(0, np.int64)
-    UpdateTable([], []).update(none, none, none, np.empty((0, 9), np.float32))
+    CudaTable([], []).update(none, none, none, np.empty((0, 9), np.float32))
     empty = next(each for each in params("fp32") if not each.work.numel())
     table = table_of([empty])
     table.update(*columns([empty], 1))

@@ -1,0 +1,147 @@
+"""What an update of many parameters in one call is made from: tables of addresses, pieces of work, seeds.
+
+    states    int64 [params, 7]   addresses of work, master, remainder, m, v (0: none), then elems and first
+    chunks    int32 [pieces, 2]   a parameter, and the number of a piece of it
+    seeds     int64 [params]      keys of the rounding noise, for bf16 moments
+
+The first two are made once, as long as the states stay where they are. The kernels that read them are
+`host_kernels.adamw_kernel` and, on CUDA, `adamw_triton.adamw_kernel`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dzero.host import Array
+
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of gradients, and of working copies."""
+
+
+class States(Protocol):
+    """One parameter's local states on one device, flat [n] and contiguous, as `update.ParamStates` has them.
+
+    work: fp32, bf16 or fp16. master: fp32, `work` itself for an fp32 parameter, None beside a remainder. remainder:
+    int16, or None. m, v: both fp32 or both bf16. first: global flat index of element 0. follows: elements of `work`
+    that were edited since the last update are the master's new values.
+    """
+
+    @property
+    def work(self) -> torch.Tensor: ...
+    @property
+    def master(self) -> torch.Tensor | None: ...
+    @property
+    def remainder(self) -> torch.Tensor | None: ...
+    @property
+    def m(self) -> torch.Tensor: ...
+    @property
+    def v(self) -> torch.Tensor: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def follows(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of storing a parameter, for which a kernel is compiled.
+
+    master: "param" (the fp32 working copy is the master), "fp32", or "remainder".
+    """
+
+    grad: torch.dtype
+    work: torch.dtype
+    master: str
+    moments_bf16: bool
+    follows: bool
+
+    @classmethod
+    def of(cls, states: States, grad: torch.dtype) -> Variant:
+        """Return the variant of a parameter with gradients in dtype `grad`.
+
+        Raises:
+            ValueError: The kernel has no such variant, or the states are not flat, contiguous and of one length.
+        """
+        work, master, remainder = states.work, states.master, states.remainder
+        kind = "remainder" if master is None else "param" if work.dtype == torch.float32 else "fp32"
+        held = [each for each in (work, master, remainder, states.m, states.v) if each is not None]
+        dtypes = [str(each.dtype).removeprefix("torch.") for each in held]
+        if any(each.shape != (work.numel(),) or not each.is_contiguous() for each in held):
+            shapes = [tuple(each.shape) for each in held]
+            raise ValueError(f"states have shapes {shapes}: make them flat, contiguous and of one length")
+        stored = {
+            "param": remainder is None and master is not None and master.data_ptr() == work.data_ptr(),
+            "fp32": remainder is None and master is not None and master.dtype == torch.float32,
+            "remainder": remainder is not None and remainder.dtype == torch.int16 and work.dtype == torch.bfloat16,
+        }[kind]
+        moments = states.m.dtype == states.v.dtype and states.m.dtype in (torch.float32, torch.bfloat16)
+        if not (stored and moments and work.dtype in GRAD_DTYPES and grad in GRAD_DTYPES):
+            raise ValueError(
+                f"no kernel for gradients in {grad} and states in {dtypes}: use an fp32 parameter that is its own "
+                "master, an fp32 master beside bf16 or fp16, or an int16 remainder beside bf16; and both moments in "
+                "fp32 or both in bf16"
+            )
+        return cls(grad, work.dtype, kind, states.m.dtype == torch.bfloat16, states.follows and kind == "fp32")
+
+
+def states_table(states: Sequence[States]) -> Array:
+    """Return the table of `states`, int64 [params, 7]; the caller keeps their tensors alive."""
+    rows = [
+        (
+            *(0 if held is None else held.data_ptr() for held in (each.work, each.master, each.remainder)),
+            each.m.data_ptr(),
+            each.v.data_ptr(),
+            each.work.numel(),
+            each.first,
+        )
+        for each in states
+    ]
+    return np.array(rows, np.int64).reshape(-1, 7)
+
+
+def chunks_by_variant(variants: Sequence[Variant], elems: Array, chunk_elems: int) -> dict[Variant, Array]:
+    """Return the pieces of at most `chunk_elems` of all parameters, int32 [pieces, 2], apart for each variant.
+
+    elems: int64 [params], their lengths. A variant without elements is left out.
+    """
+    alike = {kind: [i for i, each in enumerate(variants) if each == kind] for kind in dict.fromkeys(variants)}
+    chunks = {kind: chunks_of(elems, members, chunk_elems) for kind, members in alike.items()}
+    return {kind: each for kind, each in chunks.items() if len(each)}
+
+
+def chunks_of(elems: Array, params: Sequence[int], chunk_elems: int) -> Array:
+    """Return int32 [pieces, 2]: parameter and number of each piece of those `params`, `elems` [all] long."""
+    counts = -(-elems[params] // chunk_elems)
+    before = np.cumsum(counts) - counts
+    numbers = np.arange(counts.sum()) - np.repeat(before, counts)
+    return np.stack([np.repeat(params, counts), numbers], axis=1).astype(np.int32)
+
+
+class NoiseSeeds:
+    """`rules.noise_seed` of many parameters at once.
+
+    CRC-32 is affine: that of `prefix + name` is that of `name`, xor a word that depends on the prefix and on the length
+    of the name alone. So a step costs one CRC per length that occurs, and an xor of columns.
+
+    Args:
+        names: The parameters' names.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [name.encode() for name in names]
+        self._alone = np.array([zlib.crc32(name) for name in encoded], np.int64)
+        self._lengths, self._which = np.unique([len(name) for name in encoded], return_inverse=True)
+
+    def at(self, steps: Array) -> Array:
+        """Return int64 [names]: the seeds of updates number `steps`, int [names]."""
+        numbers, when = np.unique(steps, return_inverse=True)
+        zeros = [bytes(int(length)) for length in self._lengths]
+        prefixes = [zlib.crc32(f"{number}:".encode()) for number in numbers]
+        words = [[zlib.crc32(zero, prefix) ^ zlib.crc32(zero) for zero in zeros] for prefix in prefixes]
+        return self._alone ^ np.array(words, np.int64).reshape(len(numbers), len(zeros))[when, self._which]
