@@ -166,8 +166,10 @@ def test_parameters_off_the_device_come_two_units_at_a_time() -> None:
 def test_a_rank_of_thousands_moves_what_the_table_says(ranks: int) -> None:
     """The small model: most of its shards are empty. `simulate` itself holds the ledger against the table."""
     result = simulate(scenario(layers=12, stage=3, ranks=ranks, device_type="cuda", accumulate=2))
-    control = Traffic(1, (ranks - 1) * 8 * (12 * 9 + 3 + 1))  # fp64 of 9 parameters a block, 3 of the root, a checksum
-    assert result.traffic[Entry("control", "all_gather", "shard", "float64")] == control
+    slice_ = -(-(12 * 9 + 3) // ranks)  # of 9 parameters a block and 3 of the root; in fp64, and a checksum with each
+    for kind, elems in (("all_to_all", slice_ + 1), ("all_gather", slice_)):
+        control = result.traffic[Entry("control", kind, "shard", "float64")]
+        assert control == Traffic(1, (ranks - 1) * 8 * elems)
     unsharded = [action.unit for action in result.actions if action.what == "unshard"]
     assert unsharded[:13] == ["root", *(f"layers.{index}" for index in range(12))]
     assert len(unsharded) == 2 * 2 * 13

@@ -83,8 +83,10 @@ def states_over_all(rank: int, ranks: int) -> list[tuple[int, int]]:
         with PairCounter() as counter:
             nets.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
             optim.step()
-        norm = 8 * (1 + len(sharded.named_params()))  # to the copy, and what both said to the neighbour
-        told.append((counter.across(2) - norm, counter.total - counter.across(2) - 2 * norm))
+        slice_ = -(-len(sharded.named_params()) // 4)  # of the sums, behind a checksum each, in fp64
+        across = 8 * (2 * (1 + slice_) + 2 * slice_)  # to the copy: two slices, and the totals of two
+        inside = 8 * (2 * (1 + slice_) + slice_)  # to the neighbour: its slice of both copies, and the totals of one
+        told.append((counter.across(2) - across, counter.total - counter.across(2) - inside))
     return told
 
 
