@@ -4,6 +4,7 @@
     send                   the tensor's
     _allgather_base_       (n - 1) * the input's
     _reduce_scatter_base_  (n - 1) * the output's
+    alltoall_base_         (n - 1) / n * the input's
     allreduce_             2 (n - 1) / n * the tensor's (the bandwidth-optimal count)
     all_to_all_single      the input's, none of which stays (the functional one)
     recv_, wait, ...       none
@@ -45,6 +46,8 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (self.ranks - 1) * nbytes(args[1])
         if name == "_reduce_scatter_base_":
             return (self.ranks - 1) * nbytes(args[0])
+        if name == "alltoall_base_":
+            return (self.ranks - 1) * nbytes(args[1]) // self.ranks
         if name == "allreduce_":
             return 2 * (self.ranks - 1) * nbytes(args[0]) // self.ranks
         if name == "all_to_all_single":  # to one other rank, as torch's ring calls it

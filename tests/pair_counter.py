@@ -3,6 +3,7 @@
 dispatched op      goes to
 send               its destination
 _allgather_base_   every other rank of the group, the input each
+alltoall_base_     every other rank of the group, its part of the input each
 all others         none that is counted; one that moves data otherwise is refused
 """
 
@@ -29,10 +30,11 @@ class PairCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if name == "send":
                 tensors, group, to, _ = args
                 self.sent_bytes[ranks_of(group)[to]] += nbytes(tensors)
-            elif name == "_allgather_base_":
+            elif name in ("_allgather_base_", "alltoall_base_"):
                 _, tensor, group, *_ = args
-                others = (rank for rank in ranks_of(group) if rank != dist.get_rank())
-                self.sent_bytes.update(dict.fromkeys(others, nbytes(tensor)))
+                ranks = ranks_of(group)
+                each = nbytes(tensor) if name == "_allgather_base_" else nbytes(tensor) // len(ranks)
+                self.sent_bytes.update({rank: each for rank in ranks if rank != dist.get_rank()})
             elif name not in ("recv_", "barrier"):
                 raise AssertionError(f"c10d::{name} is not in the auditor's table")
         return func(*args, **(kwargs or {}))

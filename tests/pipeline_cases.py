@@ -31,7 +31,7 @@ from dzero.parallel.config import BlockConfig
 from dzero.parallel.parts import PipelinePlan, cut_parts
 from dzero.parallel.pipeline import Pipeline
 from dzero.parallel.schedules import Hidden, expected_pipeline
-from dzero.zero.account import expected_control, expected_traffic
+from dzero.zero.account import expected_decision, expected_traffic
 from dzero.zero.offload_config import DiskConfig
 
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=4, heads=4, kv_heads=4, ffn_size=48)
@@ -175,12 +175,8 @@ def expected(made: Made) -> dict[Entry, Traffic]:
     sharded = made.sharded
     shared = sharded.parts.shared if sharded.parts else ()
     moved = expected_traffic(sharded.layout, sharded.shapes, shared)
-    control = expected_control(sharded.layout, sharded.shapes, len(sharded.names))
-    sizes = {"replicate": sharded.layout.replicate, "shard": sharded.layout.shard, "pp": made.run.pp}
-    for entry, each in control.items():
-        of_loss = Traffic(-1, -8 * 4 * (sizes.get(entry.axis, 1) - 1))
-        if entry.axis != "tp" and (each + of_loss).calls:
-            moved[entry] = each + of_loss
+    decision = expected_decision(sharded.layout, sharded.shapes, len(sharded.names))
+    moved |= {entry: each for entry, each in decision.items() if entry.axis != "tp"}
     if sharded.parts is None:
         return moved
     return moved | expected_pipeline(sharded.parts, made.hidden, microbatches=made.run.microbatches)

@@ -7,6 +7,7 @@
     (called by zero/shares)            ReduceGrads                  replicate   reduce
                                       GatherUpdated                replicate   update
     (called by optim/grads, trainer)  GatherScalars                all ranks   control
+    (called by optim/grad_norm)       AllToAllScalars              both        control
 
 FSDP2 calls neither of the first two on an axis of one rank.
 """
@@ -158,10 +159,13 @@ class GatherUpdated:
 
 
 class GatherScalars:
-    """Gathers a small vector [n] of every rank as [ranks, n], so that all ranks decide from the same numbers."""
+    """Gathers a small vector [n] of every rank as [ranks, n], so that all ranks decide from the same numbers.
 
-    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
-        self._group, self._axis, self._ledger = group, axis, ledger
+    Each rank sends (ranks - 1) * n * itemsize bytes, and receives as many.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger, phase: str = "control") -> None:
+        self._group, self._axis, self._ledger, self._phase = group, axis, ledger, phase
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """`values` [n], as long on every rank -> [ranks, n], new, of the same dtype."""
@@ -172,8 +176,37 @@ class GatherScalars:
         begun = Collective.of("all_gather", "scalars", self._axis, values.numel(), values.dtype)
         with self._ledger.trail.within(begun, self._group):
             all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
-        self._ledger.record("control", "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
+        self._ledger.record(self._phase, "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
         return gathered
+
+
+class AllToAllScalars:
+    """Sends row r of a small matrix [ranks, n] to rank r, so that each rank has every rank's numbers of its own slice.
+
+    Each rank sends (ranks - 1) * n * itemsize bytes, and receives as many.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
+        self._group, self._axis, self._ledger = group, axis, ledger
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Exchange the rows.
+
+        Args:
+            rows: [ranks, n], contiguous, row r for rank r; of one shape and dtype on every rank.
+
+        Returns:
+            A new [ranks, n], row r from rank r.
+        """
+        taken = rows.clone()  # so that it has values where nothing arrives: in the `fake` group before torch 2.13
+        ranks = self._group.size()
+        if ranks == 1:
+            return taken
+        begun = Collective("all_to_all", "scalars", self._axis, rows[0].numel(), rows.dtype)
+        with self._ledger.trail.within(begun, self._group):
+            dist.all_to_all_single(taken.view(-1), rows.view(-1), group=self._group)
+        self._ledger.record("control", "all_to_all", self._axis, rows.dtype, (ranks - 1) * rows[0].nbytes)
+        return taken
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:

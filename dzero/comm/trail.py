@@ -1,7 +1,7 @@
 """Where a rank is: its last collective and how many it began, so that ranks which disagree can be told apart.
 
     ranks began other collectives    who notices                                what it costs
-    of the same size                 the checksum of a step, with its decision  8 bytes a step
+    of the same size                 the checksum of a step, with its decision  8 bytes a step and rank
     the same, but not every module   that checksum, of names without gradient   nothing
     of other sizes                   nothing matches, so the timeout            nothing
     any, before data moves           `check`                                    a small gather before every collective

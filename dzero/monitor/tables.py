@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dzero.comm.ledger import Traffic
+from dzero.comm.ledger import NONFINITE, Traffic
 from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
 from dzero.monitor.memory import PROCESS
 from dzero.monitor.records import RunSummary
@@ -90,7 +90,7 @@ def offload_table(summary: RunSummary) -> Table:
 
 def traffic_table(summary: RunSummary) -> Table:
     """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`.
-    Nothing where there is no theory."""
+    Nothing where there is no theory: inside of some models, and of what only a skipped step sends."""
     steps = max(1, summary.traffic_steps)
     rows = []
     every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.theory.items()}
@@ -99,7 +99,7 @@ def traffic_table(summary: RunSummary) -> Table:
         sent, due = summary.traffic.get(entry, Traffic()), theory.get(entry, Traffic())
         mark = OK if sent == due else DIFFERS
         due_calls, due_bytes = f"{due.calls / steps:.5g}", format_bytes(due.sent_bytes / steps)
-        if entry.phase in INSIDE and not any(each.phase == entry.phase for each in theory):
+        if entry.phase in (*INSIDE, NONFINITE) and not any(each.phase == entry.phase for each in theory):
             mark = due_calls = due_bytes = ""
         where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
         calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)

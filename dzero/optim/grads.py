@@ -1,12 +1,12 @@
 """Gradients between their reduction and the update: decided upon once for all ranks.
 
 Norm: sqrt of sums of squares in fp64 per (parameter, chunk). A shard is cut into chunks by Shard(0), one for each of
-its copies, which sums only that; at stage 0 the shard is the whole. Every rank receives all sums and adds them in the
-same order, the chunks of the first shard first. Beside the sums travels a checksum of the rank's collectives
-(comm/trail.py) and of the parameters without gradient: where ranks disagree, a branch in the model has mixed data of
-different units, or missed parts of one, and the step is refused.
+its copies, which sums only that; at stage 0 the shard is the whole. All ranks have the totals of the same additions in
+the same order (optim/grad_norm.py). Beside the sums travels a checksum of the rank's collectives (comm/trail.py) and of
+the parameters without gradient: where ranks disagree, a branch in the model has mixed data of different units, or
+missed parts of one, and the step is refused.
 
-Along axes that cut the model itself the sums travel once more: a parameter that such an axis cuts is the sum of its
+Along axes that cut the model itself the totals travel once more: a parameter that such an axis cuts is the sum of its
 ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own (optim/parts.py).
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.comm.collectives import GatherScalars
-from dzero.mesh import PIPELINE, REPLICATE, SHARD
+from dzero.mesh import PIPELINE, REPLICATE
 from dzero.offload.attach import Offload
+from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import Named, UnitGrads
@@ -32,10 +33,6 @@ from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.shares import mesh_of_shares
 from dzero.zero.unit import Unit
-
-ALIKE = 1e-2
-"""Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
-
 
 TAKEN = (
     "{}: its gradients already go to another optimizer. Give each parameter to one optimizer, which takes several "
@@ -59,11 +56,9 @@ class Gradients:
     """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
 
     def __init__(self, sharded: Sharded, owned: Collection[str], offload: Offload) -> None:
-        groups = {axis: sharded.mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
-        self._groups, self._trail = groups, sharded.ledger.trail
-        self._gathers = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
+        self._trail = sharded.ledger.trail
+        self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
-        self._mesh = sharded.mesh
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
         self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
@@ -139,70 +134,56 @@ class Gradients:
         self._is_complete = True
 
     def decide(self, *, scale: float, max_norm: float | None) -> Decision:
-        """Global norm, finite check and clipping coefficient; the same on every rank. One small collective along each
-        axis.
+        """Return the global norm, whether it is finite, and the clipping coefficient; the same on every rank.
 
-        Raises RuntimeError on every rank where ranks reduced their units in different orders.
+        Args:
+            scale: Of the loss, by which gradients are still multiplied.
+            max_norm: To which the norm of the unscaled gradients is clipped; None: it is not.
+
+        Raises:
+            RuntimeError: On every rank, where ranks reduced their units in different orders, or where ranks of an axis
+                that cuts the model found different gradients of a parameter that they all have.
         """
         self.complete()
         self._is_complete = False  # a step that ends here, without gradients, may be followed by others
-        gathered = torch.cat(
-            [torch.tensor([float(self._trail.checksum)], dtype=torch.float64).to(self._device), self._sums()]
-        )
-        for of_axis in self._gathers:
-            gathered = of_axis(gathered.view(-1))
-        gathered = gathered.view(-1, 1 + len(self._owned)).cpu()
-        self._check_order(gathered[:, 0])
-        chunks = gathered[:, 1:]
-        per_param = _in_order(chunks)
-        bad = _culprits(chunks, self._owned, "rank", self._rank)
-        for axis, gather, cut in self._along_model:
-            ranks = gather(per_param.to(self._device)).cpu()
-            bad = bad or _culprits(ranks, self._owned, f"{axis} rank")
-            self._check_alike(ranks, axis, cut)
-            per_param = torch.where(torch.tensor(cut) | ~ranks.isfinite().all(0), _in_order(ranks), ranks[0])
-        if self._parts is not None:
-            ranks = self._parts.gather(per_param)
-            bad = bad or _culprits(ranks, self._parts.names, f"{PIPELINE} rank")
-            per_param = _in_order(ranks)
-        norm = math.sqrt(sum(per_param.tolist())) / scale
-        finite = bool(torch.isfinite(per_param).all())
+        sums = self._own_sums()
+        totals = self._data_parallel.add(sums, self._trail.checksum)
+        totals, found = self._add_along_model(totals)
+        norm = math.sqrt(sum(totals.tolist())) / scale
+        finite = bool(torch.isfinite(totals).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
-        return Decision(norm, finite, clip / scale, tuple(bad))
+        return Decision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
 
-    def _sums(self) -> torch.Tensor:
+    def _own_sums(self) -> torch.Tensor:
         """Return this rank's sums of squares, fp64 [owned], on the device; in one copy those found on the host."""
         found = [torch.cat(each) for each in zip(*(unit.sums.values for unit in self._units), strict=True)]
         return torch.stack([each.to(self._device) for each in found]).sum(0)[self._at]
 
-    def _rank(self, at: int) -> int:
-        """Its number, of the data-parallel ranks in the order of what is gathered from them."""
-        return int(self._mesh.mesh.T.flatten()[at])
+    def _add_along_model(self, totals: torch.Tensor) -> tuple[torch.Tensor, list[AxisSums]]:
+        """Add the totals [owned] of the data-parallel ranks along the axes that cut the model.
 
-    def _check_order(self, checksums: torch.Tensor) -> None:
-        """Of all data-parallel ranks, those of a shard's copies side by side."""
-        if others := (checksums != checksums[0]).nonzero().flatten().tolist():
-            differing = [self._rank(at) for at in others]
-            shards = checksums.view(-1, self._groups[REPLICATE].size())
-            group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
-            raise RuntimeError(
-                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
-                f"modules of them: {self._trail.divergence(group)}\nEvery rank must run the same modules in the same "
-                "order in every microbatch (no branches on the data of one rank); where only some parameters of a unit "
-                "differ, zero.unused=zeros counts zeros for their gradients"
-            )
+        Returns:
+            The totals, of the whole model [parameters], and what the ranks of each axis found.
+        """
+        found = []
+        for axis, gather, cut in self._along_model:
+            sums = gather(totals.to(self._device)).cpu()
+            check_alike(sums, self._owned, axis, cut)
+            totals = add_where_cut(sums, cut)
+            found.append(AxisSums(axis, self._owned, sums))
+        if self._parts is not None:
+            sums = self._parts.gather(totals)
+            totals = in_rank_order(sums)
+            found.append(AxisSums(PIPELINE, self._parts.names, sums))
+        return totals, found
 
-    def _check_alike(self, sums: torch.Tensor, axis: str, cut: Sequence[bool]) -> None:
-        """Of the parameters that all ranks have, in [ranks, owned]: what they found must be one gradient, but for
-        rounding."""
-        alike = [number for number, is_cut in enumerate(cut) if not is_cut]
-        sums = sums[:, alike]
-        apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
-        if found := apart.nonzero().flatten().tolist():
-            raise RuntimeError(
-                f"ranks of {axis} found different gradients of {self._owned[alike[found[0]]]}, of which each has a "
-                "copy: its module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
-            )
+    def _nonfinite(self, sums: torch.Tensor, found: Iterable[AxisSums]) -> tuple[str, ...]:
+        """Return the non-finite parameters with the data-parallel ranks that have them; where those are finite, with
+        the ranks of the first other axis along which they are not. Every rank of the model calls this, or none."""
+        names = self._data_parallel.nonfinite(sums, self._owned)
+        for each in found:
+            names = names or each.nonfinite()
+        return tuple(names)
 
     def drop(self) -> None:
         """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
@@ -274,16 +255,3 @@ def _copy_of(unit: Unit) -> tuple[int, int]:
     """(index, count) among the ranks that have copies of a unit: of its gradients each sums its own chunk."""
     copies = unit.mesh.get_group(REPLICATE)
     return copies.rank(), copies.size()
-
-
-def _culprits(
-    sums: torch.Tensor, names: Sequence[str], who: str, number: Callable[[int], int] = int
-) -> dict[str, None]:
-    """Of sums [ranks, names]; number: of the rank in a row."""
-    where = (~torch.isfinite(sums)).nonzero().tolist()
-    return dict.fromkeys(f"{names[param]} ({who} {number(at)})" for at, param in where)
-
-
-def _in_order(sums: torch.Tensor) -> torch.Tensor:
-    """[ranks, n] -> [n]: one rank after the other, as no sum promises."""
-    return sums.cumsum(0)[-1]

@@ -12,6 +12,7 @@ copies                       gradients of parameters that ranks of tp all have: 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -129,13 +130,14 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     if inside.routes:
         axes[EXPERT] = layout.microbatches * int(inside.routed)
         calls[EXPERT] = layout.microbatches * inside.routes
+    decisions = Counter[str]()
+    for entry, traffic in expected_control(layout, units, flights.names).items():
+        decisions[entry.axis] += traffic.calls
     return Moved(
         units=moves,
         axes=axes,
         calls=calls,
-        decisions={
-            entry.axis: traffic.calls for entry, traffic in expected_control(layout, units, flights.names).items()
-        },
+        decisions=decisions,
         out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
         back=sum(uses * unit.param + unit.grad_back + unit.moments + unit.work for unit in each),
         read=sum(uses * unit.disk_param + reductions * unit.disk_grad + unit.read_states for unit in each),

@@ -45,7 +45,7 @@ class Passes:
         return cls(order, lambda _: loss() / microbatches, lambda _, value: value.backward())  # type: ignore[no-untyped-call]
 
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, DECIDE = "forward", "backward", "decide"
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ def observe(
         meter.begin()
         observer.step(passes)
     return Observed(meter.moments(), observer.actions, sharded.ledger.take())
+
+
+def collective_of(entry: Entry) -> str:
+    """Return the name of a ledger's entry in actions."""
+    return f"{entry.kind} over {entry.axis}"
 
 
 def updates(units: Sequence[UnitShape], microbatch: int) -> list[Action]:
@@ -186,8 +191,8 @@ class _Observer:
         begun = self._sharded.ledger.trail.step[-1]
         assert isinstance(begun, Collective)
         unit = begun.unit
-        what = "decide" if entry.phase == "control" else entry.phase
-        self.actions.append(self._action(what, unit, f"{entry.kind} over {entry.axis}", sent_bytes))
+        what = DECIDE if entry.phase == "control" else entry.phase
+        self.actions.append(self._action(what, unit, collective_of(entry), sent_bytes))
 
     def _action(self, what: str, unit: str, collective: str = "", sent_bytes: int = 0) -> Action:
         return Action(self._microbatch, self._meter.where.phase, what, unit, collective, sent_bytes)

@@ -9,17 +9,20 @@ most is held at an end of the middle, and both ends are counted.
 Of actions, a phase of the longer step is that of the shorter one with a piece put in; with more blocks the piece comes
 once for each, its blocks renumbered. Updates are listed, in their own order. Tests hold all against steps of the whole
 model.
+
+Decisions alone are not affine: their slices are rounded up. What they send is told by formula; their buffers, of
+kilobytes, are taken as affine.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.plan.observe import Action, Observed, updates
+from dzero.plan.observe import DECIDE, Action, Observed, collective_of, updates
 from dzero.plan.storages import Bytes, Moment, Where
 from dzero.zero.shapes import UnitShape
 
@@ -28,15 +31,23 @@ SHORT = 3
 BLOCK = re.compile(r"\blayers\.(\d+)")
 
 
-def repeat(short: Observed, long: Observed, layers: int, units: Sequence[UnitShape]) -> Observed:
-    """A step of `layers` equal blocks, from one of `SHORT` blocks and one of `SHORT + 1`. `units`: of all.
+def repeat(
+    short: Observed, long: Observed, layers: int, units: Sequence[UnitShape], decision: Mapping[Entry, Traffic]
+) -> Observed:
+    """A step of `layers` equal blocks, from one of `SHORT` blocks and one of `SHORT + 1`. `units`: of all. decision:
+    what the collectives of its decision send, one of each entry.
 
     Its moments are those at which most may be held: of blocks the first two and the last two. Raises RuntimeError where
     the blocks are not equal.
     """
     repeated = _Repeated(short, long, layers)
-    actions = repeated.actions()
-    return Observed(repeated.moments(), actions + updates(units, actions[-1].microbatch), repeated.traffic())
+    sent = {collective_of(entry): traffic.sent_bytes for entry, traffic in decision.items()}
+    actions = [
+        replace(action, sent_bytes=sent[action.collective]) if action.what == DECIDE else action
+        for action in repeated.actions()
+    ]
+    actions += updates(units, actions[-1].microbatch)
+    return Observed(repeated.moments(), actions, {**repeated.traffic(), **decision})
 
 
 @dataclass(frozen=True)

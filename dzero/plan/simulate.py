@@ -51,7 +51,7 @@ from dzero.plan.private import FakeTensorMode, TorchDispatchMode, check_version
 from dzero.plan.repeat import SHORT, repeat
 from dzero.plan.scenario import Scenario
 from dzero.plan.storages import Moment, StorageMeter
-from dzero.zero.account import expected_traffic
+from dzero.zero.account import expected_decision, expected_traffic
 from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
@@ -104,7 +104,7 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
             observed = _observe(scenario, mesh)
         else:
             short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
-            observed = repeat(short, long, layers, shapes)
+            observed = repeat(short, long, layers, shapes, expected_decision(layout, shapes))
     return _told(layout, shapes, observed)
 
 

@@ -94,22 +94,60 @@ def expected_copies(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, T
 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank and step for decisions, in fp64: one sum per trained parameter and one checksum
-    over the copies, those of all copies along the shard axis, the sums along axes that cut the model, those of all
-    `names` of the model along a pipeline, four for the loss along every one."""
+    """Return the calls and bytes sent per rank and step for what all ranks agree on: the decision, and the loss, of
+    which every axis gathers four numbers in fp64. names: see `expected_decision`."""
+    totals = expected_decision(layout, units, names)
+    gathers = [entry for entry in totals if entry.kind == "all_gather"]
+    ranks = {REPLICATE: layout.replicate, SHARD: layout.shard, **_model_axes(layout, units)}
+    return totals | {entry: totals[entry] + Traffic(1, 8 * 4 * (ranks[entry.axis] - 1)) for entry in gathers}
+
+
+SUMS_BYTES = 4 << 20
+"""Of all ranks' sums of squares that one gather may bring to each rank. Below, one latency counts for more than bytes,
+and nccl needs no connection between every pair of ranks; above, sums travel in slices."""
+
+
+def sums_are_sliced(params: int, ranks: int) -> bool:
+    """Whether the sums of squares of so many parameters, fp64, travel in slices between so many ranks."""
+    return ranks * (1 + params) * 8 > SUMS_BYTES
+
+
+def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
+    """Return the calls and bytes sent per rank to decide upon a step's gradients, all in fp64.
+
+    The data-parallel ranks gather their sums, one per trained parameter, and a checksum; or, where that is much,
+    exchange slices of them, a checksum with each, and gather the totals of the slices (optim/grad_norm.py). Axes that
+    cut the model gather the totals of all parameters, a pipeline those of all `names` of the model.
+    """
     params = sum(p.trainable for unit in units for p in unit.params)
+    copies, shards = layout.replicate, layout.shard
+    if sums_are_sliced(params, copies * shards):
+        width = max(1, -(-params // (copies * shards)))
+        sent = {
+            ("all_to_all", REPLICATE): (copies - 1) * shards * (width + 1),
+            ("all_to_all", SHARD): (shards - 1) * copies * (width + 1),
+            ("all_gather", SHARD): (shards - 1) * width,
+            ("all_gather", REPLICATE): (copies - 1) * shards * width,
+        }
+    else:
+        sent = {
+            ("all_gather", REPLICATE): (copies - 1) * (1 + params),
+            ("all_gather", SHARD): (shards - 1) * copies * (1 + params),
+        }
+    for axis, ranks in _model_axes(layout, units).items():
+        sent["all_gather", axis] = (ranks - 1) * (names if axis == PIPELINE else params)
+    return {
+        Entry("control", kind, axis, dtype_key(torch.float64)): Traffic(1, 8 * elems)
+        for (kind, axis), elems in sent.items()
+        if elems
+    }
+
+
+def _model_axes(layout: Layout, units: Sequence[UnitShape]) -> dict[str, int]:
+    """Return the number of ranks along each axis that cuts the model, experts aside."""
     cut = (param.split for unit in units if unit.shared_by == 1 for param in unit.params)
-    splits = {split.axis: split.count for split in cut if split is not None}
-    sums = {REPLICATE: params + 1, SHARD: layout.replicate * (params + 1)} | dict.fromkeys(splits, params)
-    if layout.pipeline_ranks > 1:
-        splits[PIPELINE], sums[PIPELINE] = layout.pipeline_ranks, names
-    totals = {}
-    for axis, ranks in {REPLICATE: layout.replicate, SHARD: layout.shard, **splits}.items():
-        if ranks > 1:
-            norms = Traffic(1, 8 * sums[axis] * (ranks - 1)) if axis in sums else Traffic()
-            entry = Entry("control", "all_gather", axis, dtype_key(torch.float64))
-            totals[entry] = norms + Traffic(1, 8 * 4 * (ranks - 1))
-    return totals
+    axes = {split.axis: split.count for split in cut if split is not None}
+    return axes | ({PIPELINE: layout.pipeline_ranks} if layout.pipeline_ranks > 1 else {})
 
 
 @dataclass(frozen=True)

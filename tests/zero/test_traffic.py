@@ -23,8 +23,8 @@ BLOCKS = 3
 UNITS = BLOCKS + 1
 
 
-def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic], DispatchCounter]:
-    """The second step of a run: its ledger, and the auditor that watched it."""
+def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic], DispatchCounter, bool]:
+    """The second step of a run: its ledger, the auditor that watched it, and whether its gradients were finite."""
     sharded = sharded_net(net, **kwargs)
     optim, layout = AdamW(sharded), sharded.layout
     first, second = nets.batches(net, steps=2, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)
@@ -34,35 +34,57 @@ def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic]
     with DispatchCounter(layout.replicate if layout.shard == 1 else layout.shard) as counter:
         backward(sharded, optim, second[0])
         optim.step()
-    return sharded, sharded.ledger.take(), counter
+    assert optim.last_decision is not None
+    return sharded, sharded.ledger.take(), counter, optim.last_decision.finite
 
 
 def check(net: str, **kwargs: Any) -> None:
     """One rank's traffic of a step against the table and against the auditor."""
-    sharded, ledger, counter = step_traffic(net, **kwargs)
+    sharded, ledger, counter, finite = step_traffic(net, **kwargs)
     layout = sharded.layout
     where = f"{net} {kwargs} on {layout.replicate}x{layout.shard}"
-    control = {entry: traffic for entry, traffic in ledger.items() if entry.phase == "control"}
-    moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase != "control"}
+    deciding = ("control", "nonfinite")
+    control = {entry: traffic for entry, traffic in ledger.items() if entry.phase in deciding}
+    moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase not in deciding}
     assert moved == expected_traffic(layout, sharded.shapes), where
 
-    # One small gather per axis and step decides for all: 8 bytes (fp64) for each trained parameter, and a checksum; of
-    # the copies first, and what they said along the shard axis.
-    told = 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
-    sent = {"replicate": (layout.replicate - 1) * told, "shard": (layout.shard - 1) * layout.replicate * told}
-    assert control == {
-        Entry("control", "all_gather", axis, "float64"): Traffic(1, count) for axis, count in sent.items() if count
-    }, where
-    audit(sharded, moved, counter, where)
+    by_hand = control_by_hand(sharded) | ({} if finite else named_by_hand(sharded))
+    assert control == by_hand, where
+    audit(sharded, moved, by_hand, counter, where)
 
 
-def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounter, where: str) -> None:
+def trained(sharded: Sharded) -> int:
+    return sum(param.trainable for unit in sharded.shapes for param in unit.params)
+
+
+def control_by_hand(sharded: Sharded) -> dict[Entry, Traffic]:
+    """One small gather per axis and step decides for all: 8 bytes (fp64) for each trained parameter, and a checksum; of
+    the copies first, and what they said along the shard axis. (Slices between many ranks: tests/optim/test_grad_norm.)
+    """
+    copies, shards, told = sharded.layout.replicate, sharded.layout.shard, 8 * (1 + trained(sharded))
+    sent = {"replicate": (copies - 1) * told, "shard": (shards - 1) * copies * told}
+    return {Entry("control", "all_gather", axis, "float64"): Traffic(1, count) for axis, count in sent.items() if count}
+
+
+def named_by_hand(sharded: Sharded) -> dict[Entry, Traffic]:
+    """What a step that is skipped sends besides, as some of the fake groups are, where gradients are whatever memory
+    held: a byte for each trained parameter of every rank, between the copies and then of all copies."""
+    copies, shards = sharded.layout.replicate, sharded.layout.shard
+    sent = {"replicate": (copies - 1) * trained(sharded), "shard": (shards - 1) * copies * trained(sharded)}
+    return {Entry("nonfinite", "all_gather", axis, "uint8"): Traffic(1, count) for axis, count in sent.items() if count}
+
+
+def audit(
+    sharded: Sharded,
+    moved: dict[Entry, Traffic],
+    control: dict[Entry, Traffic],
+    counter: DispatchCounter,
+    where: str,
+) -> None:
     """Bytes in the ledger = bytes dispatched, but for the short last chunks of an exact all-reduce."""
     layout = sharded.layout
     booked = sum(traffic.sent_bytes for traffic in moved.values())
-    told = 8 * (1 + sum(p.trainable for unit in sharded.shapes for p in unit.params))
-    control = (layout.replicate - 1) * told + (layout.shard - 1) * layout.replicate * told
-    sent = sum(counter.sent_bytes.values()) - control
+    sent = sum(counter.sent_bytes.values()) - sum(traffic.sent_bytes for traffic in control.values())
     padding = 0
     if layout.replicate > 1 and layout.shares == 1:
         grad, wire = layout.grad.dtype.itemsize, layout.replicate_wire.itemsize
@@ -71,8 +93,9 @@ def audit(sharded: Sharded, moved: dict[Entry, Traffic], counter: DispatchCounte
         padding = short * max(wire, (layout.replicate - 1) * grad)
     assert booked - padding <= sent <= booked, where
     if layout.exact:
-        assert counter.calls.keys() <= {"send", "recv_", "_allgather_base_"}, where
-        assert counter.calls["_allgather_base_"] == 1 + layout.hybrid, where  # the control gathers
+        assert counter.calls.keys() <= {"send", "recv_", "_allgather_base_", "alltoall_base_"}, where
+        for kind, name in (("all_gather", "_allgather_base_"), ("all_to_all", "alltoall_base_")):
+            assert counter.calls[name] == sum(entry.kind == kind for entry in control), where
     else:
         assert counter.calls["send"] == 0, where
 
@@ -137,7 +160,7 @@ def traffic_by_hand(rank: int, ranks: int) -> list[list[tuple[str, int, int]]]:
     """(kind, calls, bytes) of bf16 steps at 2 ranks, for stages 0 to 3."""
     rows = []
     for stage in (0, 1, 2, 3):
-        _, ledger, _ = step_traffic("even", stage=stage, microbatches=4, grad="bf16")
+        _, ledger, _, _ = step_traffic("even", stage=stage, microbatches=4, grad="bf16")
         rows.append([(e.kind, t.calls, t.sent_bytes) for e, t in ledger.items() if e.phase != "control"])
     return rows
 

@@ -1,0 +1,189 @@
+"""Sums of squares of gradients, added over all ranks in one order, so that every rank has the norm of the same bits.
+
+    axis                what each rank sends                                the total of a parameter
+    replicate, shard    its sums to all (all-gather); of many ranks         the chunks of all ranks, in rank order
+                        slice r of them to rank r (all-to-all), then
+                        the totals of its own slice to all (all-gather)
+    tp                  its totals to all (all-gather)                      all ranks where the axis cuts it, else one
+    pp                  its totals to all (all-gather)                      the pipeline stages that count it
+
+The order is that of the shards, and of the copies of a shard side by side: the first shard on every copy comes first.
+A sum of one axis's sums would round differently, so all single values travel to the rank that adds them: first
+between the copies, then along the shard axis, where a rank already has what all copies of a shard found of its slice.
+
+A gather of everything is one collective along each axis, of ranks * (parameters + 1) * 8 bytes: 95 MB for 724
+parameters on 16,384 ranks. Slices are two, of O(parameters + ranks) bytes: with w = ceil(parameters / ranks) and fp64,
+
+    replicate   all-to-all  (replicate - 1) * shard * (w + 1) * 8       all-gather  (replicate - 1) * shard * w * 8
+    shard       all-to-all  (shard - 1) * replicate * (w + 1) * 8       all-gather  (shard - 1) * w * 8
+
+`zero.account.sums_are_sliced` decides between them; the bits are the same. The one more is a checksum of the rank's
+collectives (comm/trail.py), sent with every slice: so every rank has the checksums of all. Which rank has a non-finite
+gradient is gathered in a step that is skipped, and only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dzero.comm.collectives import AllToAllScalars, GatherScalars
+from dzero.comm.ledger import NONFINITE, Ledger
+from dzero.mesh import REPLICATE, SHARD
+from dzero.zero.account import sums_are_sliced
+
+ALIKE = 1e-2
+"""Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
+
+
+class DataParallelSums:
+    """Adds a vector of sums over the data-parallel ranks of a (replicate, shard) mesh, in one order on every rank."""
+
+    def __init__(
+        self, mesh: DeviceMesh, ledger: Ledger, is_sliced: Callable[[int, int], bool] = sums_are_sliced
+    ) -> None:
+        self._mesh, self._trail, self._is_sliced = mesh, ledger.trail, is_sliced
+        self._groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
+        self._copies, self._shards = (group.size() for group in self._groups.values())
+        self._ranks = self._copies * self._shards
+        self._swap = {axis: AllToAllScalars(group, axis, ledger) for axis, group in self._groups.items()}
+        self._gather = {axis: GatherScalars(group, axis, ledger) for axis, group in self._groups.items()}
+        self._gather_flags = [GatherScalars(group, axis, ledger, NONFINITE) for axis, group in self._groups.items()]
+
+    def add(self, sums: torch.Tensor, checksum: int) -> torch.Tensor:
+        """Add the sums of all ranks in rank order.
+
+        Args:
+            sums: This rank's, fp64 [parameters], on the device; as many on every rank.
+            checksum: Of this rank's collectives, 32 bits.
+
+        Returns:
+            The totals, fp64 [parameters] on the CPU, the same bits on every rank.
+
+        Raises:
+            RuntimeError: On every rank, where checksums differ: ranks ran units in other orders.
+        """
+        if self._ranks == 1:
+            return sums.cpu()
+        if not self._is_sliced(sums.numel(), self._ranks):
+            found = torch.cat([sums.new_tensor([checksum]), sums])
+            for axis in (REPLICATE, SHARD):
+                found = self._gather[axis](found).flatten()
+            found = found.view(self._ranks, -1).cpu()
+            self._check_order(found[:, 0])
+            return in_rank_order(found[:, 1:])
+        found = self._exchange(self._slices(sums, checksum)).cpu()
+        self._check_order(found[:, 0])
+        totals = in_rank_order(found[:, 1:]).to(sums.device)
+        for axis in (SHARD, REPLICATE):
+            totals = self._gather[axis](totals).flatten()
+        return totals[: sums.numel()].cpu()
+
+    def nonfinite(self, sums: torch.Tensor, names: Sequence[str]) -> list[str]:
+        """Find which ranks have a non-finite sum, by a gather of one byte for each rank and parameter.
+
+        Args:
+            sums: As those of `add`.
+            names: Of the parameters.
+
+        Returns:
+            `name (rank r)` for each, in the order in which they are added, on every rank.
+        """
+        flags = (~sums.isfinite()).to(torch.uint8)
+        for gather in self._gather_flags:
+            flags = gather(flags).flatten()
+        return _named(flags.view(self._ranks, -1).cpu(), names, "rank", self._rank)
+
+    def _slices(self, sums: torch.Tensor, checksum: int) -> torch.Tensor:
+        """Cut sums [parameters] into [ranks, 1 + w], one slice for each rank, behind the checksum; the last are padded
+        with zeros. Ranks count along the shard axis first, so that the totals come back in the parameters' order."""
+        width = max(1, -(-sums.numel() // self._ranks))
+        slices = sums.new_zeros(self._ranks, 1 + width)
+        slices[:, 0] = checksum
+        slices[:, 1:] = torch.nn.functional.pad(sums, (0, self._ranks * width - sums.numel())).view(-1, width)
+        return slices
+
+    def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
+        """Send every rank its slice of [ranks, n]; return [ranks, n], this rank's slice of what each of them has: the
+        shards in order, the copies of each side by side."""
+        of_copies = self._swap[REPLICATE](slices.view(self._copies, -1)).view(self._copies, self._shards, -1)
+        of_shards = self._swap[SHARD](of_copies.transpose(0, 1).reshape(self._shards, -1))
+        return of_shards.view(self._ranks, -1)
+
+    def _rank(self, at: int) -> int:
+        """Return the global rank at a place in that order."""
+        return int(self._mesh.mesh.T.flatten()[at])
+
+    def _check_order(self, checksums: torch.Tensor) -> None:
+        """Raise RuntimeError where the checksums [ranks] differ, with the first collective that did."""
+        if others := (checksums != checksums[0]).nonzero().flatten().tolist():
+            differing = [self._rank(at) for at in others]
+            shards = checksums.view(-1, self._copies)
+            group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
+            raise RuntimeError(
+                f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
+                f"modules of them: {self._trail.divergence(group)}\nEvery rank must run the same modules in the same "
+                "order in every microbatch (no branches on the data of one rank); where only some parameters of a unit "
+                "differ, zero.unused=zeros counts zeros for their gradients"
+            )
+
+
+@dataclass(frozen=True)
+class AxisSums:
+    """The sums that the ranks of an axis found, fp64 [ranks, names] on the CPU."""
+
+    axis: str
+    names: Sequence[str]
+    sums: torch.Tensor
+
+    def nonfinite(self) -> list[str]:
+        """Return `name (axis rank r)` for each that is not finite."""
+        return _named(~self.sums.isfinite(), self.names, f"{self.axis} rank", int)
+
+
+def in_rank_order(sums: torch.Tensor) -> torch.Tensor:
+    """Add sums [ranks, n], fp64 on the CPU, one rank after the other, which `sum` does not promise; return [n]."""
+    return sums.cumsum(0)[-1]
+
+
+def add_where_cut(sums: torch.Tensor, cut: Sequence[bool]) -> torch.Tensor:
+    """Add what the ranks of an axis that cuts the model found, in rank order.
+
+    Args:
+        sums: fp64 [ranks, parameters], on the CPU.
+        cut: [parameters], whether the axis cuts them; of the others every rank has the whole, and the first one counts.
+
+    Returns:
+        The totals [parameters], non-finite where any rank's sum is.
+    """
+    return torch.where(torch.tensor(cut) | ~sums.isfinite().all(0), in_rank_order(sums), sums[0])
+
+
+def check_alike(sums: torch.Tensor, names: Sequence[str], axis: str, cut: Sequence[bool]) -> None:
+    """Check that ranks found one gradient, but for rounding, of each parameter that all of them have.
+
+    Args:
+        sums: fp64 [ranks, parameters], on the CPU.
+        names: Of the parameters.
+        axis: Of the ranks.
+        cut: [parameters], whether the axis cuts them: then sums may differ.
+
+    Raises:
+        RuntimeError: Where they did not.
+    """
+    alike = [number for number, is_cut in enumerate(cut) if not is_cut]
+    sums = sums[:, alike]
+    apart = ((sums - sums[0]).abs().amax(0) > ALIKE * sums[0]) & sums.isfinite().all(0)
+    if found := apart.nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"ranks of {axis} found different gradients of {names[alike[found[0]]]}, of which each has a copy: its "
+            "module sees a part of its input, or parts of a sum. Give it a style in the plan that says so"
+        )
+
+
+def _named(flags: torch.Tensor, names: Sequence[str], who: str, number: Callable[[int], int]) -> list[str]:
+    """Return `name (who n)` for each that is set in flags [ranks, names]; `number` gives the n of a row."""
+    return [f"{names[param]} ({who} {number(row)})" for row, param in flags.nonzero().tolist()]
