@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -194,13 +194,14 @@ class AdamW(MasterOptimizer):
         return _coefficients(step, float(lr), tuple(betas), float(eps), float(decay), scale)
 
     def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
-        updates = []
-        for each in pending:
-            step, coefficients = how[each.stored.name]
-            updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
-        self._updater.run(updates)
-        for each, update in zip(pending, updates, strict=True):
-            each.stored.keep(update.states)
+        for some in _decoded_together(pending):
+            updates = []
+            for each in some:
+                step, coefficients = how[each.stored.name]
+                updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
+            self._updater.run(updates)
+            for each, update in zip(some, updates, strict=True):
+                each.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy values into the existing states, bit for bit; of `torch.optim.AdamW`'s, each rank its part.
@@ -322,6 +323,24 @@ def _coefficients(
 ) -> Coefficients:
     """Return those of a group, made once for all of its parameters."""
     return Coefficients.of(step=step, lr=lr, betas=betas, eps=eps, weight_decay=decay, scale=scale)
+
+
+DECODED_ELEMS = 1 << 24
+"""Of parameters with 8-bit moments that are updated at a time: their moments are 128 MiB then, in fp32."""
+
+
+def _decoded_together(pending: Sequence[Pending[Stored]]) -> Iterator[Sequence[Pending[Stored]]]:
+    """Cut `pending` so that few 8-bit moments are decoded at a time; others are updated all at once."""
+    some: list[Pending[Stored]] = []
+    elems = 0
+    for each in pending:
+        decoded = each.grad.numel() if each.stored.moments8 else 0
+        if some and decoded and elems + decoded > DECODED_ELEMS:
+            yield some
+            some, elems = [], 0
+        some.append(each)
+        elems += decoded
+    yield some
 
 
 def _each(do: Callable[[Stored, Value], None], values: Iterable[tuple[Stored, Value]]) -> None:
