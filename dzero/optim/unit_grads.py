@@ -25,17 +25,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dzero.mesh import SHARD
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.grad_sums import SquareSums, sum_squares
-from dzero.optim.grad_views import GradMaker, GradUse, flat_of
+from dzero.optim.grad_views import GradMaker
 from dzero.optim.offloaded_grads import OffloadedGrads
+from dzero.optim.shown_grads import ShownGrads
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
@@ -45,10 +45,21 @@ from dzero.zero.unit import Unit
 Named = dict[str, torch.Tensor]
 
 
-HOOKED = (
-    "{} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which would see the gradients of "
-    "single microbatches, or none: read or change .grad between backward() and step() instead"
-)
+class Phase(Enum):
+    """What there is of a unit's gradients in this step; `MOVES` has the legal ways from one to the next."""
+
+    EMPTY = "nothing"
+    ARRIVING = "those of some microbatches, in `views` and the buffers behind them; `.grad` is None"
+    COMPLETE = "those of all: averaged over the copies, summed, where the table has them, and shown as `.grad`"
+    IN_USE = "the same, and the update that writes over them has begun (offload.overlap=backward)"
+
+
+MOVES = {
+    Phase.EMPTY: {Phase.EMPTY, Phase.ARRIVING},
+    Phase.ARRIVING: {Phase.EMPTY, Phase.ARRIVING, Phase.COMPLETE},
+    Phase.COMPLETE: {Phase.EMPTY, Phase.COMPLETE, Phase.IN_USE},
+    Phase.IN_USE: {Phase.EMPTY},
+}
 
 
 class UnitGrads:
@@ -70,10 +81,9 @@ class UnitGrads:
         self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         self._hosted = self._offloaded.names
-        self._makers = makers
-        self._self: weakref.ref[GradUse] = weakref.ref(self)
         self.names = unit.buffered
         self._trained = {name: unit.params[name] for name in self.names}
+        self._shown = ShownGrads(unit, self._trained, makers, weakref.ref(self))
         self.sums = SquareSums(self.names, torch.device(sharded.mesh.device_type))
         self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
         self._elems = [local_of(param).numel() for param in self._trained.values()]
@@ -81,6 +91,7 @@ class UnitGrads:
         self.complete: weakref.WeakMethod[Callable[[str, Named], bool]] | None = None
         self.refused: weakref.WeakMethod[Callable[[], None]] | None = None
         self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
+        self._phase = Phase.EMPTY
         self._forget()
         for shape in unit.shape.params:
             if unit.params[shape.name].requires_grad and not shape.trainable:
@@ -88,21 +99,28 @@ class UnitGrads:
                     f"{shape.name}: requires_grad was set after shard(): unfreeze before, so that units and reductions "
                     "hold what is trained; what was trained then may be frozen and unfrozen since"
                 )
-        for name, param in self._trained.items():
-            if _is_hooked(param):
-                raise ValueError(HOOKED.format(name))
         unit.attach(self)
         unit.drain = weakref.WeakMethod(offload.swap.drain)
+
+    @property
+    def phase(self) -> Phase:
+        """What there is of the step's gradients."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, to: Phase) -> None:
+        if to not in MOVES[self._phase]:
+            raise RuntimeError(f"unit {self._unit.shape.name}: gradients went from {self._phase.name} to {to.name}")
+        self._phase = to
 
     def clear(self, names: frozenset[str]) -> None:
         """Forget the step's gradients of `names`; those of other optimizers stay until these are done with them."""
         mine = names.intersection(self._trained)
-        for name in mine:
-            self._trained[name].grad = None
-        if self._is_empty:
+        self._shown.drop(mine)
+        if self.phase is Phase.EMPTY:
             return
         if len(mine) < len(self._trained):
-            for kind in (self.views, self._held, self._shown):
+            for kind in (self.views, self._held):
                 for name in mine.intersection(kind):
                     del kind[name]
             self.sums.drop(mine)
@@ -111,16 +129,15 @@ class UnitGrads:
             self._forget()
 
     def _forget(self) -> None:
-        self._shown: Named = {}
-        self._held: Named = {}
-        self._used: set[str] = set()
-        self._is_edited = self._is_started = False
+        self.phase = Phase.EMPTY
         self.views: Named = {}
         self.sums.clear()
+        self._held: Named = {}
+        self._used: set[str] = set()
+        self._is_edited = False
         self._offloaded.forget()
         self._pieces: Named = {}
         self._buffers: list[torch.Tensor] = []
-        self._finished, self._is_empty = False, True
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
         """As `Consumer.receive`."""
@@ -129,7 +146,7 @@ class UnitGrads:
                 f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
                 "sharded; set requires_grad before shard()"
             )
-        if self._is_started:
+        if self.phase is Phase.IN_USE:
             if self.refused is not None and (refused := self.refused()) is not None:
                 refused()
             raise RuntimeError(
@@ -138,48 +155,48 @@ class UnitGrads:
                 "forward, which FSDP2 reduces apart at stages 0 and 1. Take offload.overlap=forward, or run all but "
                 "the last backward under microbatch(is_last=False) and use the unit once"
             )
-        self._is_empty = False
         self._hide()
         self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
         slices = zip(self.names, torch.split(reduced, self._padded), self._elems, strict=True)
         self._pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
-        if self._finished:
+        if self.phase is Phase.COMPLETE:
             self._add_late(reduced, self._pieces)
         else:
+            self.phase = Phase.ARRIVING
             self._arrived(reduced, self._pieces)
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
         """As `Consumer.shown`: of a gradient that stays where it was reduced."""
-        if not self._finished or name not in self._used or self.views.get(name) is not self._pieces[name]:
-            return None
-        self._shown[name] = grad = self._makers[name].of(piece, self._self)
-        return grad
+        stays = self._is_complete and name in self._used and self.views.get(name) is self._pieces[name]
+        return self._shown.over(name, piece) if stays else None
 
     def returned(self) -> None:
         """As `Consumer.returned`."""
         self._pieces = {}
-        for name in self.names if len(self._shown) < len(self.names) else ():
-            if name in self._shown:
-                continue
-            if self._finished and name in self.views and name in self._used:
-                self._show(name)
-            else:
-                self._trained[name].grad = None
+        if len(self._shown.names) < len(self.names):
+            others = [name for name in self.names if name not in self._shown.names]
+            self._shown.drop(others)
+            self._show(others)
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.phase in (Phase.COMPLETE, Phase.IN_USE)
+
+    def _show(self, names: Iterable[str]) -> None:
+        """Show those of `names` that have a gradient, once it is complete."""
+        for name in names if self._is_complete else ():
+            if name in self.views and name in self._used:
+                self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _hide(self) -> None:
         """Take `.grad` away, to which FSDP2 would add in the parameter's dtype; what autograd left there is held."""
-        if self._finished:
+        if self._is_complete:
             self._collect()
-        for name, param in self._trained.items():
-            if param.grad is None:
-                continue
-            self._is_empty = False
-            if name not in self._shown:
-                direct = self._flat_of(name, param.grad)
-                self._held[name] = self._held[name] + direct if name in self._held else direct
-                self._used.add(name)
-            param.grad = None
-        self._shown.clear()
+        for name, grad in self._shown.hide().items():
+            direct = self._shown.flat(name, grad, shared_out=self._is_complete)
+            self._held[name] = self._held[name] + direct if name in self._held else direct
+            self._used.add(name)
+            self.phase = Phase.ARRIVING
 
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
         """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
@@ -207,7 +224,8 @@ class UnitGrads:
             self._finish()
             if self.complete is not None and (complete := self.complete()) is not None:
                 used = {name: grad for name, grad in self.views.items() if name in self._used}
-                self._is_started = complete(self._unit.shape.name, used)
+                if complete(self._unit.shape.name, used):
+                    self.phase = Phase.IN_USE
 
     def _add_on_device(self, pieces: Named) -> None:
         if not pieces:
@@ -238,9 +256,9 @@ class UnitGrads:
 
     def _finish(self) -> None:
         """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
-        if self._finished or not self.views:
+        if self._is_complete or not self.views:
             return
-        self._finished = True
+        self.phase = Phase.COMPLETE
         on_host = {name: direct for name, direct in self._held.items() if name in self._added_on_host}
         for name, direct in self._held.items():
             if name not in on_host:
@@ -282,22 +300,12 @@ class UnitGrads:
             self._is_edited = True
             self._add_on_device({name: grad.to(self.views[name].dtype)})
 
-    def _show(self, name: str) -> None:
-        """Let the parameter's `.grad` be a view of its gradient, wherever that lives."""
-        maker, param = self._makers[name], self._trained[name]
-        param.grad_dtype = None
-        if name in self._hosted:
-            param.grad = maker.elsewhere(self.views[name], self._self)
-        else:
-            param.grad = maker.of(self.views[name], self._self)
-        self._shown[name] = param.grad
-
     def look(self) -> None:
         """As `GradUse.look`: nothing is on its way to what lives on the device."""
 
     def write(self) -> None:
         """As `GradUse.write`."""
-        if self._is_started:
+        if self.phase is Phase.IN_USE:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
                 "cannot be changed any more: clip by max_norm= of the optimizer, or take offload.overlap=forward"
@@ -321,33 +329,21 @@ class UnitGrads:
 
     def _collect(self) -> None:
         """Take over what happened to `.grad` since: another tensor there, or none."""
-        for name, param in self._trained.items():
-            if _is_hooked(param):
-                raise RuntimeError(HOOKED.format(name))
-            grad, shown = param.grad, self._shown.get(name)
-            if grad is shown:
-                continue
+        for name, grad in self._shown.changes():
             self.write()
-            self._is_empty = False
             if grad is None:
-                del self.views[name], self._shown[name]
+                del self.views[name], self._shown.names[name]
                 self._used.discard(name)
                 continue
-            if shown is None and name in self.views:  # other ranks may have reached it, this one has not
-                self._add_late_to(name, self._flat_of(name, grad))
+            if not self._is_complete:
+                self.phase = Phase.ARRIVING
+            flat = self._shown.flat(name, grad, shared_out=self._is_complete)
+            if name not in self._shown.names and name in self.views:  # other ranks may have reached it, this one not
+                self._add_late_to(name, flat)
             else:
-                self._replace(name, self._flat_of(name, grad))
+                self._replace(name, flat)
             self._used.add(name)
-            self._show(name)
-
-    def _flat_of(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of what a user or autograd left in `.grad`, flat."""
-        param = self._trained[name]
-        shares = self._unit.shares if self._finished else None
-        if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
-            return local_of(grad).reshape(-1)  # made of what was `.grad`, whose parts lie on all copies
-        flat = flat_of(grad, param)
-        return flat if shares is None else flat[shares.span(name)]
+            self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _replace(self, name: str, flat: torch.Tensor) -> None:
         """Take `flat` as a parameter's gradient in place of what it is, if it has one."""
@@ -367,12 +363,10 @@ class UnitGrads:
 
     def settle(self) -> None:
         """Complete `sums`, also for a unit that the last microbatch did not reach."""
-        if not self._finished and self.views:
+        if not self._is_complete and self.views:
             self._hide()
             self._finish()
-            for name in self._trained:
-                if name in self._used:
-                    self._show(name)
+            self._show(self.names)
         self._collect()
         if unused := self.views.keys() - self._used:
             for name in unused:
@@ -419,10 +413,6 @@ class UnitGrads:
         row = self._shapes[name].row_elems
         first, rows = rows_of(grad.numel() // row, self._copy)
         return grad[first * row : (first + rows) * row]
-
-
-def _is_hooked(param: nn.Parameter) -> bool:
-    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
 
 
 def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -1,0 +1,101 @@
+"""The `.grad` of one unit's parameters: what is shown there, and what autograd or a user left there instead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dzero.mesh import SHARD
+from dzero.optim.grad_views import GradMaker, GradUse, flat_of
+from dzero.zero.placed import local_of
+from dzero.zero.unit import Unit
+
+Named = dict[str, torch.Tensor]
+
+HOOKED = (
+    "{} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which would see the gradients of "
+    "single microbatches, or none: read or change .grad between backward() and step() instead"
+)
+
+
+class ShownGrads:
+    """Sets, takes back and compares `.grad`; `names` are those that are shown now.
+
+    params: the unit's trained ones, by name. makers: of what is shown. use: told of every read and write through it.
+
+    Raises:
+        ValueError: For a parameter with hooks of its own.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        params: Mapping[str, nn.Parameter],
+        makers: Mapping[str, GradMaker],
+        use: weakref.ref[GradUse],
+    ) -> None:
+        self._unit, self._params, self._makers, self._use = unit, params, makers, use
+        self.names: dict[str, torch.Tensor] = {}
+        for name, param in params.items():
+            if _is_hooked(param):
+                raise ValueError(HOOKED.format(name))
+
+    def over(self, name: str, piece: torch.Tensor) -> DTensor:
+        """Return a view over `piece`, a gradient on the device, for somebody else to set as `.grad`."""
+        self.names[name] = grad = self._makers[name].of(piece, self._use)
+        return grad
+
+    def show(self, name: str, grad: torch.Tensor, *, off_device: bool) -> None:
+        """Let `.grad` be a view of `grad`, flat, wherever it lives."""
+        param, maker = self._params[name], self._makers[name]
+        param.grad_dtype = None  # the table's, whatever the parameter's is
+        param.grad = maker.elsewhere(grad, self._use) if off_device else maker.of(grad, self._use)
+        self.names[name] = param.grad
+
+    def hide(self) -> dict[str, torch.Tensor]:
+        """Set every `.grad` to None; return those that were not shown by us, as autograd left them."""
+        left = {}
+        for name, param in self._params.items():
+            if (grad := param.grad) is not None:
+                if name not in self.names:
+                    left[name] = grad
+                param.grad = None
+        self.names.clear()
+        return left
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Set the `.grad` of `names` to None."""
+        for name in names:
+            self._params[name].grad = None
+            self.names.pop(name, None)
+
+    def changes(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Give the parameters whose `.grad` is another tensor than what is shown, or None.
+
+        Raises:
+            RuntimeError: For a parameter that got a hook of its own.
+        """
+        for name, param in self._params.items():
+            if _is_hooked(param):
+                raise RuntimeError(HOOKED.format(name))
+            if param.grad is not self.names.get(name):
+                yield name, param.grad
+
+    def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
+        """Return this rank's part of what was left in `.grad`, flat.
+
+        shared_out: whether that is its share of a shard whose states copies share out (zero/shares.py).
+        """
+        shares = self._unit.shares if shared_out else None
+        if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
+            return local_of(grad).reshape(-1)  # made of what was `.grad`, whose parts lie on all copies
+        flat = flat_of(grad, self._params[name])
+        return flat if shares is None else flat[shares.span(name)]
+
+
+def _is_hooked(param: nn.Parameter) -> bool:
+    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
