@@ -47,7 +47,7 @@ from dzero.zero.late import collect, has_failed, recover, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
-from dzero.zero.registered import drop_waiting, follow_shards, put_shards
+from dzero.zero.registered import drop_waiting, follow_shards
 from dzero.zero.scalars import Places, narrow_in_forward, widen
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
@@ -90,8 +90,7 @@ class Sharded:
         self.is_last = True
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
-        self._stays_gathered = parts is None and not layout.cadence(False).reshard
-        follow_shards(units, roots_of(model, parts), stays_gathered=self._stays_gathered)
+        follow_shards(units, [model] if parts is None else [], stays=layout.reshard_after_forward is not True)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
 
@@ -108,8 +107,6 @@ class Sharded:
             yield
         finally:
             self._set(True, self._roots[part])
-            if self._stays_gathered and not is_last:
-                put_shards(self.units)
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:

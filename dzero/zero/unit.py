@@ -51,9 +51,8 @@ class Unit:
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
     `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
-    since they were gathered. `awaits_backward`: of a root, that its last forward is to be followed by one. `hosted`:
-    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
-    `forget` drops what it brought. `shares`: of states that copies share out.
+    since they were gathered. `hosted`: parameters that live in host memory; `fetch` brings all of them to the device,
+    ahead of use where it can, and `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -70,7 +69,6 @@ class Unit:
     synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
     is_edited: bool = False
     is_stale: bool = False
-    awaits_backward: bool = False
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None

@@ -41,7 +41,6 @@ class _Whole:
         params = [self._unit.params[name] for name in missing]
         without = [param for param in params if param.grad is None]
         self._run(*unused)
-        self._unit.awaits_backward = False
         if self._unit.is_attached:
             self._unit.delivered()
         else:

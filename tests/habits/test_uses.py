@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
@@ -217,6 +219,55 @@ def head_apart(rank: int, ranks: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None:
     assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
+
+
+def head_again(rank: int, ranks: int, stage: int) -> bool:
+    """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
+    sharded = sharded_of("Net", stage)
+    hidden: list[Tensor] = []
+    head: Any = sharded.model.head
+    hook = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    out = sharded.model(torch.ones(2, 4))
+    hook.remove()
+    same = torch.equal(head(hidden[0]), out)
+    return same and all(isinstance(param, DTensor) for param in sharded.model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_module_called_while_it_is_gathered_computes(pool: Pool, stage: int) -> None:
+    assert pool.run(head_again, 2, stage) == [True, True]
+
+
+def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
+    """After which uses of a model its parameters are not shards."""
+    sharded = sharded_of("Net", stage, microbatches=2)
+    model, x = sharded.model, torch.ones(2, 4)
+    wrong: list[str] = []
+
+    def look(moment: str) -> None:
+        if not all(isinstance(param, DTensor) for param in model.parameters()):
+            wrong.append(moment)
+
+    model(x)
+    look("a forward")
+    model.blocks[0](torch.ones(2, 8))  # type: ignore[operator, index]
+    look("a unit's forward")
+    with sharded.microbatch(is_last=False):
+        loss = model(x).sum()
+        look("a forward of a microbatch")
+        loss.backward()
+        look("its backward")
+    hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    with suppress(ZeroDivisionError):
+        model(x)
+    look("a forward that raised")
+    hook.remove()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_shows_its_shards_outside_of_forward_and_backward(pool: Pool, stage: int) -> None:
+    assert pool.run(shown_after, 2, stage) == [[], []]
 
 
 class Widening(Net):
