@@ -88,6 +88,7 @@ class Sharded:
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
         self.claims: WeakKeyDictionary[Claimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
+        self._reductions = 0
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
         follow_shards(units, [model] if parts is None else [], stays=layout.reshard_after_forward is not True)
@@ -99,7 +100,8 @@ class Sharded:
         """Forward and backward of one microbatch run inside; `is_last` marks the step's last one.
 
         A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
-        microbatches. part: in a pipeline, of this rank's; its backward alone needs to be inside.
+        microbatches. A backward outside, after others inside, counts as the last one. part: in a pipeline, of this
+        rank's; its backward alone needs to be inside.
         """
         self._microbatches[part].begin(is_last)
         self._set(is_last, self._roots[part])
@@ -107,6 +109,7 @@ class Sharded:
             yield
         finally:
             self._set(True, self._roots[part])
+            self._reductions = self._count_reductions()
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:
@@ -153,8 +156,14 @@ class Sharded:
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
             )
+        if len(self._roots) == 1 and self._count_reductions() > self._reductions:
+            self._microbatches[0].add_last()
         for of_part in self._microbatches:
             of_part.end()
+
+    def _count_reductions(self) -> int:
+        """Count those of all units; one that was made since `microbatch` ended was of a backward outside of it."""
+        return sum(unit.reductions for unit in self.units)
 
     def _set(self, is_last: bool, root: FSDPModule) -> None:
         cadence = self.layout.cadence(is_last)

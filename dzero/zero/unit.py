@@ -51,8 +51,9 @@ class Unit:
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
     `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
-    since they were gathered. `hosted`: parameters that live in host memory; `fetch` brings all of them to the device,
-    ahead of use where it can, and `forget` drops what it brought. `shares`: of states that copies share out.
+    since they were gathered. `reductions`: how many there were. `hosted`: parameters that live in host memory; `fetch`
+    brings all of them to the device, ahead of use where it can, and `forget` drops what it brought. `shares`: of
+    states that copies share out.
     """
 
     shape: UnitShape
@@ -69,6 +70,7 @@ class Unit:
     synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
     is_edited: bool = False
     is_stale: bool = False
+    reductions: int = 0
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
@@ -172,6 +174,7 @@ class Unit:
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""
         self._delivered = True
+        self.reductions += 1
         consumer = self.consumer() if self.consumer is not None else None
         if consumer is not None:
             consumer.receive(reduced, self._missing)

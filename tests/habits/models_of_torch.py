@@ -260,6 +260,16 @@ def synchronised(training: Training, batches: list[Batch]) -> None:
     training.optim.zero_grad()
 
 
+def last_outside(training: Training, batches: list[Batch]) -> None:
+    """The last backward of a step is outside of `microbatch()`."""
+    for batch in batches[:-1]:
+        with nullcontext() if training.sharded is None else training.sharded.microbatch(is_last=False):
+            backward(training.loss(batch) / len(batches))
+    backward(training.loss(batches[-1]) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
 def one_graph_twice(training: Training, batches: list[Batch]) -> None:
     """Two backwards over one graph."""
     for batch in batches:
@@ -546,6 +556,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         plain,
         accumulated,
         synchronised,
+        last_outside,
         one_graph_twice,
         two_forwards,
         closure,

@@ -221,6 +221,31 @@ def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None
     assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
 
 
+def miscounted(rank: int, ranks: int, stage: int, outside: int) -> str:
+    """What a step is told of two microbatches that were not to be the last, and so many backwards outside."""
+    sharded = sharded_of("Net", stage, microbatches=1 if outside else 3)
+    optim = AdamW(sharded)
+    for _ in range(2):
+        with sharded.microbatch(is_last=False):
+            sharded.model(torch.ones(2, 4)).sum().backward()
+    for _ in range(outside):
+        sharded.model(torch.ones(2, 4)).sum().backward()
+    before = snapshot(sharded, optim)
+    with pytest.raises(RuntimeError) as told:
+        optim.step()
+    assert unequal(snapshot(sharded, optim), before) == []
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_its_last_microbatch_is_told_what_to_do(pool: Pool, stage: int) -> None:
+    (told,) = pool.run(miscounted, 1, stage, 0)
+    assert told.startswith("step() after 2 microbatches of which none was the last")
+    assert "under microbatch(is_last=True), or outside of microbatch()" in told
+    (told,) = pool.run(miscounted, 1, stage, 1)
+    assert told.startswith("3 microbatches in this step, but the model was laid out for one: pass microbatches=3")
+
+
 def head_again(rank: int, ranks: int, stage: int) -> bool:
     """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
     sharded = sharded_of("Net", stage)
