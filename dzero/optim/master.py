@@ -26,6 +26,7 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
+from dzero.optim.handed_on import take_over
 from dzero.optim.scaler import LossScaler, ScalerConfig
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit, as_module
@@ -85,6 +86,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._refused = ""
         self._check_groups(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
+        take_over(sharded)
         self.offload = Offload(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()

@@ -149,6 +149,7 @@ class Sharded:
         for claimant in [*self.claims]:
             claimant.drop()
         self.abandon_step(self.names)
+        self.ledger.trail.end_step()  # also where the optimizer of these gradients is gone on some ranks already
 
     def end_step(self) -> None:
         """Called by the optimizer's step; see `Microbatches.end`. Raises RuntimeError after a backward that raised."""

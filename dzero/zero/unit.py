@@ -91,8 +91,7 @@ class Unit:
         if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
             warnings.warn(
                 f"the masters of {self.shape.name or 'the root'} begin from parameters in {self.layout.param.dtype}: "
-                "the optimizer before kept them off the device, and they went with it; load its state_dict() to keep "
-                "them",
+                "an optimizer before took them and hands none on; load its state_dict() to keep them",
                 stacklevel=2,
             )
         self._taken.add(name)
