@@ -214,6 +214,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if decision.finite:
             with torch.profiler.record_function("step update"):
                 self._update(grads, decision.factor)
+            for unit in self._sharded.units:
+                unit.version += not grads.keys().isdisjoint(unit.params)
         else:
             self._skip()
         self._record(decision)

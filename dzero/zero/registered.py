@@ -11,7 +11,9 @@ after one that has no backward, and at stage 1 until the last microbatch. So it 
     backward
 
 What autograd saved is not touched by that. Before each use the gathered parameters learn whether their shards were
-frozen meanwhile. This needs what FSDP2 keeps to itself.
+frozen meanwhile. A backward over a forward whose parameters have changed since is refused, as torch does by its version
+counters, which gathered copies do not have; and one that is to be differentiated again, where they are freed. This
+needs what FSDP2 keeps to itself.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from dzero.zero.late import groups_of, is_outermost
 from dzero.zero.unit import Unit, as_module
@@ -38,8 +42,10 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
         for group in groups_of(unit.modules[0]):
             shown = _Shown(unit, group)
             group.pre_forward = partial(shown.before_forward, group.pre_forward)
-            if stays and roots:
+            if roots:
+                group.post_forward = partial(shown.after_forward, group.post_forward)
                 group.pre_backward = partial(shown.before_backward, group.pre_backward)
+            if roots and stays:
                 group.post_backward = partial(shown.after_backward, group.post_backward)
         for module in map(as_module, unit.modules) if roots else ():
             is_root = any(module is root for root in roots)
@@ -88,13 +94,30 @@ class _Shown:
         group, unit = self._group, self._unit
         _follow_frozen(group)
         if unit.is_stale and not group.is_sharded:
-            group.reshard()
+            group._to_sharded()  # `reshard` does nothing in the middle of a forward, where one that raised left it
         elif group.is_unsharded:
             _put_gathered(group)
         unit.is_stale = False
-        return run(*args)
+        if not torch.is_inference_mode_enabled():
+            return run(*args)
+        with torch.inference_mode(mode=False), torch.no_grad():  # memory that training goes on with
+            return run(*args)
+
+    def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            check = partial(_refuse_changed, self._unit, self._unit.version)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
+        if torch.is_grad_enabled() and self._unit.layout.shard > 1:
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: backward with create_graph=True, as gradient penalties need it, takes "
+                "parameters that FSDP2 frees before it is differentiated again. Take zero.stage=0, or penalise "
+                "differences of outputs"
+            )
         if self._group.is_unsharded:
             _follow_frozen(self._group)
             _put_gathered(self._group)
@@ -104,6 +127,14 @@ class _Shown:
         run(*args)
         if not self._group.is_sharded:
             _put(self._group)
+
+
+def _refuse_changed(unit: Unit, version: int, grad: torch.Tensor) -> None:
+    if unit.version != version:
+        raise RuntimeError(
+            f"unit {unit.shape.name}: its parameters were changed after the forward that this backward belongs to, by "
+            "step() or by hand, so its gradients would be wrong: call backward() before, or run the forward again"
+        )
 
 
 def _after_forward(unit: Unit, units: list[Unit], is_root: bool, *_: object) -> None:

@@ -51,9 +51,9 @@ class Unit:
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
     `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
-    since they were gathered. `reductions`: how many there were. `hosted`: parameters that live in host memory; `fetch`
-    brings all of them to the device, ahead of use where it can, and `forget` drops what it brought. `shares`: of
-    states that copies share out.
+    since they were gathered. `reductions`: how many there were. `version`: counts steps and writes that changed
+    parameters. `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use
+    where it can, and `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -71,6 +71,7 @@ class Unit:
     is_edited: bool = False
     is_stale: bool = False
     reductions: int = 0
+    version: int = 0
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
@@ -148,6 +149,7 @@ class Unit:
     def write(self) -> None:
         """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
         self.is_stale = True
+        self.version += 1
         synchronize = self.synchronize() if self.synchronize is not None else None
         if synchronize is not None:
             synchronize()

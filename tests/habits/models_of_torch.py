@@ -7,7 +7,7 @@ of all ranks, a sharded model its own. For pool workers, so importable by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -472,6 +472,30 @@ def frozen_between(training: Training, batches: list[Batch]) -> None:
     training.optim.zero_grad()
 
 
+def inferred(training: Training, batches: list[Batch]) -> None:
+    """Evaluations in inference mode, the first one before anything else, and an edit after one."""
+    with torch.inference_mode():
+        training.loss(batches[0])
+    plain(training, batches)
+    with torch.inference_mode():
+        training.loss(batches[0])
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(0.99)
+
+
+def raised_in_forward(training: Training, batches: list[Batch]) -> None:
+    """A forward that raises half way, an edit, and then a step."""
+    hook = training.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    with suppress(ZeroDivisionError):
+        training.loss(batches[0])
+    hook.remove()
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(0.9)
+    plain(training, batches)
+
+
 class _Raising(torch.autograd.Function):
     """Raises in backward."""
 
@@ -570,6 +594,8 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         evaluated,
         probed,
         frozen_before_backward,
+        inferred,
+        raised_in_forward,
         changed_between,
         frozen_between,
         raised,

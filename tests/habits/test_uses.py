@@ -246,6 +246,59 @@ def test_a_step_without_its_last_microbatch_is_told_what_to_do(pool: Pool, stage
     assert told.startswith("3 microbatches in this step, but the model was laid out for one: pass microbatches=3")
 
 
+def changed_under_a_graph(rank: int, ranks: int, stage: int, how: str) -> str:
+    """What a backward is told whose forward read other parameters, and that a repeated step is as usual."""
+    sharded = sharded_of("Net", stage)
+    optim, x = AdamW(sharded), torch.ones(2, 4)
+    loss = sharded.model(x).sum()
+    if how == "step":
+        sharded.model(x).sum().backward()
+        optim.step()
+    else:
+        with torch.no_grad():
+            sharded.named_params()["blocks.1.up.weight"].mul_(0.5)
+    before = snapshot(sharded, optim)
+    with pytest.raises(RuntimeError) as told:
+        loss.backward()
+    optim.zero_grad()
+    assert unequal(snapshot(sharded, optim), before) == []
+    sharded.model(x).sum().backward()
+    optim.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_over_parameters_that_have_changed_is_refused_as_in_torch(pool: Pool, stage: int) -> None:
+    for how, unit in (("step", "root"), ("edit", "blocks.1")):
+        for told in pool.run(changed_under_a_graph, 2, stage, how):
+            assert told.startswith(f"unit {unit}: its parameters were changed after the forward")
+
+
+def penalised(rank: int, ranks: int, stage: int) -> Tensor | str:
+    """The head's gradient by a penalty on gradients, or what is told of it."""
+    sharded = sharded_of("Net", stage)
+    optim, x = AdamW(sharded), torch.ones(2, 4, requires_grad=True)
+    try:
+        (grad,) = torch.autograd.grad(sharded.model(x).square().sum(), x, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    grad.square().sum().backward()
+    found = whole(sharded.named_params()["head.weight"].grad)  # type: ignore[arg-type]
+    assert optim.param_groups
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool, stage: int) -> None:
+    plain, x = build("Net"), torch.ones(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    for ranks, at in ((2, 0), (1, stage)):
+        torch.testing.assert_close(pool.run(penalised, ranks, at)[0], plain.head.weight.grad)
+    for told in pool.run(penalised, 2, stage):
+        assert told.startswith("unit root: backward with create_graph=True")
+
+
 def head_again(rank: int, ranks: int, stage: int) -> bool:
     """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
     sharded = sharded_of("Net", stage)
