@@ -152,8 +152,21 @@ def _put_gathered(group: Any) -> None:
         held._setattr_on_modules(held.unsharded_param)
 
 
+def _second_shard(held: Any) -> Any:
+    """Return what FSDP2 keeps from forward to backward with `zero.reshard_after_forward=<int>`."""
+    return held.__dict__.get("_sharded_post_forward_param")
+
+
 def _follow_frozen(group: Any) -> None:
+    """Let gathered parameters be frozen as their shards are. Raises RuntimeError where a shard was replaced."""
     for held in group.fsdp_params:
-        param = held.__dict__.get("_unsharded_param")
+        param, place = held.__dict__.get("_unsharded_param"), held._module_info
+        shown = place.module._parameters.get(place.param_name)
+        if shown is not held.sharded_param and shown is not param and shown is not _second_shard(held):
+            raise RuntimeError(
+                f"{held._param_fqn or place.param_name} was replaced by another tensor, which FSDP2 would pass over: "
+                "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
+                "shard()"
+            )
         if param is not None and param.requires_grad != held.sharded_param.requires_grad:
             param.requires_grad_(held.sharded_param.requires_grad)

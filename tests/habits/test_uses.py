@@ -299,6 +299,26 @@ def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsew
         assert told.startswith("unit root: backward with create_graph=True")
 
 
+def replaced(rank: int, ranks: int, stage: int, called: bool) -> str:
+    """What a forward is told whose model has another tensor for a parameter, for good or in a functional call."""
+    sharded = sharded_of("Net", stage)
+    model, x = sharded.model, torch.ones(2, 4)
+    model(x).sum().backward()
+    params = {name: param.detach() * 0.5 for name, param in model.named_parameters()} if called else {}
+    if not called:
+        model.head.weight = nn.Parameter(model.head.weight.detach() * 0.5)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError) as told:
+        torch.func.functional_call(model, params, (x,))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_were_replaced_are_refused(pool: Pool, stage: int) -> None:
+    for called, name in ((False, "head.weight"), (True, "embed.weight")):
+        for told in pool.run(replaced, 2, stage, called):
+            assert told.startswith(f"{name} was replaced by another tensor")
+
+
 def head_again(rank: int, ranks: int, stage: int) -> bool:
     """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
     sharded = sharded_of("Net", stage)
