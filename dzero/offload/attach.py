@@ -127,6 +127,10 @@ class Offload:
         home = OnDisk(self.staging, "states", self._unit_of[name], view)
         return HostMemory(name, home, view.dtype, view.numel(), view.device)
 
+    def unit_of(self, name: str) -> str:
+        """Return the name of a parameter's unit."""
+        return self._unit_of[name]
+
     def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> None:
         """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
         if self.places.pairs("states", unit):
@@ -246,6 +250,14 @@ class Offload:
     def await_updates(self) -> None:
         """Return when everything that was started has ended; what is held back stays so. Raises OffloadError."""
         self.swap.drain()
+
+    def come_to_rest(self) -> None:
+        """Return when no work is under way for an optimizer that is gone, and early updates are undone.
+
+        Raises OffloadError for what failed.
+        """
+        self.undo.take_all_back()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Return when everything that was started has ended, and every working copy is where it lives.

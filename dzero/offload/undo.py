@@ -24,6 +24,7 @@ class Undo:
 
     def __init__(self, places: Places, swap: Swap, staging: Staging) -> None:
         self._places, self._swap, self._staging = places, swap, staging
+        self._undecided: set[str] = set()
 
     def has_room(self, unit: str) -> bool:
         """Whether this unit may be updated before the step is decided."""
@@ -31,6 +32,7 @@ class Undo:
 
     def start(self, unit: str, work: Callable[[], None]) -> None:
         """Start an update that can be taken back."""
+        self._undecided.add(unit)
         self._staging.load("grad", unit)
         self._staging.load("states", unit)
         self._swap.compute(Key(Kind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
@@ -38,13 +40,20 @@ class Undo:
 
     def keep(self, unit: str) -> None:
         """It is the update that is due."""
+        self._undecided.discard(unit)
         self._staging.keep(unit)
 
     def take_back(self, unit: str) -> None:
         """Start to make it undone."""
+        self._undecided.discard(unit)
         self._staging.drop(unit)
         if self._places.overwritten(unit):
             self._swap.compute(Key(Kind.COMPUTE, "undo", unit), partial(self._restore, unit))
+
+    def take_all_back(self) -> None:
+        """Start to make undone what was not decided yet."""
+        for unit in [*self._undecided]:
+            self.take_back(unit)
 
     def _save(self, unit: str, then: Callable[[], None]) -> None:
         for saved, data in self._saved(unit):

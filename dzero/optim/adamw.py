@@ -96,7 +96,8 @@ class AdamW(MasterOptimizer):
                     self._stored[param], self.state[param] = stored, stored.tensors
         if initial:
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=is_first)
-        unit.origin |= {stored.name: kept for stored, _ in initial if (kept := stored.kept_master()) is not None}
+        own = [stored for stored, _ in initial if stored.param in owned]
+        unit.origin |= {stored.name: kept for stored in own if (kept := stored.kept_master()) is not None}
 
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Keys of the moments that are kept for a parameter."""

@@ -27,6 +27,7 @@ from dzero.comm.spans import span
 from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
+from dzero.optim.handed_on import take_over
 from dzero.optim.scaler import LossScaler, ScalerConfig
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit, as_module
@@ -86,6 +87,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._refused = ""
         self._check_groups(named)
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
+        take_over(sharded)
         self.offload = Offload(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()
@@ -213,6 +215,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         if decision.finite:
             with span("step update"):
                 self._update(grads, decision.factor)
+            for unit in self._sharded.units:
+                unit.version += not grads.keys().isdisjoint(unit.params)
         else:
             self._skip()
         self._record(decision)

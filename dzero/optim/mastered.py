@@ -8,8 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero.offload.attach import Offload
+from dzero.optim.handed_on import KeptElsewhere
 from dzero.optim.shards import Homes, read, still_of
 from dzero.optim.update import follow_edits
+from dzero.zero.hosted import Home, InMemory
 from dzero.zero.placed import local_of
 from dzero.zero.working import to_working
 
@@ -51,6 +54,20 @@ class Mastered:
     def is_param(self) -> bool:
         """Whether the master is the parameter itself."""
         return self.mesh is None and self.param.dtype == torch.float32
+
+    def kept_master(self, unit: str, offload: Offload) -> Home | None:
+        """Return the master for a later optimizer; None where it is the parameter, or only copies it."""
+        if self.param.dtype == torch.float32:
+            return None
+        return InMemory(self.master.detach()) if self.mesh is None else KeptElsewhere(self, unit, offload)
+
+    def values(self) -> torch.Tensor:
+        """As `HasMaster.values`."""
+        return read(self.local)
+
+    def copy_master(self, values: torch.Tensor) -> torch.Tensor:
+        """As `HasMaster.copy_master`, of one on the host."""
+        return follow_edits(self.master.detach().view(-1).clone(), values)
 
     def flat(self, key: str) -> torch.Tensor:
         """Its states are the class's, and stay with the master."""

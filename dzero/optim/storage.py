@@ -21,9 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from dzero.offload.attach import Offload
 from dzero.optim.eight_bit import Blocks, EightBit, blocks_of
+from dzero.optim.handed_on import KeptElsewhere
 from dzero.optim.shards import Homes, device_bytes, read, still_of
 from dzero.optim.update import ParamStates, follow_edits
+from dzero.zero.hosted import Home
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape
@@ -48,9 +51,9 @@ class KeptMaster:
     remainder: torch.Tensor | None
 
     def get(self) -> torch.Tensor:
-        """Return the master, fp32 [elems]."""
+        """Return the master, fp32 [elems], with what was edited in the shard since the last update."""
         if self.master is not None:
-            return self.master
+            return follow_edits(self.master, self.shard)
         assert self.remainder is not None
         return join(self.shard, self.remainder)
 
@@ -64,9 +67,9 @@ class Stored:
     """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
 
     work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
-    updates find the states that are on disk. off_device: keys of the states that live elsewhere. kept: the moments that
-    the parameter's rule keeps. number: among those of its optimizer. span: the elements of the parameter's shard that
-    these are the states of. first: the first of them in the whole parameter.
+    updates find the states that are on disk. off_device: keys of the states that live elsewhere, in `offload`. kept:
+    the moments that the parameter's rule keeps. number: among those of its optimizer. span: the elements of the
+    parameter's shard that these are the states of. first: the first of them in the whole parameter.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Stored:
     work: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     off_device: set[str] = field(default_factory=set)
+    offload: Offload | None = None
     kept: tuple[str, ...] = MOMENTS
     number: int = 0
     _kept: tuple[torch.Tensor, ParamStates] | None = None
@@ -90,6 +94,7 @@ class Stored:
         """Without values, which `fill` gives."""
         first, span = homes.span(shape, param, layout.shard)
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
+        stored.offload = homes.offload
         stored._create_master(layout, homes)
         for key in kept:
             elems = shape.shard_elems(layout.shard, layout.shares)
@@ -151,12 +156,21 @@ class Stored:
         if "remainder" in self.tensors:
             self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
 
-    def kept_master(self) -> KeptMaster | None:
-        """Return the master for a later optimizer; None where it is the parameter itself, or lives off the device."""
-        if self.work is not None or self.dtype == torch.float32:
+    def kept_master(self) -> Home | None:
+        """Return the master for a later optimizer; None where it is the parameter itself."""
+        if self.dtype == torch.float32:
             return None
+        if self.work is not None:
+            assert self.offload is not None
+            return KeptElsewhere(self, self.offload.unit_of(self.name), self.offload)
         master, remainder = (self.flat(key) if key in self.tensors else None for key in ("master", "remainder"))
         return KeptMaster(self.local, master, remainder)
+
+    def copy_master(self, values: torch.Tensor) -> torch.Tensor:
+        """As `HasMaster.copy_master`, of one that lives off the device."""
+        if "remainder" in self.tensors:
+            return join(values, self.flat("remainder"))
+        return follow_edits(self.flat("master").clone(), values)
 
     def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
         """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).

@@ -22,7 +22,6 @@ from dzero.optim.scaler import ScalerConfig
 from dzero.optim.shards import Homes, device_bytes, read
 from dzero.optim.tiered import Pending, TieredUpdates, work_of
 from dzero.optim.whole import check_whole
-from dzero.zero.hosted import InMemory
 from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of, placed_like
 from dzero.zero.shard import Sharded
@@ -74,8 +73,8 @@ class TorchOptimizer(MasterOptimizer):
         for param in group["params"]:
             name = self._names[param]
             made = Mastered.create(name, param, unit_of[name].take_origin(name), self._homes)
-            if made.mesh is None and not made.is_param:
-                unit_of[name].origin[name] = InMemory(made.master.detach())
+            if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
+                unit_of[name].origin[name] = kept
             self._mastered[param] = made
         return {**group, "params": [self._mastered[param].master for param in group["params"]]}
 

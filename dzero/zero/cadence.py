@@ -16,6 +16,11 @@ class Microbatches:
         """One more; `is_last`: of its step."""
         self._made, self._ended = self._made + 1, is_last
 
+    def add_last(self) -> None:
+        """A backward outside of `microbatch` was the last one of a step whose others were inside."""
+        if self._made and not self._ended:
+            self.begin(is_last=True)
+
     def abandon(self) -> None:
         """They are not to count."""
         self._made, self._ended = 0, False
@@ -25,8 +30,8 @@ class Microbatches:
         made, ended, self._made, self._ended = self._made, self._ended, 0, False
         if made and not ended:
             raise RuntimeError(
-                f"step() after {made} microbatches of which none was the last: run the last one of a step under "
-                "microbatch(is_last=True)"
+                f"step() after {made} microbatches of which none was the last: run the last backward of a step under "
+                "microbatch(is_last=True), or outside of microbatch()"
             )
         if made > 1 and self._layout.microbatches == 1:
             raise RuntimeError(

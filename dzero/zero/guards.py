@@ -2,7 +2,7 @@
 
 shard() of a model that is already cut           refused
 load_state_dict(assign=True)                     copied, with a warning; refused for parameters on meta
-a module of the root called outside its forward  refused where its parameters are cut at that moment
+a module of the root called outside its forward  refused unless a forward left its parameters gathered
 a unit that writes into an argument (dict, list)  refused where FSDP2 gave it a copy that it does not return
 """
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dzero.zero.registered import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
 
@@ -53,18 +54,29 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
 
 
 def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:
-    """Let a module whose parameters are the root's tell who calls it while they are shards, not gathered."""
+    """Let a module whose parameters are the root's tell who calls it where they are not gathered.
+
+    Where a forward left them gathered, for its backward or the next forward, the call computes with those.
+    """
     inside = {module for unit in others for each in unit.modules for module in as_module(each).modules()}
     cut = set(root.params.values())
     for top in root.modules:
         for name, module in as_module(top).named_modules():
             if module not in inside and name and any(param in cut for param in module.parameters(recurse=False)):
-                module.register_forward_pre_hook(partial(_check_gathered, name, cut), prepend=True)
+                module.register_forward_pre_hook(partial(_check_gathered, name, root, cut), prepend=True)
 
 
-def _check_gathered(name: str, cut: set[nn.Parameter], module: nn.Module, args: tuple[Any, ...]) -> None:
+def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Module, args: tuple[Any, ...]) -> None:
     param = next((param for param in module._parameters.values() if param is not None), None)
     if param in cut and not any(isinstance(each, torch.distributed.tensor.DTensor) for each in args):
+        if put_gathered(root):
+
+            def put_back(*_: object) -> None:
+                once.remove()
+                put_shards([root])
+
+            once = module.register_forward_hook(put_back, always_call=True)
+            return
         raise RuntimeError(
             f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
             "forward, or make it a unit of its own (zero.units, or is_unit= of shard())"

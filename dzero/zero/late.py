@@ -32,6 +32,15 @@ def has_failed(root: FSDPModule) -> bool:
     return failed
 
 
+def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:
+    """Whether the forward of a unit that has just ended is in no other's, nor recomputed in a backward."""
+    context = _state(module)._state_ctx
+    is_inside: bool = context.post_backward_final_callback_queued or (
+        not is_root and context.iter_forward_root is not None
+    )
+    return not is_inside
+
+
 def recover(root: FSDPModule) -> None:
     """Let FSDP2 forget that backward. Raises RuntimeError where torch cannot, before 2.13."""
     if not hasattr(root, "reset_iter_state"):

@@ -1,44 +1,74 @@
 """Outside of forward and backward a model's parameters are its shards, also where units stay gathered in between.
 
-FSDP2 leaves the gathered parameters on the modules of stages 1 and 2 until a backward ends, after all but the last
-microbatch, and after an evaluation, which has no backward. Whoever then edits, freezes or clips `model.parameters()`
-would do that to copies. So the shards are put back, and the gathered ones, unless a shard was written since, before the
-next forward. There too they learn whether their shards were frozen meanwhile. This needs what FSDP2 keeps to itself.
+FSDP2 leaves the gathered parameters of stages 1 and 2 on the modules from a forward until a backward ends: for good
+after one that has no backward, and at stage 1 until the last microbatch. So it does with the second shards of
+`zero.reshard_after_forward=<int>`. Whoever then edits, freezes or clips
+`model.parameters()` would do that to copies. So modules show
+
+    from                                     until its end
+    a unit's forward, or use in backward     gathered parameters; gathered anew where a shard was written since
+    the outermost forward, the unit's        shards, while what stays gathered waits for backward or the next forward
+    backward
+
+What autograd saved is not touched by that. Before each use the gathered parameters learn whether their shards were
+frozen meanwhile. A backward over a forward whose parameters have changed since is refused, as torch does by its version
+counters, which gathered copies do not have; and one that is to be differentiated again, where they are freed. This
+needs what FSDP2 keeps to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from dzero.zero.late import groups_of
+from dzero.zero.late import groups_of, is_outermost
 from dzero.zero.unit import Unit, as_module
 
 
-def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays_gathered: bool) -> None:
-    """Give every unit a hook before its forward, and the roots one after an evaluation's; called once.
+def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> None:
+    """Let every unit show gathered parameters where it computes with them, and shards elsewhere; called once.
 
-    stays_gathered: whether units may be gathered after forward.
+    Args:
+        units: All of a model.
+        roots: Its root; none for the parts of a pipeline, whose schedule ends with their shards.
+        stays: Whether units may be gathered, or cut over fewer ranks, after forward.
     """
     for unit in units:
-        groups = groups_of(unit.modules[0])
-        for module in map(as_module, unit.modules):
-            module.register_forward_pre_hook(partial(_before_forward, unit, groups), prepend=True)
-            if stays_gathered and any(module is root for root in roots):
-                module.register_forward_hook(partial(_after_forward, unit, units))
+        for group in groups_of(unit.modules[0]):
+            shown = _Shown(unit, group)
+            group.pre_forward = partial(shown.before_forward, group.pre_forward)
+            if roots:
+                group.post_forward = partial(shown.after_forward, group.post_forward)
+                group.pre_backward = partial(shown.before_backward, group.pre_backward)
+            if roots and stays:
+                group.post_backward = partial(shown.after_backward, group.post_backward)
+        for module in map(as_module, unit.modules) if roots else ():
+            is_root = any(module is root for root in roots)
+            if stays or is_root:  # of the root in any case: forwards that raise leave units gathered
+                module.register_forward_hook(partial(_after_forward, unit, units, is_root), always_call=True)
 
 
-def put_shards(units: list[Unit]) -> None:
+def put_shards(units: Iterable[Unit]) -> None:
     """Register the shards of every unit that is gathered."""
     for unit in units:
         for group in groups_of(unit.modules[0]):
-            if group.is_unsharded:
-                for held in group.fsdp_params:
-                    held._setattr_on_modules(held.sharded_param)
+            if not group.is_sharded:
+                _put(group)
+
+
+def put_gathered(unit: Unit) -> bool:
+    """Register the gathered parameters of a unit that has them, as its forward left them; return whether it has."""
+    groups = groups_of(unit.modules[0])
+    if unit.is_stale or not all(group.is_unsharded for group in groups):
+        return False
+    for group in groups:
+        _put_gathered(group)
+    return True
 
 
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
@@ -58,22 +88,89 @@ def _waits(held: Any) -> bool:
     return held.unsharded_accumulated_grad is not None or (param is not None and param.grad is not None)
 
 
-def _after_forward(root: Unit, units: list[Unit], *_: object) -> None:
-    if torch.is_grad_enabled():
-        root.awaits_backward = True
-    elif not root.awaits_backward:
+class _Shown:
+    """FSDP2's steps around each use of a group of a unit's parameters, with what its modules show."""
+
+    def __init__(self, unit: Unit, group: Any) -> None:
+        self._unit, self._group = unit, group
+
+    def before_forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        group, unit = self._group, self._unit
+        _follow_frozen(group)
+        if unit.is_stale and not group.is_sharded:
+            group._to_sharded()  # `reshard` does nothing in the middle of a forward, where one that raised left it
+        elif group.is_unsharded:
+            _put_gathered(group)
+        unit.is_stale = False
+        if not torch.is_inference_mode_enabled():
+            return run(*args)
+        with torch.inference_mode(mode=False), torch.no_grad():  # memory that training goes on with
+            return run(*args)
+
+    def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
+        if torch.is_grad_enabled():
+            check = partial(_refuse_changed, self._unit, self._unit.version)
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        return run(module, args, output)
+
+    def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
+        if torch.is_grad_enabled() and self._unit.layout.shard > 1:
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: backward with create_graph=True, as gradient penalties need it, takes "
+                "parameters that FSDP2 frees before it is differentiated again. Take zero.stage=0, or penalise "
+                "differences of outputs"
+            )
+        if self._group.is_unsharded:
+            _follow_frozen(self._group)
+            _put_gathered(self._group)
+        run(*args)
+
+    def after_backward(self, run: Callable[..., Any], *args: Any) -> None:
+        run(*args)
+        if not self._group.is_sharded:
+            _put(self._group)
+
+
+def _refuse_changed(unit: Unit, version: int, grad: torch.Tensor) -> None:
+    if unit.version != version:
+        raise RuntimeError(
+            f"unit {unit.shape.name}: its parameters were changed after the forward that this backward belongs to, by "
+            "step() or by hand, so its gradients would be wrong: call backward() before, or run the forward again"
+        )
+
+
+def _after_forward(unit: Unit, units: list[Unit], is_root: bool, *_: object) -> None:
+    if is_outermost(unit.modules[0], is_root=is_root):
         put_shards(units)
 
 
-def _before_forward(unit: Unit, groups: list[Any], *_: object) -> None:
-    for group in groups:
-        for held in group.fsdp_params:
-            param = held.__dict__.get("_unsharded_param")
-            if param is not None and param.requires_grad != held.sharded_param.requires_grad:
-                param.requires_grad_(held.sharded_param.requires_grad)
-        if group.is_unsharded and unit.is_stale:
-            group.reshard()
-        elif group.is_unsharded:
-            for held in group.fsdp_params:
-                held._setattr_on_modules(held.unsharded_param)
-    unit.is_stale = False
+def _put(group: Any) -> None:
+    for held in group.fsdp_params:
+        held._setattr_on_modules(held.sharded_param)
+
+
+def _put_gathered(group: Any) -> None:
+    for held in group.fsdp_params:
+        held._setattr_on_modules(held.unsharded_param)
+
+
+def _second_shard(held: Any) -> Any:
+    """Return what FSDP2 keeps from forward to backward with `zero.reshard_after_forward=<int>`."""
+    return held.__dict__.get("_sharded_post_forward_param")
+
+
+def _follow_frozen(group: Any) -> None:
+    """Let gathered parameters be frozen as their shards are. Raises RuntimeError where a shard was replaced."""
+    for held in group.fsdp_params:
+        param, place = held.__dict__.get("_unsharded_param"), held._module_info
+        shown = place.module._parameters.get(place.param_name)
+        if shown is not held.sharded_param and shown is not param and shown is not _second_shard(held):
+            raise RuntimeError(
+                f"{held._param_fqn or place.param_name} was replaced by another tensor, which FSDP2 would pass over: "
+                "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
+                "shard()"
+            )
+        if param is not None and param.requires_grad != held.sharded_param.requires_grad:
+            param.requires_grad_(held.sharded_param.requires_grad)

@@ -47,7 +47,7 @@ from dzero.zero.late import collect, has_failed, recover, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.refused import check_experts, check_splits, check_tables
-from dzero.zero.registered import drop_waiting, follow_shards, put_shards
+from dzero.zero.registered import drop_waiting, follow_shards
 from dzero.zero.scalars import Places, narrow_in_forward, widen
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
@@ -88,10 +88,10 @@ class Sharded:
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
         self.claims: WeakKeyDictionary[Claimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
+        self._reductions = 0
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
-        self._stays_gathered = parts is None and not layout.cadence(False).reshard
-        follow_shards(units, roots_of(model, parts), stays_gathered=self._stays_gathered)
+        follow_shards(units, [model] if parts is None else [], stays=layout.reshard_after_forward is not True)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
 
@@ -100,7 +100,8 @@ class Sharded:
         """Forward and backward of one microbatch run inside; `is_last` marks the step's last one.
 
         A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
-        microbatches. part: in a pipeline, of this rank's; its backward alone needs to be inside.
+        microbatches. A backward outside, after others inside, counts as the last one. part: in a pipeline, of this
+        rank's; its backward alone needs to be inside.
         """
         self._microbatches[part].begin(is_last)
         self._set(is_last, self._roots[part])
@@ -108,8 +109,7 @@ class Sharded:
             yield
         finally:
             self._set(True, self._roots[part])
-            if self._stays_gathered and not is_last:
-                put_shards(self.units)
+            self._reductions = self._count_reductions()
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:
@@ -149,6 +149,7 @@ class Sharded:
         for claimant in [*self.claims]:
             claimant.drop()
         self.abandon_step(self.names)
+        self.ledger.trail.end_step()  # also where the optimizer of these gradients is gone on some ranks already
 
     def end_step(self) -> None:
         """Called by the optimizer's step; see `Microbatches.end`. Raises RuntimeError after a backward that raised."""
@@ -156,8 +157,14 @@ class Sharded:
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
             )
+        if len(self._roots) == 1 and self._count_reductions() > self._reductions:
+            self._microbatches[0].add_last()
         for of_part in self._microbatches:
             of_part.end()
+
+    def _count_reductions(self) -> int:
+        """Count those of all units; one that was made since `microbatch` ended was of a backward outside of it."""
+        return sum(unit.reductions for unit in self.units)
 
     def _set(self, is_last: bool, root: FSDPModule) -> None:
         cadence = self.layout.cadence(is_last)

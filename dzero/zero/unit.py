@@ -59,9 +59,9 @@ class Unit:
     order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
     the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
     `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
-    since they were gathered. `awaits_backward`: of a root, that its last forward is to be followed by one. `hosted`:
-    parameters that live in host memory; `fetch` brings all of them to the device, ahead of use where it can, and
-    `forget` drops what it brought. `shares`: of states that copies share out.
+    since they were gathered. `reductions`: how many there were. `version`: counts steps and writes that changed
+    parameters. `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use
+    where it can, and `forget` drops what it brought. `shares`: of states that copies share out.
     """
 
     shape: UnitShape
@@ -78,7 +78,8 @@ class Unit:
     synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
     is_edited: bool = False
     is_stale: bool = False
-    awaits_backward: bool = False
+    reductions: int = 0
+    version: int = 0
     hosted: dict[str, HostMemory] = field(default_factory=dict)
     fetch: weakref.WeakMethod[Fetch] | None = None
     forget: weakref.WeakMethod[Callable[[str], None]] | None = None
@@ -99,8 +100,7 @@ class Unit:
         if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
             warnings.warn(
                 f"the masters of {self.shape.name or 'the root'} begin from parameters in {self.layout.param.dtype}: "
-                "the optimizer before kept them off the device, and they went with it; load its state_dict() to keep "
-                "them",
+                "an optimizer before took them and hands none on; load its state_dict() to keep them",
                 stacklevel=2,
             )
         self._taken.add(name)
@@ -157,6 +157,7 @@ class Unit:
     def write(self) -> None:
         """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
         self.is_stale = True
+        self.version += 1
         synchronize = self.synchronize() if self.synchronize is not None else None
         if synchronize is not None:
             synchronize()
@@ -182,6 +183,7 @@ class Unit:
     def deliver(self, reduced: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""
         self._delivered = True
+        self.reductions += 1
         if (consumer := self.attached) is not None:
             consumer.receive(reduced, self._missing)
         elif self.average is not None:

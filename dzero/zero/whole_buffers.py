@@ -50,7 +50,6 @@ class _Whole:
         # FSDP2 rounds the reduced buffer to this, for `.grad`: an optimizer of ours takes it as it is.
         self._group._orig_dtype = layout.param.dtype if self._consumer is None else layout.grad.dtype
         self._run(*unused)
-        self._unit.awaits_backward = False
         self._unit.delivered()
         for param in without if self._consumer is None else ():
             param.grad = None

@@ -7,7 +7,7 @@ of all ranks, a sharded model its own. For pool workers, so importable by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 from transformers import get_scheduler
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
@@ -153,6 +154,29 @@ class Scalars(Net):
         return out
 
 
+class PartRecomputed(Block):
+    """A block of which one layer is computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(checkpoint(lambda y: torch.tanh(self.up(y)), x, use_reentrant=False))
+        return out
+
+
+class Recomputed(Net):
+    """Computed again in backward: a part of a unit, a unit in both of torch's ways, a unit with a layer of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = PartRecomputed()
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        x = self.blocks[0](self.embed(x))
+        x = checkpoint(self.blocks[1], x, use_reentrant=False)
+        x = checkpoint(self.blocks[1], x, use_reentrant=True)
+        out: Tensor = checkpoint(lambda y: self.head(self.blocks[2](y)), x, use_reentrant=False)
+        return out
+
+
 class Branch(Net):
     """A layer that rank 0 alone runs, unless `everywhere`."""
 
@@ -169,7 +193,19 @@ class Branch(Net):
 
 
 MODELS: dict[str, type[Net]] = {
-    each.__name__: each for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Scalars, Branch)
+    each.__name__: each
+    for each in (
+        Net,
+        Again,
+        PartlyAgain,
+        Tied,
+        PartlyFrozen,
+        Unused,
+        Parametrized,
+        Scalars,
+        Recomputed,
+        Branch,
+    )
 }
 
 
@@ -220,6 +256,16 @@ def synchronised(training: Training, batches: list[Batch]) -> None:
         if training.sharded is not None:
             training.model.set_requires_gradient_sync(index == len(batches) - 1)  # type: ignore[operator]
         backward(training.loss(batch) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def last_outside(training: Training, batches: list[Batch]) -> None:
+    """The last backward of a step is outside of `microbatch()`."""
+    for batch in batches[:-1]:
+        with nullcontext() if training.sharded is None else training.sharded.microbatch(is_last=False):
+            backward(training.loss(batch) / len(batches))
+    backward(training.loss(batches[-1]) / len(batches))
     training.optim.step()
     training.optim.zero_grad()
 
@@ -362,6 +408,44 @@ def evaluated(training: Training, batches: list[Batch]) -> None:
     model.zero_grad()
 
 
+def probed(training: Training, batches: list[Batch]) -> None:
+    """Forwards that record gradients and have no backward, each followed by what goes through `model.parameters()`."""
+    model, own = training.model, training.sharded
+    frozen = model.get_parameter("blocks.2.up.weight")
+
+    def probe() -> None:
+        training.loss(batches[0])
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.99)
+
+    for index, batch in enumerate(batches):
+        probe()
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) / len(batches))
+        probe()
+    training.loss(batches[0])
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    training.optim.step()
+    probe()
+    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+    training.loss(batches[0])
+    frozen.requires_grad_(training.step % 2 == 1)
+    model.zero_grad()
+
+
+def frozen_before_backward(training: Training, batches: list[Batch]) -> None:
+    """Frozen after the forward, so the backward of that leaves it no gradient."""
+    frozen = training.model.get_parameter("blocks.1.up.weight")
+    for batch in batches:
+        loss = training.loss(batch) / len(batches)
+        frozen.requires_grad_(False)
+        backward(loss)
+        frozen.requires_grad_(True)
+    training.optim.step()
+    training.optim.zero_grad()
+
+
 def changed_between(training: Training, batches: list[Batch]) -> None:
     """Parameters edited and frozen between the microbatches of a step."""
     frozen = training.model.get_parameter("blocks.1.up.weight")
@@ -386,6 +470,30 @@ def frozen_between(training: Training, batches: list[Batch]) -> None:
     frozen.requires_grad_(True)
     training.optim.step()
     training.optim.zero_grad()
+
+
+def inferred(training: Training, batches: list[Batch]) -> None:
+    """Evaluations in inference mode, the first one before anything else, and an edit after one."""
+    with torch.inference_mode():
+        training.loss(batches[0])
+    plain(training, batches)
+    with torch.inference_mode():
+        training.loss(batches[0])
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(0.99)
+
+
+def raised_in_forward(training: Training, batches: list[Batch]) -> None:
+    """A forward that raises half way, an edit, and then a step."""
+    hook = training.model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    with suppress(ZeroDivisionError):
+        training.loss(batches[0])
+    hook.remove()
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(0.9)
+    plain(training, batches)
 
 
 class _Raising(torch.autograd.Function):
@@ -472,6 +580,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         plain,
         accumulated,
         synchronised,
+        last_outside,
         one_graph_twice,
         two_forwards,
         closure,
@@ -483,6 +592,10 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         prefetched,
         called_as_function,
         evaluated,
+        probed,
+        frozen_before_backward,
+        inferred,
+        raised_in_forward,
         changed_between,
         frozen_between,
         raised,
@@ -525,10 +638,17 @@ def in_torch(model: str, loop: str, ranks: int, microbatches: int) -> dict[str, 
 
 
 def in_dzero(
-    rank: int, ranks: int, model: str, loop: str, stage: int, microbatches: int, offload: dict[str, str], unused: str
+    rank: int,
+    ranks: int,
+    model: str,
+    loop: str,
+    stage: int,
+    microbatches: int,
+    offload: dict[str, str],
+    zero: dict[str, Any],
 ) -> dict[str, Tensor]:
     """Those that a sharded model ends with."""
-    sharded = sharded_of(model, stage, microbatches, offload, unused=unused)
+    sharded = sharded_of(model, stage, microbatches, offload, **zero)
     training = Training(sharded.model, AdamW(sharded, **OPTIONS), sharded)  # type: ignore[arg-type]
     for training.step in range(STEPS):
         LOOPS[loop](training, batches_of(training.step, ranks, microbatches, own=dist.get_rank()))

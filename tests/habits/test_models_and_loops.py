@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from loops_of_torch import HOST
 from models_of_torch import LOOPS, MODELS, in_dzero, in_torch
@@ -13,12 +15,19 @@ COMMON = [name for name in MODELS if name not in ("Net", "Branch")]
 
 
 def check(
-    pool: Pool, model: str, loop: str, ranks: int, microbatches: int, tiers: dict[str, str], unused: str = "agree"
+    pool: Pool,
+    model: str,
+    loop: str,
+    ranks: int,
+    microbatches: int,
+    tiers: dict[str, str],
+    stages: tuple[int, ...] = STAGES,
+    **zero: Any,
 ) -> None:
     """The parameters of every stage are those of plain torch in one process."""
     expected = in_torch(model, loop, ranks, microbatches)
-    for stage in STAGES if not tiers else (1, 3):
-        for found in pool.run(in_dzero, ranks, model, loop, stage, microbatches, tiers, unused):
+    for stage in stages if not tiers else (1, 3):
+        for found in pool.run(in_dzero, ranks, model, loop, stage, microbatches, tiers, zero):
             far = {name: (found[name] - value).abs().max().item() for name, value in expected.items() if name in found}
             assert len(far) == len(found)
             assert {name: gap for name, gap in far.items() if not gap <= TOLERANCE} == {}, stage
@@ -35,6 +44,17 @@ def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, micr
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name not in ("plain", "reached_later")])
 def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> None:
     check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["Again", "Tied", "Scalars", "Recomputed"])
+def test_probes_and_edits_between_everything_give_what_torch_gives(pool: Pool, model: str, ranks: int) -> None:
+    check(pool, model, "probed", ranks, 3, {})
+
+
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_so_they_do_where_stage_three_keeps_copies_after_forward(pool: Pool, reshard: bool | int) -> None:
+    check(pool, "Again", "probed", 4, 3, {}, stages=(3,), reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused", "Scalars"])

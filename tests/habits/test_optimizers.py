@@ -79,19 +79,69 @@ def test_a_second_optimizer_begins_with_the_first_ones_masters(
         assert pool.run(in_two_phases, 2, stage, first, second, master) == [[], []]
 
 
-def off_the_device(rank: int, ranks: int) -> str:
-    sharded = sharded_net(stage=2, offload=OffloadConfig(grad="host", master="host", moments="host"))
-    optim = AdamW(sharded)
-    train(sharded, optim, steps=1)
-    del optim
-    gc.collect()
-    with pytest.warns(UserWarning, match="the masters of .* begin from parameters in torch.bfloat16") as told:
-        AdamW(sharded)
-    return str(told[0].message)
+def after_another(
+    rank: int, ranks: int, rules: tuple[str, str], master: str, tiers: dict[str, str], between: str
+) -> dict[str, Tensor]:
+    """Parameters and masters of a second optimizer when it is made, and after two steps.
+
+    between: what happens before the first one is dropped: a parameter is edited, or a backward is left without step.
+    """
+    sharded = sharded_net(stage=3, master=master, offload=OffloadConfig(**tiers) if tiers else None)
+    optim = RULES[rules[0]](sharded)
+    train(sharded, optim, steps=3)
+    if between == "edit":
+        with torch.no_grad():
+            sharded.named_params()["head.weight"].mul_(0.5).clamp_(min=-0.01)
+    if between == "backward":
+        sharded.model(torch.ones(2, 8, dtype=torch.int64)).square().mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del optim
+        sharded.model.zero_grad()
+        optim = RULES[rules[1]](sharded)
+    found: dict[str, Tensor] = {}
+
+    def look(moment: str) -> None:
+        def put(name: str, key: str, tensor: Tensor) -> None:
+            found[f"{moment} {name} {key}"] = tensor.cpu().clone()
+
+        optim.synchronize()
+        for unit in sharded.units:
+            optim.carry(unit, put)
+
+    look("made")
+    train(sharded, optim, steps=2)
+    look("trained")
+    return found | {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}
 
 
-def test_masters_that_lived_on_the_host_are_told_to_be_lost(pool: Pool) -> None:
-    assert "load its state_dict() to keep them" in pool.run(off_the_device, 1)[0]
+TIERS: dict[str, dict[str, str]] = {
+    "host": dict.fromkeys(("grad", "master", "moments"), "host"),
+    "host, forward": {**dict.fromkeys(("grad", "master", "moments"), "host"), "overlap": "forward"},
+    "host, backward": {**dict.fromkeys(("grad", "master", "moments"), "host"), "overlap": "backward"},
+    "disk": dict.fromkeys(("grad", "master", "moments"), "disk"),
+    "disk, backward": {**dict.fromkeys(("grad", "master", "moments"), "disk"), "overlap": "backward"},
+    "everything on disk": dict.fromkeys(("param", "grad", "master", "moments"), "disk"),
+}
+
+
+@pytest.mark.parametrize(
+    ("rules", "master", "tiers"),
+    [
+        *((("adamw", "adamw"), "fp32", tiers) for tiers in TIERS),
+        *((("adamw", "adamw"), "remainder", tiers) for tiers in ("host", "disk, backward")),
+        (("adamw", "torch's SGD"), "fp32", "host"),
+        (("torch's SGD", "adamw"), "fp32", "host, forward"),
+    ],
+)
+def test_masters_that_lived_elsewhere_are_handed_on_to_the_bit(
+    pool: Pool, rules: tuple[str, str], master: str, tiers: str
+) -> None:
+    for between in ("nothing", "edit", "backward"):
+        on_device = pool.run(after_another, 2, rules, master, {}, between)
+        elsewhere = pool.run(after_another, 2, rules, master, TIERS[tiers], between)
+        for there, here in zip(elsewhere, on_device, strict=True):
+            assert unequal(there, here) == [], between
 
 
 def grown(rank: int, ranks: int, tiers: dict[str, str]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
@@ -217,6 +219,153 @@ def head_apart(rank: int, ranks: int, stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_module_called_while_it_is_cut_is_told(pool: Pool, stage: int) -> None:
     assert "make it a unit of its own" in pool.run(head_apart, 2, stage)[0]
+
+
+def miscounted(rank: int, ranks: int, stage: int, outside: int) -> str:
+    """What a step is told of two microbatches that were not to be the last, and so many backwards outside."""
+    sharded = sharded_of("Net", stage, microbatches=1 if outside else 3)
+    optim = AdamW(sharded)
+    for _ in range(2):
+        with sharded.microbatch(is_last=False):
+            sharded.model(torch.ones(2, 4)).sum().backward()
+    for _ in range(outside):
+        sharded.model(torch.ones(2, 4)).sum().backward()
+    before = snapshot(sharded, optim)
+    with pytest.raises(RuntimeError) as told:
+        optim.step()
+    assert unequal(snapshot(sharded, optim), before) == []
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_its_last_microbatch_is_told_what_to_do(pool: Pool, stage: int) -> None:
+    (told,) = pool.run(miscounted, 1, stage, 0)
+    assert told.startswith("step() after 2 microbatches of which none was the last")
+    assert "under microbatch(is_last=True), or outside of microbatch()" in told
+    (told,) = pool.run(miscounted, 1, stage, 1)
+    assert told.startswith("3 microbatches in this step, but the model was laid out for one: pass microbatches=3")
+
+
+def changed_under_a_graph(rank: int, ranks: int, stage: int, how: str) -> str:
+    """What a backward is told whose forward read other parameters, and that a repeated step is as usual."""
+    sharded = sharded_of("Net", stage)
+    optim, x = AdamW(sharded), torch.ones(2, 4)
+    loss = sharded.model(x).sum()
+    if how == "step":
+        sharded.model(x).sum().backward()
+        optim.step()
+    else:
+        with torch.no_grad():
+            sharded.named_params()["blocks.1.up.weight"].mul_(0.5)
+    before = snapshot(sharded, optim)
+    with pytest.raises(RuntimeError) as told:
+        loss.backward()
+    optim.zero_grad()
+    assert unequal(snapshot(sharded, optim), before) == []
+    sharded.model(x).sum().backward()
+    optim.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_over_parameters_that_have_changed_is_refused_as_in_torch(pool: Pool, stage: int) -> None:
+    for how, unit in (("step", "root"), ("edit", "blocks.1")):
+        for told in pool.run(changed_under_a_graph, 2, stage, how):
+            assert told.startswith(f"unit {unit}: its parameters were changed after the forward")
+
+
+def penalised(rank: int, ranks: int, stage: int) -> Tensor | str:
+    """The head's gradient by a penalty on gradients, or what is told of it."""
+    sharded = sharded_of("Net", stage)
+    optim, x = AdamW(sharded), torch.ones(2, 4, requires_grad=True)
+    try:
+        (grad,) = torch.autograd.grad(sharded.model(x).square().sum(), x, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    grad.square().sum().backward()
+    found = whole(sharded.named_params()["head.weight"].grad)  # type: ignore[arg-type]
+    assert optim.param_groups
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_penalty_works_where_nothing_is_gathered_and_is_refused_elsewhere(pool: Pool, stage: int) -> None:
+    plain, x = build("Net"), torch.ones(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(plain(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    for ranks, at in ((2, 0), (1, stage)):
+        torch.testing.assert_close(pool.run(penalised, ranks, at)[0], plain.head.weight.grad)
+    for told in pool.run(penalised, 2, stage):
+        assert told.startswith("unit root: backward with create_graph=True")
+
+
+def replaced(rank: int, ranks: int, stage: int, called: bool) -> str:
+    """What a forward is told whose model has another tensor for a parameter, for good or in a functional call."""
+    sharded = sharded_of("Net", stage)
+    model, x = sharded.model, torch.ones(2, 4)
+    model(x).sum().backward()
+    params = {name: param.detach() * 0.5 for name, param in model.named_parameters()} if called else {}
+    if not called:
+        model.head.weight = nn.Parameter(model.head.weight.detach() * 0.5)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError) as told:
+        torch.func.functional_call(model, params, (x,))
+    return str(told.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_were_replaced_are_refused(pool: Pool, stage: int) -> None:
+    for called, name in ((False, "head.weight"), (True, "embed.weight")):
+        for told in pool.run(replaced, 2, stage, called):
+            assert told.startswith(f"{name} was replaced by another tensor")
+
+
+def head_again(rank: int, ranks: int, stage: int) -> bool:
+    """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
+    sharded = sharded_of("Net", stage)
+    hidden: list[Tensor] = []
+    head: Any = sharded.model.head
+    hook = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    out = sharded.model(torch.ones(2, 4))
+    hook.remove()
+    same = torch.equal(head(hidden[0]), out)
+    return same and all(isinstance(param, DTensor) for param in sharded.model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_module_called_while_it_is_gathered_computes(pool: Pool, stage: int) -> None:
+    assert pool.run(head_again, 2, stage) == [True, True]
+
+
+def shown_after(rank: int, ranks: int, stage: int) -> list[str]:
+    """After which uses of a model its parameters are not shards."""
+    sharded = sharded_of("Net", stage, microbatches=2)
+    model, x = sharded.model, torch.ones(2, 4)
+    wrong: list[str] = []
+
+    def look(moment: str) -> None:
+        if not all(isinstance(param, DTensor) for param in model.parameters()):
+            wrong.append(moment)
+
+    model(x)
+    look("a forward")
+    model.blocks[0](torch.ones(2, 8))  # type: ignore[operator, index]
+    look("a unit's forward")
+    with sharded.microbatch(is_last=False):
+        loss = model(x).sum()
+        look("a forward of a microbatch")
+        loss.backward()
+        look("its backward")
+    hook = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)  # type: ignore[operator, index]
+    with suppress(ZeroDivisionError):
+        model(x)
+    look("a forward that raised")
+    hook.remove()
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_shows_its_shards_outside_of_forward_and_backward(pool: Pool, stage: int) -> None:
+    assert pool.run(shown_after, 2, stage) == [[], []]
 
 
 class Widening(Net):
