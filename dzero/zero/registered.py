@@ -2,8 +2,8 @@
 
 FSDP2 leaves the gathered parameters of stages 1 and 2 on the modules from a forward until a backward ends: for good
 after one that has no backward, and at stage 1 until the last microbatch. So it does with the second shards of
-`zero.reshard_after_forward=<int>`. Whoever then edits, freezes or clips
-`model.parameters()` would do that to copies. So modules show
+`zero.reshard_after_forward=<int>`. Whoever then edits, freezes or clips `model.parameters()` would do that to copies.
+So modules show
 
     from                                     until its end
     a unit's forward, or use in backward     gathered parameters; gathered anew where a shard was written since
@@ -11,7 +11,8 @@ after one that has no backward, and at stage 1 until the last microbatch. So it 
     backward
 
 What autograd saved is not touched by that. Before each use the gathered parameters learn whether their shards were
-frozen meanwhile. A backward over a forward whose parameters have changed since is refused, as torch does by its version
+frozen meanwhile, and a parameter that was replaced, or whose `.data` was set (which a DTensor ignores), is refused. A
+backward over a forward whose parameters have changed since is refused, as torch does by its version
 counters, which gathered copies do not have; and one that is to be differentiated again, where they are freed. This
 needs what FSDP2 keeps to itself.
 """
@@ -27,6 +28,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dzero.zero.late import groups_of, is_outermost
+from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 
 
@@ -41,6 +43,8 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
     for unit in units:
         for group in groups_of(unit.modules[0]):
             shown = _Shown(unit, group)
+            for root in roots:
+                root.register_state_dict_pre_hook(shown.before_state_dict)  # type: ignore[no-untyped-call]
             group.pre_forward = partial(shown.before_forward, group.pre_forward)
             if roots:
                 group.post_forward = partial(shown.after_forward, group.post_forward)
@@ -93,9 +97,27 @@ class _Shown:
 
     def __init__(self, unit: Unit, group: Any) -> None:
         self._unit, self._group = unit, group
+        self._data = [_data_of(held) for held in group.fsdp_params]
+
+    def before_state_dict(self, *_: object) -> None:
+        self._refuse_data()
+
+    def _refuse_data(self) -> None:
+        """Raise RuntimeError for a parameter whose `.data` was set: its wrapper's storage is another, its shard not."""
+        for index, held in enumerate(self._group.fsdp_params):
+            (storage, shard), (old_storage, old_shard) = _data_of(held), self._data[index]
+            if storage is old_storage and shard is old_shard:
+                continue
+            if storage is not old_storage and shard is old_shard:
+                raise RuntimeError(
+                    f"{_name_of(held)}.data was set to another tensor (vector_to_parameters does that too), which a "
+                    "sharded parameter ignores: write param.data.copy_(tensor) instead"
+                )
+            self._data[index] = storage, shard  # the model was moved, or FSDP2 padded a shard anew
 
     def before_forward(self, run: Callable[..., Any], *args: Any) -> Any:
         group, unit = self._group, self._unit
+        self._refuse_data()
         _follow_frozen(group)
         if unit.is_stale and not group.is_sharded:
             group._to_sharded()  # `reshard` does nothing in the middle of a forward, where one that raised left it
@@ -156,6 +178,15 @@ def _put_gathered(group: Any) -> None:
         held._setattr_on_modules(held.unsharded_param)
 
 
+def _data_of(held: Any) -> tuple[object, object]:
+    """Return what `.data =` changes of a sharded parameter, and what it does not: its storage, and its shard."""
+    return held.sharded_param.untyped_storage(), local_of(held.sharded_param)
+
+
+def _name_of(held: Any) -> str:
+    return str(held._param_fqn or held._module_info.param_name)
+
+
 def _second_shard(held: Any) -> Any:
     """Return what FSDP2 keeps from forward to backward with `zero.reshard_after_forward=<int>`."""
     return held.__dict__.get("_sharded_post_forward_param")
@@ -168,7 +199,7 @@ def _follow_frozen(group: Any) -> None:
         shown = place.module._parameters.get(place.param_name)
         if shown is not held.sharded_param and shown is not param and shown is not _second_shard(held):
             raise RuntimeError(
-                f"{held._param_fqn or place.param_name} was replaced by another tensor, which FSDP2 would pass over: "
+                f"{_name_of(held)} was replaced by another tensor, which FSDP2 would pass over: "
                 "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
                 "shard()"
             )

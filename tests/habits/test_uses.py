@@ -319,6 +319,34 @@ def test_parameters_that_were_replaced_are_refused(pool: Pool, stage: int) -> No
             assert told.startswith(f"{name} was replaced by another tensor")
 
 
+def data_set(rank: int, ranks: int, stage: int, offload: bool, how: str) -> list[str]:
+    """What is said at the next forward, and at the next state dict, after `.data` of parameters was set."""
+    on_host = dict.fromkeys(("param", "grad", "master", "moments"), "host") if offload else None
+    sharded = sharded_of("Net", stage, offload=on_host)
+    model, optim = sharded.model, AdamW(sharded)
+    model(torch.ones(2, 4)).sum().backward()
+    optim.step()
+    if how == "data":
+        model.head.weight.data = model.head.weight.data * 0.5  # type: ignore[operator, union-attr]
+    else:
+        whole = torch.cat([param.full_tensor().flatten() for param in model.parameters()])  # type: ignore[operator]
+        torch.nn.utils.vector_to_parameters(whole, model.parameters())
+    told = []
+    for use in (lambda: model(torch.ones(2, 4)), model.state_dict):
+        with pytest.raises(RuntimeError) as refused:
+            use()
+        told.append(str(refused.value))
+    return told
+
+
+@pytest.mark.parametrize("how", ["data", "vector"])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (3, True)])
+def test_setting_data_of_a_parameter_is_refused(pool: Pool, stage: int, offload: bool, how: str) -> None:
+    """It would be ignored, and the model would go on with its old values."""
+    for told in pool.run(data_set, 2, stage, offload, how):
+        assert all(".data was set to another tensor" in each for each in told)
+
+
 def head_again(rank: int, ranks: int, stage: int) -> bool:
     """Whether the head gives the same again where a forward left it gathered, and the model shows its shards after."""
     sharded = sharded_of("Net", stage)
