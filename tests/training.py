@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from dzero import config
-from dzero.comm.ledger import NONFINITE
+from dzero.comm.ledger import EXCEPTIONAL
 from dzero.command_line import spelt_out
 from dzero.config import RunConfig
 from dzero.monitor.records import RunSummary
@@ -64,7 +64,7 @@ def agrees(summary: RunSummary) -> bool:
     """Whether a run moved what theory says."""
     theory = {entry: (t.calls * summary.steps, t.sent_bytes * summary.steps) for entry, t in summary.theory.items()}
     theory |= {entry: (t.calls, t.sent_bytes) for entry, t in summary.routed.items()}
-    untold = (*INSIDE, NONFINITE) if summary.skipped_steps else INSIDE
+    untold = (*INSIDE, EXCEPTIONAL) if summary.skipped_steps else INSIDE
     told = {entry.phase for entry in theory} | {entry.phase for entry in summary.traffic if entry.phase not in untold}
     moved = {entry: t for entry, t in summary.traffic.items() if entry.phase in told}
     return {entry: (t.calls, t.sent_bytes) for entry, t in moved.items()} == theory

@@ -21,14 +21,14 @@ import torch
 
 from dzero.comm.trail import Trail
 
-NONFINITE = "nonfinite"
-"""The phase of what is sent only in a step that is skipped, to name the parameters whose gradients are not finite."""
+EXCEPTIONAL = "exceptional"
+"""The phase of what few steps send: to name parameters whose gradients are not finite, or edited apart on copies."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, tensor, context, experts, pipeline, update, control, nonfinite), `kind` of collective,
-    mesh `axis`, `dtype` sent."""
+    """`phase` (unshard, reduce, tensor, context, experts, pipeline, update, control, exceptional), `kind` of
+    collective, mesh `axis`, `dtype` sent."""
 
     phase: str
     kind: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dzero.comm.ledger import NONFINITE, Traffic
+from dzero.comm.ledger import EXCEPTIONAL, Traffic
 from dzero.hardware import dtype_name, format_bytes, format_count, format_seconds
 from dzero.monitor.memory import PROCESS
 from dzero.monitor.records import RunSummary
@@ -99,7 +99,7 @@ def traffic_table(summary: RunSummary) -> Table:
         sent, due = summary.traffic.get(entry, Traffic()), theory.get(entry, Traffic())
         mark = OK if sent == due else DIFFERS
         due_calls, due_bytes = f"{due.calls / steps:.5g}", format_bytes(due.sent_bytes / steps)
-        if entry.phase in (*INSIDE, NONFINITE) and not any(each.phase == entry.phase for each in theory):
+        if entry.phase in (*INSIDE, EXCEPTIONAL) and not any(each.phase == entry.phase for each in theory):
             mark = due_calls = due_bytes = ""
         where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
         calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)

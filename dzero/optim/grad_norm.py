@@ -24,19 +24,23 @@ gradient is gathered in a step that is skipped, and only there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import AllToAllScalars, GatherScalars
-from dzero.comm.ledger import NONFINITE, Ledger
+from dzero.comm.ledger import EXCEPTIONAL, Ledger
 from dzero.mesh import REPLICATE, SHARD
 from dzero.zero.account import sums_are_sliced
 
 ALIKE = 1e-2
 """Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
+
+
+EDITED = 1 << 32
+"""Added to a checksum of 32 bits where gradients were edited; fp64 holds both exactly."""
 
 
 class DataParallelSums:
@@ -45,42 +49,73 @@ class DataParallelSums:
     def __init__(
         self, mesh: DeviceMesh, ledger: Ledger, is_sliced: Callable[[int, int], bool] = sums_are_sliced
     ) -> None:
-        self._mesh, self._trail, self._is_sliced = mesh, ledger.trail, is_sliced
+        self._mesh, self._ledger, self._trail, self._is_sliced = mesh, ledger, ledger.trail, is_sliced
         self._groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
         self._copies, self._shards = (group.size() for group in self._groups.values())
         self._ranks = self._copies * self._shards
         self._swap = {axis: AllToAllScalars(group, axis, ledger) for axis, group in self._groups.items()}
         self._gather = {axis: GatherScalars(group, axis, ledger) for axis, group in self._groups.items()}
-        self._gather_flags = [GatherScalars(group, axis, ledger, NONFINITE) for axis, group in self._groups.items()]
+        self._gather_flags = [GatherScalars(group, axis, ledger, EXCEPTIONAL) for axis, group in self._groups.items()]
 
-    def add(self, sums: torch.Tensor, checksum: int) -> torch.Tensor:
+    def add(self, sums: torch.Tensor, checksum: int, *, is_edited: bool = False) -> tuple[torch.Tensor, bool]:
         """Add the sums of all ranks in rank order.
 
         Args:
             sums: This rank's, fp64 [parameters], on the device; as many on every rank.
             checksum: Of this rank's collectives, 32 bits.
+            is_edited: Whether somebody wrote into `.grad` on this rank.
 
         Returns:
-            The totals, fp64 [parameters] on the CPU, the same bits on every rank.
+            The totals, fp64 [parameters] on the CPU, the same bits on every rank; and whether somebody wrote on any.
 
         Raises:
             RuntimeError: On every rank, where checksums differ: ranks ran units in other orders.
         """
         if self._ranks == 1:
-            return sums.cpu()
+            return sums.cpu(), is_edited
+        header = checksum + EDITED * is_edited
         if not self._is_sliced(sums.numel(), self._ranks):
-            found = torch.cat([sums.new_tensor([checksum]), sums])
+            found = torch.cat([sums.new_tensor([header]), sums])
             for axis in (REPLICATE, SHARD):
                 found = self._gather[axis](found).flatten()
             found = found.view(self._ranks, -1).cpu()
-            self._check_order(found[:, 0])
-            return in_rank_order(found[:, 1:])
-        found = self._exchange(self._slices(sums, checksum)).cpu()
-        self._check_order(found[:, 0])
+            self._check_order(found[:, 0] % EDITED)
+            return in_rank_order(found[:, 1:]), self._any_edited(found[:, 0])
+        found = self._exchange(self._slices(sums, header)).cpu()
+        self._check_order(found[:, 0] % EDITED)
         totals = in_rank_order(found[:, 1:]).to(sums.device)
         for axis in (SHARD, REPLICATE):
             totals = self._gather[axis](totals).flatten()
-        return totals[: sums.numel()].cpu()
+        return totals[: sums.numel()].cpu(), self._any_edited(found[:, 0])
+
+    def _any_edited(self, headers: torch.Tensor) -> bool:
+        return bool((headers >= EDITED).any())
+
+    def check_copies(self, whole: Mapping[DeviceMesh, torch.Tensor], names: Mapping[DeviceMesh, Sequence[str]]) -> None:
+        """Check that the copies of each shard have the same gradients, as they must to stay copies.
+
+        Args:
+            whole: By the data-parallel mesh of some units, the sums of squares of whole shards, fp64, on the device.
+            names: Of their parameters.
+
+        Raises:
+            RuntimeError: On every rank, where they differ to the bit on any.
+        """
+        differing = []
+        for mesh, sums in whole.items():
+            copies = GatherScalars(mesh.get_group(REPLICATE), REPLICATE, self._ledger, EXCEPTIONAL)(sums).cpu()
+            same = (copies == copies[0]) | (copies.isnan() & copies[0].isnan())
+            differing += [names[mesh][at] for at in (~same.all(0)).nonzero().flatten().tolist()]
+        flags = next(iter(whole.values())).new_tensor([len(differing)])
+        for gather in self._gather_flags:
+            flags = gather(flags).flatten()
+        if flags.any():
+            who = f"of {differing[0]} " if differing else ""
+            raise RuntimeError(
+                f"ranks that have copies of a shard ended with different gradients {who}after .grad was edited, or a "
+                "loss on the weights that depends on a rank's data went backward after the model's: copies would drift "
+                "apart. Edit alike on all ranks, and run that backward before the model's, or add both losses"
+            )
 
     def nonfinite(self, sums: torch.Tensor, names: Sequence[str]) -> list[str]:
         """Find which ranks have a non-finite sum, by a gather of one byte for each rank and parameter.

@@ -147,7 +147,10 @@ class Gradients:
         self.complete()
         self._is_complete = False  # a step that ends here, without gradients, may be followed by others
         sums = self._own_sums()
-        totals = self._data_parallel.add(sums, self._trail.checksum)
+        edited = any(unit.is_edited for unit in self._units)
+        totals, edited = self._data_parallel.add(sums, self._trail.checksum, is_edited=edited)
+        if edited:
+            self._check_copies()
         totals, found = self._add_along_model(totals)
         norm = math.sqrt(sum(totals.tolist())) / scale
         finite = bool(torch.isfinite(totals).all())
@@ -158,6 +161,17 @@ class Gradients:
         """Return this rank's sums of squares, fp64 [owned], on the device; in one copy those found on the host."""
         found = [torch.cat(each) for each in zip(*(unit.sums.values for unit in self._units), strict=True)]
         return torch.stack([each.to(self._device) for each in found]).sum(0)[self._at]
+
+    def _check_copies(self) -> None:
+        """Check that copies of a shard, if there are any, have equal gradients after an edit; all ranks call this."""
+        whole: dict[DeviceMesh, list[torch.Tensor]] = {}
+        names: dict[DeviceMesh, list[str]] = {}
+        for unit in self._units:
+            if unit.has_copies:
+                whole.setdefault(unit.mesh, []).append(unit.whole_sums().to(self._device))
+                names.setdefault(unit.mesh, []).extend(unit.names)
+        if whole:
+            self._data_parallel.check_copies({mesh: torch.cat(sums) for mesh, sums in whole.items()}, names)
 
     def _add_along_model(self, totals: torch.Tensor) -> tuple[torch.Tensor, list[AxisSums]]:
         """Add the totals [owned] of the data-parallel ranks along the axes that cut the model.

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dzero.offload.attach import Offload
@@ -84,7 +85,8 @@ class UnitGrads:
         self.names = unit.buffered
         self._trained = {name: unit.params[name] for name in self.names}
         self._shown = ShownGrads(unit, self._trained, makers, weakref.ref(self))
-        self.sums = SquareSums(self.names, torch.device(sharded.mesh.device_type))
+        self._device = torch.device(sharded.mesh.device_type)
+        self.sums = SquareSums(self.names, self._device)
         self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
         self._elems = [local_of(param).numel() for param in self._trained.values()]
         self._counts_zeros = sharded.layout.unused == "zeros"
@@ -377,6 +379,29 @@ class UnitGrads:
             self.sums.clear()
         if missing := self.views.keys() - self.sums.found:
             self._sum_anywhere(missing)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody wrote into gradients since they were complete."""
+        return self._is_edited
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether other ranks must end up with the same gradients."""
+        return self._copy[1] > 1 and self._unit.shares is None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel axes of the unit."""
+        return self._unit.mesh
+
+    def whole_sums(self) -> torch.Tensor:
+        """Return the sums of squares of whole shards, fp64 [names] on the CPU or one device; after `settle`."""
+        sums, grads = SquareSums(self.names, self._device), self.values()
+        for off_device in (False, True):
+            some = {name: grad for name, grad in grads.items() if (name in self._hosted) == off_device}
+            sums.put(some, sum_squares([*some.values()]))
+        return torch.stack([each.to(self._device) for each in sums.values]).sum(0)
 
     def _sum_anywhere(self, names: Iterable[str]) -> None:
         """Find the sums of squares of gradients wherever they live."""

@@ -547,3 +547,35 @@ def foreign(rank: int, ranks: int) -> None:
 
 def test_states_of_another_rule_or_order_are_refused(pool: Pool) -> None:
     pool.run(foreign, 1)
+
+
+def edited_apart(rank: int, ranks: int, stage: int, replicate: int, how: str) -> str:
+    """What `step` says where gradients of the copies of a shard were edited differently, or alike."""
+    mesh = make_mesh("cpu", replicate=replicate)
+    sharded = shard(build("Net"), ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=mesh)
+    model, optim = sharded.model, AdamW(sharded)
+    model(torch.ones(2, 4)).sum().backward()
+    weight: Any = model.head.weight  # type: ignore[union-attr]
+    if how == "loss":
+        (weight.to_local().square().sum() * (1 + rank)).backward()
+    elif how == "noise":
+        weight.grad.to_local().add_(0.1 * rank)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    try:
+        optim.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["loss", "noise", "alike"])
+@pytest.mark.parametrize(("stage", "ranks", "replicate"), [(0, 2, 2), (1, 4, 2), (3, 4, 2)])
+def test_copies_of_a_shard_that_were_edited_apart_are_refused(
+    pool: Pool, stage: int, ranks: int, replicate: int, how: str
+) -> None:
+    """Otherwise the copies would drift apart, unseen, since all ranks agree on one norm."""
+    for told in pool.run(edited_apart, ranks, stage, replicate, how):
+        assert told.startswith("ranks that have copies of a shard ended with different gradients") is (how != "alike")
+    if how != "alike" and stage == 0:
+        assert "of head.weight" in told

@@ -42,13 +42,14 @@ def always(params: int, ranks: int) -> bool:
     return True
 
 
-def add(rank: int, _: int, copies: int, sliced: bool) -> dict[int, tuple[list[float], dict[Entry, Traffic]]]:
+def add(rank: int, ranks: int, copies: int, sliced: bool) -> dict[int, tuple[list[float], dict[Entry, Traffic]]]:
     """Totals and traffic by number of parameters."""
     mesh, ledger = make_mesh("cpu", replicate=copies), Ledger()
     sums = DataParallelSums(mesh, ledger, always) if sliced else DataParallelSums(mesh, ledger)
     told = {}
     for params in PARAMS:
-        totals = sums.add(torch.tensor(found_by(rank, params), dtype=torch.float64), checksum=7)
+        totals, edited = sums.add(torch.tensor(found_by(rank, params), dtype=torch.float64), 7, is_edited=rank == 1)
+        assert edited is (ranks > 1)  # on every rank, where one says so
         told[params] = totals.tolist(), ledger.take()
     return told
 
@@ -107,7 +108,7 @@ def spoilt(rank: int, ranks: int, copies: int) -> tuple[bool, list[str], dict[En
         own[3], own[0] = math.inf, math.nan
     if rank == ranks - 1:
         own[1] = math.nan
-    totals = sums.add(own, checksum=7)
+    totals, _ = sums.add(own, checksum=7)
     assert totals.isfinite().tolist() == [False, False, False, False, True]
     ledger.take()
     return sums.nonfinite(own, list("abcde")), ledger.take()
@@ -120,7 +121,9 @@ def test_non_finite_sums_are_named_with_their_ranks_in_the_order_of_the_addition
         assert names == of_rank_1 + of_the_last
         sent = {"replicate": (copies - 1) * 5, "shard": (4 // copies - 1) * copies * 5}  # a flag for each parameter
         assert traffic == {
-            Entry("nonfinite", "all_gather", axis, "uint8"): Traffic(1, count) for axis, count in sent.items() if count
+            Entry("exceptional", "all_gather", axis, "uint8"): Traffic(1, count)
+            for axis, count in sent.items()
+            if count
         }
 
 
@@ -158,7 +161,7 @@ def test_one_of_16384_ranks_sends_kilobytes(copies: int, shards: int) -> None:
     with fake_group(ranks, rank=1):
         ledger = Ledger()
         sums = DataParallelSums(make_mesh("cpu", replicate=copies), ledger)
-        assert sums.add(torch.ones(params, dtype=torch.float64), checksum=7).numel() == params
+        assert sums.add(torch.ones(params, dtype=torch.float64), checksum=7)[0].numel() == params
         sent = booked(ledger.take())
     assert sent == moved(copies, shards, params)
     assert sum(sent.values()) <= (2 + 2 + 1 + 1) * ranks * 8 < 1e6 < ranks * (params + 1) * 8

@@ -43,7 +43,7 @@ def check(net: str, **kwargs: Any) -> None:
     sharded, ledger, counter, finite = step_traffic(net, **kwargs)
     layout = sharded.layout
     where = f"{net} {kwargs} on {layout.replicate}x{layout.shard}"
-    deciding = ("control", "nonfinite")
+    deciding = ("control", "exceptional")
     control = {entry: traffic for entry, traffic in ledger.items() if entry.phase in deciding}
     moved = {entry: traffic for entry, traffic in ledger.items() if entry.phase not in deciding}
     assert moved == expected_traffic(layout, sharded.shapes), where
@@ -71,7 +71,9 @@ def named_by_hand(sharded: Sharded) -> dict[Entry, Traffic]:
     held: a byte for each trained parameter of every rank, between the copies and then of all copies."""
     copies, shards = sharded.layout.replicate, sharded.layout.shard
     sent = {"replicate": (copies - 1) * trained(sharded), "shard": (shards - 1) * copies * trained(sharded)}
-    return {Entry("nonfinite", "all_gather", axis, "uint8"): Traffic(1, count) for axis, count in sent.items() if count}
+    return {
+        Entry("exceptional", "all_gather", axis, "uint8"): Traffic(1, count) for axis, count in sent.items() if count
+    }
 
 
 def audit(
