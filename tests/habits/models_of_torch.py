@@ -153,6 +153,32 @@ class Scalars(Net):
         return out
 
 
+@dataclass
+class Boxed:
+    """What a unit returns."""
+
+    x: Tensor
+
+
+class Boxing(Block):
+    """A block that returns a dataclass."""
+
+    def forward(self, x: Tensor) -> Boxed:  # type: ignore[override]
+        return Boxed(super().forward(x))
+
+
+class InDataclass(Net):
+    """A block returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Boxing()
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        out: Tensor = self.head(self.blocks[2](self.blocks[1](self.blocks[0](self.embed(x))).x))
+        return out
+
+
 class Branch(Net):
     """A layer that rank 0 alone runs, unless `everywhere`."""
 
@@ -169,7 +195,8 @@ class Branch(Net):
 
 
 MODELS: dict[str, type[Net]] = {
-    each.__name__: each for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Scalars, Branch)
+    each.__name__: each
+    for each in (Net, Again, PartlyAgain, Tied, PartlyFrozen, Unused, Parametrized, Scalars, InDataclass, Branch)
 }
 
 
@@ -362,6 +389,19 @@ def evaluated(training: Training, batches: list[Batch]) -> None:
     model.zero_grad()
 
 
+def evaluated_in_part(training: Training, batches: list[Batch]) -> None:
+    """Evaluations and a step run some blocks alone, and parameters are edited after each."""
+    model: Any = training.model
+    for order in ((0, 1, 2), (1, 2), (0, 1)):
+        model.order = order
+        plain(training, batches)
+        for model.order in ((0, 1), (1, 2), (0, 1, 2)):
+            with torch.no_grad():
+                training.loss(batches[0])
+                for param in model.parameters():
+                    param.mul_(0.99)
+
+
 def changed_between(training: Training, batches: list[Batch]) -> None:
     """Parameters edited and frozen between the microbatches of a step."""
     frozen = training.model.get_parameter("blocks.1.up.weight")
@@ -483,6 +523,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         prefetched,
         called_as_function,
         evaluated,
+        evaluated_in_part,
         changed_between,
         frozen_between,
         raised,

@@ -37,6 +37,11 @@ def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> Non
     check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_that_share_parameters_may_run_one_without_the_other(pool: Pool, ranks: int) -> None:
+    check(pool, "Tied", "evaluated_in_part", ranks, 2, {})
+
+
 @pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused", "Scalars"])
 def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
     check(pool, model, "accumulated", 3, 2, {})
