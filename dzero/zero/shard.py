@@ -43,9 +43,10 @@ from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
 from dzero.zero.inputs import cast_first_input
-from dzero.zero.late import collect, has_failed, recover, unsharded_params
+from dzero.zero.late import collect, has_failed, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
+from dzero.zero.older import follow_outputs, recover
 from dzero.zero.refused import check_experts, check_splits, check_tables
 from dzero.zero.registered import drop_waiting, follow_shards
 from dzero.zero.scalars import Places, narrow_in_forward, widen
@@ -134,10 +135,7 @@ class Sharded:
         return unsharded_params(self._roots[part])
 
     def abandon_step(self, names: Container[str]) -> None:
-        """Called by `zero_grad`: the step's gradients of `names` do not count, also where their backward raised.
-
-        Raises RuntimeError as `late.recover` does.
-        """
+        """Called by `zero_grad`: the step's gradients of `names` do not count, also where their backward raised."""
         for root in self._roots:
             if has_failed(root):
                 recover(root)
@@ -359,6 +357,8 @@ class _Sharder:
         for module in modules if not is_root else ():
             cast_first_input(module, self.layout.param.dtype)
             refuse_lost_writes(name, module)
+        for module in modules:
+            follow_outputs(module, is_root=is_root)
         unit = Unit(
             shape=shape,
             layout=layout,

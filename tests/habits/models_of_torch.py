@@ -177,6 +177,32 @@ class Recomputed(Net):
         return out
 
 
+@dataclass
+class Boxed:
+    """What a unit returns."""
+
+    x: Tensor
+
+
+class Boxing(Block):
+    """A block that returns a dataclass."""
+
+    def forward(self, x: Tensor) -> Boxed:  # type: ignore[override]
+        return Boxed(super().forward(x))
+
+
+class InDataclass(Net):
+    """A block returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = Boxing()
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        out: Tensor = self.head(self.blocks[2](self.blocks[1](self.blocks[0](self.embed(x))).x))
+        return out
+
+
 class Branch(Net):
     """A layer that rank 0 alone runs, unless `everywhere`."""
 
@@ -203,6 +229,7 @@ MODELS: dict[str, type[Net]] = {
         Unused,
         Parametrized,
         Scalars,
+        InDataclass,
         Recomputed,
         Branch,
     )
@@ -446,6 +473,19 @@ def frozen_before_backward(training: Training, batches: list[Batch]) -> None:
     training.optim.zero_grad()
 
 
+def evaluated_in_part(training: Training, batches: list[Batch]) -> None:
+    """Evaluations and a step run some blocks alone, and parameters are edited after each."""
+    model: Any = training.model
+    for order in ((0, 1, 2), (1, 2), (0, 1)):
+        model.order = order
+        plain(training, batches)
+        for model.order in ((0, 1), (1, 2), (0, 1, 2)):
+            with torch.no_grad():
+                training.loss(batches[0])
+                for param in model.parameters():
+                    param.mul_(0.99)
+
+
 def changed_between(training: Training, batches: list[Batch]) -> None:
     """Parameters edited and frozen between the microbatches of a step."""
     frozen = training.model.get_parameter("blocks.1.up.weight")
@@ -596,6 +636,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         frozen_before_backward,
         inferred,
         raised_in_forward,
+        evaluated_in_part,
         changed_between,
         frozen_between,
         raised,

@@ -57,6 +57,11 @@ def test_so_they_do_where_stage_three_keeps_copies_after_forward(pool: Pool, res
     check(pool, "Again", "probed", 4, 3, {}, stages=(3,), reshard_after_forward=reshard)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_that_share_parameters_may_run_one_without_the_other(pool: Pool, ranks: int) -> None:
+    check(pool, "Tied", "evaluated_in_part", ranks, 2, {})
+
+
 @pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused", "Scalars"])
 def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
     check(pool, model, "accumulated", 3, 2, {})

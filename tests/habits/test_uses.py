@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from loops import snapshot, unequal
 from loops_of_torch import OPTIONS, whole
-from models_of_torch import LOOPS, Net, Training, batches_of, build, sharded_of
+from models_of_torch import LOOPS, Boxed, Net, Training, batches_of, build, sharded_of
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,6 +126,36 @@ def test_a_unit_that_writes_into_its_arguments_returns_them_or_is_refused(pool: 
     for kind in (dict, list):
         (told,) = pool.run(passed_on, 1, stage, "kept", kind)
         assert told.startswith(f"unit units.1 writes into a {kind.__name__} among its arguments")
+
+
+class AllInDataclass(nn.Sequential):
+    """A model that returns a dataclass."""
+
+    def forward(self, x: Tensor) -> Boxed:
+        return Boxed(super().forward(x))
+
+
+def boxed(rank: int, ranks: int, stage: int) -> float:
+    """How far gradients are from plain torch's, after a backward from what a dataclass holds."""
+    torch.manual_seed(0)
+    model, x = AllInDataclass(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(2, 8)
+    plain = copy.deepcopy(model)
+    plain(x).x.square().sum().backward()
+    precision, mesh = PrecisionConfig(param="fp32"), make_mesh("cpu")
+    sharded = shard(model, ZeroConfig(stage=stage), precision=precision, mesh=mesh, is_unit=lambda _: False)
+    sharded.model(x).x.square().sum().backward()
+    gaps = []
+    for name, param in plain.named_parameters():
+        own = sharded.named_params()[name].grad
+        assert own is not None
+        assert param.grad is not None
+        gaps.append((whole(own) - param.grad).abs().max().item())
+    return max(gaps)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_may_return_a_dataclass(pool: Pool, stage: int) -> None:
+    assert pool.run(boxed, 2, stage) == [0.0, 0.0]
 
 
 HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
