@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from dzero.mesh import SHARD
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
-from dzero.optim.grad_sums import SquareSums, sum_squares
+from dzero.optim.grad_sums import SquareSums
 from dzero.optim.grad_views import GradMaker, GradUse, flat_of
 from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.zero.placed import local_of
@@ -234,7 +234,7 @@ class UnitGrads:
 
     def _sum(self, grads: Named) -> None:
         """Find the sums of squares of `grads`, in one call."""
-        self.sums.put(grads, sum_squares([self._chunk(name, grad) for name, grad in grads.items()]))
+        self.sums.find({name: self._chunk(name, grad) for name, grad in grads.items()})
 
     def _finish(self) -> None:
         """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
