@@ -2,18 +2,11 @@
 
     what                                         where it lives                              written
     addresses of states, lengths, chunks         `CudaTable`, on the device                once
-    gradient addresses, seeds, coefficients      a pinned buffer, then one on the device     every step, in one copy
+    gradient addresses, seeds, coefficients      `Staging`, pinned and on the device      every step, in one copy
 
 The kernel (`adamw_triton.py`) has the bits of `rules.adamw` and of the CPU kernels. Preparing a step works on whole
 columns: nothing runs once per parameter. Triton is imported when the first table on a GPU is made, because CPU builds
-of torch come without it; therefore the kernel's source is the one module of dzero that is imported by its name.
-
-Note: when the pinned buffer may be written again. When `copy_` from pinned memory returns, the copy is only enqueued,
-and the host may run several steps ahead of the device. If it wrote step t + 1 into the buffer of step t at once, the
-device might read coefficients of t + 1 in step t, without an error. So there are `RING` buffers, each with the event
-that was recorded behind its last copy, and the host waits for that event before it writes the buffer again. It waits
-only when it is `RING` steps ahead. The buffer on the device needs no ring: its stream runs the launches that read
-step t before the copy of step t + 1.
+of torch come without it; therefore the sources of kernels are the modules of dzero that are imported by their names.
 """
 
 from __future__ import annotations
@@ -28,6 +21,7 @@ import numpy as np
 import torch
 
 from dzero.host import Array
+from dzero.optim.staging import Staging
 from dzero.optim.update_table import States, Variant, chunks_by_variant, states_table
 
 BLOCK_ELEMS = 1024
@@ -36,10 +30,10 @@ BLOCK_ELEMS = 1024
 About 120 registers per thread then hold the chunk without spilling, and an H100's multiprocessor keeps 4 programs, of
 which some fetch their addresses while others stream. 16 elements per thread need 240 registers for the same bytes in
 flight. The chunk table has 8 bytes per 1024 elements."""
-RING = 2
-"""Pinned buffers that take turns."""
 COEFFICIENTS = 9
 """Values of one `rules.Coefficients`, in their order."""
+ADAMW = "dzero.optim.adamw_triton"
+"""The module that is the kernel's source."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The kernel's names for dtypes of gradients and working copies."""
 
@@ -65,14 +59,14 @@ class CudaTable:
             raise ValueError(f"states are on {sorted(map(str, devices))}: make one table for each device")
         self.device = next(iter(devices), torch.device("cpu"))
         if self.device.type == "cuda":
-            _source()
+            kernels(ADAMW)
         self.states, self.params = list(states), len(states)
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
         table = states_table(states)
         self._table = torch.from_numpy(table).to(self.device)
         chunks = chunks_by_variant(variants, table[:, 5], BLOCK_ELEMS)
         self._chunks = {kind: torch.from_numpy(each).to(self.device) for kind, each in chunks.items()}
-        self._staging = _Staging(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
+        self._staging = Staging(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
 
     @property
     def launches(self) -> int:
@@ -108,55 +102,15 @@ class CudaTable:
             used, rows = np.unique(rows, return_inverse=True)
             coefficients = coefficients[used]
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
-            dynamic = self._staging.send(grads, seeds, rows, coefficients)
+            whole = [column.astype(np.int64, copy=False) for column in (grads, seeds, rows)]
+            dynamic = self._staging.send(*whole, coefficients.astype(np.float32, copy=False))
             for variant, chunks in self._chunks.items():
                 _launch(variant, self._table, chunks, dynamic, self.params)
 
 
-class _Staging:
-    """The way of a step's columns to the device: `RING` pinned buffers of `elems` int64, and one on the device."""
-
-    def __init__(self, elems: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._hosts = [torch.empty(elems, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._copied: list[Any] = [None] * RING  # the event behind each buffer's last copy
-        self._device = torch.empty(elems, dtype=torch.int64, device=device)
-        self._stream: torch.cuda.Stream | None = None
-        self._turn = 0
-
-    def send(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> torch.Tensor:
-        """Enqueue the copy of one step, and return the device's buffer."""
-        self._turn = (self._turn + 1) % RING
-        host, copied = self._hosts[self._turn], self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
-        params, array = len(grads), self._arrays[self._turn]
-        array[:params], array[params : 2 * params], array[2 * params : 3 * params] = grads, seeds, rows
-        array[3 * params :].view(np.float32)[: coefficients.size] = coefficients.reshape(-1)
-        used = 3 * params + (coefficients.size + 1) // 2
-        self._follow_stream()
-        self._copied[self._turn] = _enqueue_copy(self._device[:used], host[:used])
-        return self._device
-
-    def _follow_stream(self) -> None:
-        """Let a stream that takes over wait for the launches that read the device's buffer on the stream before."""
-        if self._device.is_cuda:
-            stream = torch.cuda.current_stream(self._device.device)
-            if self._stream is not None and self._stream != stream:
-                stream.wait_stream(self._stream)
-            self._stream = stream
-
-
-def _enqueue_copy(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-    """Copy without waiting; return the event that tells when `source` has been read, None if it has been."""
-    target.copy_(source, non_blocking=True)
-    return torch.cuda.current_stream(target.device).record_event() if target.is_cuda else None
-
-
 def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic: torch.Tensor, params: int) -> None:
     """Start the kernel on the current stream, one program for each row of `chunks`."""
-    source = _source()
+    source = kernels(ADAMW)
     source.adamw_kernel[(len(chunks),)](
         table,
         chunks,
@@ -173,12 +127,16 @@ def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic
 
 
 @cache
-def _source() -> Any:
-    """Import the kernel's source, and triton with it."""
+def kernels(module: str) -> Any:
+    """Import the source of kernels, and triton with it.
+
+    Raises:
+        ModuleNotFoundError: Triton cannot be imported.
+    """
     try:
-        return importlib.import_module("dzero.optim.adamw_triton")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"AdamW on CUDA needs triton, which cannot be imported ({error}): CUDA builds of torch bring it, "
+            f"kernels on CUDA need triton, which cannot be imported ({error}): CUDA builds of torch bring it, "
             "or install the version that your torch names with `pip install triton`"
         ) from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from dzero.host import has_memory
 from dzero.optim import host_kernels
-
-WIDENED_ELEMS = 1 << 24
-"""Elements of a gradient on a GPU that torch copies to fp64 at a time, for its norm: 128 MiB."""
+from dzero.optim.cuda_sums import CudaSums
 
 
 class SquareSums:
@@ -19,12 +18,17 @@ class SquareSums:
         self._names = tuple(names)
         self._at = {name: index for index, name in enumerate(names)}
         self._devices = (device, torch.device("cpu")) if device.type != "cpu" else (device,)
+        self._on_cuda = CudaSums()
         self.clear()
 
     def clear(self) -> None:
         """Forget all."""
         self.found: set[str] = set()
         self.values = [torch.zeros(len(self._names), dtype=torch.float64, device=device) for device in self._devices]
+
+    def find(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Sum the squares of `grads` where they lie, as `sum_squares`, and take the sums."""
+        self.put(grads, _sum_squares([*grads.values()], self._on_cuda))
 
     def put(self, names: Iterable[str], values: torch.Tensor) -> None:
         """Take `values`, fp64 [names], on the device or the host."""
@@ -48,10 +52,18 @@ class SquareSums:
 def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return each one's sum of squares, fp64 [len(grads)], where they lie: all on the CPU, or on one GPU.
 
-    grads: contiguous and of one dtype. Of those on a GPU nothing is waited for.
+    The bits are the same on both. On a GPU nothing is waited for, but tables are made anew by each call: what is
+    summed in every step goes through `SquareSums.find`, which keeps them.
+
+    Args:
+        grads: Contiguous and of one dtype: fp32, bf16 or fp16.
     """
+    return _sum_squares(grads, CudaSums())
+
+
+def _sum_squares(grads: Sequence[torch.Tensor], on_cuda: CudaSums) -> torch.Tensor:
     if not grads or not grads[0].is_cuda:
         return host_kernels.sum_squares(grads)
-    pieces = [torch.split(grad, WIDENED_ELEMS) for grad in grads]
-    norms = [[torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in each] for each in pieces]
-    return torch.stack([torch.stack(each).square().sum() for each in norms])
+    if not has_memory(grads[0]):
+        return torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
+    return on_cuda.sum_squares(grads)

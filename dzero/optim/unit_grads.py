@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
-from dzero.optim.grad_sums import SquareSums, sum_squares
+from dzero.optim.grad_sums import SquareSums
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.optim.shown_grads import ShownGrads
@@ -254,7 +254,7 @@ class UnitGrads:
 
     def _sum(self, grads: Named) -> None:
         """Find the sums of squares of `grads`, in one call."""
-        self.sums.put(grads, sum_squares([self._chunk(name, grad) for name, grad in grads.items()]))
+        self.sums.find({name: self._chunk(name, grad) for name, grad in grads.items()})
 
     def _finish(self) -> None:
         """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
@@ -400,7 +400,7 @@ class UnitGrads:
         sums, grads = SquareSums(self.names, self._device), self.values()
         for off_device in (False, True):
             some = {name: grad for name, grad in grads.items() if (name in self._hosted) == off_device}
-            sums.put(some, sum_squares([*some.values()]))
+            sums.find(some)
         return torch.stack([each.to(self._device) for each in sums.values]).sum(0)
 
     def _sum_anywhere(self, names: Iterable[str]) -> None:

@@ -47,8 +47,9 @@ from adamw_cases import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import cuda_kernels, rules
-from dzero.optim.cuda_kernels import BLOCK_ELEMS, RING, CudaTable
+from dzero.optim import cuda_kernels, rules, staging
+from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaTable
+from dzero.optim.staging import RING
 from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
 
 CPU = torch.device("cpu")
@@ -189,7 +190,7 @@ def compile_for(variant: Variant, architecture: int = 90, **options: bool) -> An
 
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is set: nothing is compiled")
-    source = cuda_kernels._source()
+    source = cuda_kernels.kernels(cuda_kernels.ADAMW)
     constants = {
         "GRAD": cuda_kernels.NAMES[variant.grad],
         "WORK": cuda_kernels.NAMES[variant.work],
@@ -352,7 +353,7 @@ class Event:
 
 def test_a_pinned_buffer_is_not_rewritten_before_its_copy_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateCopies()
-    monkeypatch.setattr(cuda_kernels, "_enqueue_copy", device.enqueue)
+    monkeypatch.setattr(staging, "_enqueue_copy", device.enqueue)
     monkeypatch.setattr(cuda_kernels, "_launch", lambda *_: None)
     chosen = [each for each in params("fp32") if each.work.numel()][:4]
     table, steps = table_of(chosen), 5 * RING
@@ -430,4 +431,4 @@ def test_what_to_install_is_said_where_triton_is_missing(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "dzero.optim.adamw_triton", raising=False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
-        cuda_kernels._source.__wrapped__()
+        cuda_kernels.kernels.__wrapped__(cuda_kernels.ADAMW)
