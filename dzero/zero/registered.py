@@ -100,6 +100,7 @@ class _Shown:
         self._data = [_data_of(held) for held in group.fsdp_params]
 
     def before_state_dict(self, *_: object) -> None:
+        """Refuse a state dict that would lack what `.data` was set to."""
         self._refuse_data()
 
     def _refuse_data(self) -> None:
@@ -116,6 +117,7 @@ class _Shown:
             self._data[index] = storage, shard  # the model was moved, or FSDP2 padded a shard anew
 
     def before_forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Show gathered parameters, gathered anew where a shard was written since, around FSDP2's `pre_forward`."""
         group, unit = self._group, self._unit
         self._refuse_data()
         _follow_frozen(group)
@@ -130,6 +132,7 @@ class _Shown:
             return run(*args)
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
+        """Let the backward of this forward be refused where parameters change before it; FSDP2's `post_forward`."""
         if torch.is_grad_enabled():
             check = partial(_refuse_changed, self._unit, self._unit.version)
             for tensor in tree_leaves(output):
@@ -138,6 +141,7 @@ class _Shown:
         return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
+        """Show what is gathered already, for modules that are computed again; FSDP2's `pre_backward`."""
         if torch.is_grad_enabled() and self._unit.layout.shard > 1:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: backward with create_graph=True, as gradient penalties need it, takes "
@@ -150,6 +154,7 @@ class _Shown:
         run(*args)
 
     def after_backward(self, run: Callable[..., Any], *args: Any) -> None:
+        """Show the shards again, where the gathered parameters stay; FSDP2's `post_backward`."""
         run(*args)
         if not self._group.is_sharded:
             _put(self._group)
