@@ -93,6 +93,7 @@ class Trainer:
 
     def close(self) -> None:
         """Say that nothing is left to train, as where a scheduler starts a finished run again, and let go of all."""
+        self.sharded.forget_masters()
         with self.saves:
             steps, made = self.config.train.steps, self.done_steps
         if self.rank == 0:
@@ -105,6 +106,7 @@ class Trainer:
         Raises SystemExit with `EXIT_SAVED` where a signal asked to stop, the run saves, and this one has been saved.
         """
         config, steps = self.config, self.config.train.steps
+        self.sharded.forget_masters()
         monitor = Monitor(
             config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
         )

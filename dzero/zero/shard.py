@@ -178,6 +178,12 @@ class Sharded:
         for root in [self.model, *map(as_module, self._roots)]:
             root.train(mode)
 
+    def forget_masters(self) -> None:
+        """Forget the masters that wait for an optimizer after this one, and let go of the memory and scratch folders
+        that hold them: no other will be made."""
+        for unit in self.units:
+            unit.origin.clear()
+
     def reshard(self) -> None:
         """Free every unsharded parameter, e.g. those that a forward without backward left at stages 1 and 2."""
         for unit in self.units:
