@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.comm.collectives import GatherScalars
+from dzero.host import has_memory
 from dzero.mesh import PIPELINE, REPLICATE
 from dzero.offload.attach import Offload
 from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
@@ -167,7 +168,7 @@ class Gradients:
         whole: dict[DeviceMesh, list[torch.Tensor]] = {}
         names: dict[DeviceMesh, list[str]] = {}
         for unit in self._units:
-            if unit.has_copies:
+            if unit.has_copies and all(map(has_memory, unit.views.values())):  # a simulation has no values
                 whole.setdefault(unit.mesh, []).append(unit.whole_sums().to(self._device))
                 names.setdefault(unit.mesh, []).extend(unit.names)
         if whole:
