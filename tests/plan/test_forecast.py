@@ -128,9 +128,10 @@ ON_DEVICE = [
 
 
 def scalars() -> int:
-    """Bytes that nothing predicts: a count of steps per parameter, and one number of fp64 of the step's decision."""
+    """Bytes that nothing predicts: per parameter a count of steps (4), its sum of squares (8) and its place among all
+    gradients (8); and 8 of the device mesh."""
     with torch.device("meta"):
-        return 4 * len([*Llama(SHAPE).parameters()]) + 8
+        return (4 + 8 + 8) * len([*Llama(SHAPE).parameters()]) + 8
 
 
 def test_the_devices_peak_is_predicted_to_the_byte_but_for_scalars(pool: Pool) -> None:
