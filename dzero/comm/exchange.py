@@ -14,7 +14,8 @@ k + 1 is on its way while block k is summed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -22,9 +23,12 @@ import torch.distributed as dist
 
 from dzero.comm import host_sum
 
-# torch 2.13 renamed these two; 2.11 has only the old names.
+# torch 2.13 gave these names of their own. The two below are called on a group, once for every unit: what
+# torch.distributed puts around them costs half as much again as a small collective.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OLD_NAMES = not hasattr(dist.ProcessGroup, "all_gather_single")
+_all_gather = dist.ProcessGroup._allgather_base if _OLD_NAMES else dist.ProcessGroup.all_gather_single
+_reduce_scatter = dist.ProcessGroup._reduce_scatter_base if _OLD_NAMES else dist.ProcessGroup.reduce_scatter_single
 
 STAGING_BYTES = 32 << 20
 # Blocks that stay in a core's cache between arrival and sum; GPUs want fewer, larger messages.
@@ -60,6 +64,7 @@ class Exact:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self._staging = torch.empty(0, dtype=torch.uint8)
+        self._pairs: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.reduce_scatter`."""
@@ -86,17 +91,16 @@ class Exact:
         receive[self.rank].copy_(send[self.rank])
         return swap(self.group, send=send, receive=receive)
 
-    def _average(
-        self, output: torch.Tensor, parts: tuple[torch.Tensor, ...] | list[torch.Tensor], wire: torch.dtype
-    ) -> None:
+    def _average(self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: torch.dtype) -> None:
         """output [n] = round(sum over ranks r, in order, of their payload for this rank / ranks)."""
         length = max(part.numel() for part in parts)
         block = self._block_elems(length, wire, parts[0])
-        buffers = self._stage(block, wire, parts[0])
+        buffers = cycle(self._stage(block, wire, parts[0]))
 
         def post(start: int) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
             """Send the block that begins at element `start`, in the other of the two buffers."""
-            return self._post([part[start : start + block] for part in parts], next(buffers), wire)
+            pieces = parts if length <= block else [part[start : start + block] for part in parts]
+            return self._post(pieces, next(buffers), wire)
 
         arriving = post(0)
         for start in range(0, length, block):
@@ -108,7 +112,7 @@ class Exact:
             self._sum(output[start : start + block], mine, incoming)
 
     def _post(
-        self, pieces: list[torch.Tensor], buffer: torch.Tensor, wire: torch.dtype
+        self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor, wire: torch.dtype
     ) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
         """Exchange one block; returns the works, this rank's own payload, and the peers' [ranks, block] in `wire`."""
         mine, incoming = pieces[self.rank], buffer[: self.ranks]
@@ -135,16 +139,16 @@ class Exact:
         slots = 2 * self.ranks * (1 if like.dtype == wire else 2)
         return max(1, min(length, BLOCK_BYTES.get(like.device.type, STAGING_BYTES) // (slots * wire.itemsize)))
 
-    def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Two buffers in turn, [slots, block] each, kept from call to call (fresh pages cost more than the sum)."""
+    def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Two buffers, [slots, block] each, kept from call to call (fresh pages cost more than the sum)."""
         slots = self.ranks * (1 if like.dtype == wire else 2)
         needed = 2 * slots * block * wire.itemsize
         if self._staging.numel() < needed or self._staging.device != like.device:
-            self._staging = torch.empty(needed, dtype=torch.uint8, device=like.device)
-        pair = self._staging[:needed].view(wire).view(2, slots, block)
-        while True:
-            yield pair[0]
-            yield pair[1]
+            self._staging, self._pairs = torch.empty(needed, dtype=torch.uint8, device=like.device), {}
+        if (pair := self._pairs.get((slots, block, wire))) is None:
+            pair = self._staging[:needed].view(wire).view(2, slots, block).unbind()
+            self._pairs[slots, block, wire] = pair
+        return pair
 
 
 def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[dist.Work]:
@@ -152,13 +156,22 @@ def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Seq
 
     Empty tensors are not sent (both sides know the sizes); what is this rank's own is left where it is.
     """
-    ops = []
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer])):
-            if tensor.numel():
-                ops.append(dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor)))
+    rank = group.rank()
+    peers = [peer for peer in range(group.size()) if peer != rank]
+    if not send[rank].is_cuda:  # what `batch_isend_irecv` comes to for gloo, whose wrappers cost more than the calls
+        works = []
+        for peer in peers:
+            if (tensor := receive[peer]).numel():
+                works.append(group.recv([tensor], peer, _tag(tensor)))
+            if (tensor := send[peer]).numel():
+                works.append(group.send([tensor], peer, _tag(tensor)))
+        return works
+    ops = [
+        dist.P2POp(op, tensor.view(torch.uint8), group=group, group_peer=peer, tag=_tag(tensor))
+        for peer in peers
+        for op, tensor in ((dist.irecv, receive[peer]), (dist.isend, send[peer]))
+        if tensor.numel()
+    ]
     return list(dist.batch_isend_irecv(ops)) if ops else []
 
 
@@ -178,11 +191,15 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
+        self._now = dist.ReduceScatterOptions()
+        self._now.asyncOp = False  # nccl's: on the stream that is current
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.reduce_scatter`; sums in the wire dtype, in the backend's order."""
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-        reduce_scatter_single(target, full.to(wire), group=self.group)
+        work = _reduce_scatter(self.group, target, full.to(wire), self._now)
+        if work is not None:  # gloo's; nccl's is in order on its stream
+            work.wait()
         if target is not output:
             output.copy_(target)
         output.mul_(1.0 / self.ranks)
@@ -197,8 +214,7 @@ class Native:
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_gather`."""
-        work = all_gather_single(output, part, group=self.group, async_op=True)
-        return [] if work is None else [work]
+        return [_all_gather(self.group, output, part)]
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_to_all`."""
