@@ -83,7 +83,7 @@ class GradMaker:
         local = grad if grad.shape == self._shape else grad.view(self._shape)
         if type(local) is torch.Tensor:  # not a simulated one (plan/simulate.py), which is a subclass already
             local = WatchedTensor(local, use)
-        return DTensor(local, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)  # __init__ only costs time
 
     def elsewhere(self, flat: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
         """Return the DTensor over a gradient that lives off the device, of the size and dtype of `flat`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class ShownGrads:
         self._unit, self._params, self._makers, self._use = unit, params, makers, use
         self.names: dict[str, torch.Tensor] = {}
         for name, param in params.items():
-            if _is_hooked(param):
+            if param._post_accumulate_grad_hooks or param._backward_hooks:
                 raise ValueError(HOOKED.format(name))
 
     def over(self, name: str, piece: torch.Tensor) -> DTensor:
@@ -67,8 +67,13 @@ class ShownGrads:
         self.names.clear()
         return left
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Set the `.grad` of `names` to None."""
+    def drop(self, names: Collection[str]) -> None:
+        """Set the `.grad` of `names`, some or all of the unit's, to None."""
+        if len(names) == len(self._params):
+            for param in self._params.values():
+                param.grad = None
+            self.names.clear()
+            return
         for name in names:
             self._params[name].grad = None
             self.names.pop(name, None)
@@ -79,11 +84,12 @@ class ShownGrads:
         Raises:
             RuntimeError: For a parameter that got a hook of its own.
         """
+        shown = self.names.get
         for name, param in self._params.items():
-            if _is_hooked(param):
+            if param._post_accumulate_grad_hooks or param._backward_hooks:
                 raise RuntimeError(HOOKED.format(name))
-            if param.grad is not self.names.get(name):
-                yield name, param.grad
+            if (grad := param.grad) is not shown(name):
+                yield name, grad
 
     def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
         """Return this rank's part of what was left in `.grad`, flat.
@@ -95,7 +101,3 @@ class ShownGrads:
             return local_of(grad).reshape(-1)  # made of what was `.grad`, whose parts lie on all copies
         flat = flat_of(grad, self._params[name])
         return flat if shares is None else flat[shares.span(name)]
-
-
-def _is_hooked(param: nn.Parameter) -> bool:
-    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)

@@ -158,9 +158,11 @@ class UnitGrads:
                 "the last backward under microbatch(is_last=False) and use the unit once"
             )
         self._hide()
-        self._used |= self._trained.keys() - (set() if self._counts_zeros else missing)
-        slices = zip(self.names, torch.split(reduced, self._padded), self._elems, strict=True)
-        self._pieces = {name: piece if piece.numel() == elems else piece[:elems] for name, piece, elems in slices}
+        self._used.update(self.names if self._counts_zeros or not missing else self._trained.keys() - missing)
+        pieces = torch.split(reduced, self._padded)
+        if self._padded != self._elems:
+            pieces = tuple(piece[:elems] for piece, elems in zip(pieces, self._elems, strict=True))
+        self._pieces = dict(zip(self.names, pieces, strict=True))
         if self.phase is Phase.COMPLETE:
             self._add_late(reduced, self._pieces)
         else:
@@ -217,10 +219,10 @@ class UnitGrads:
         if self._added_on_host:
             self._add_on_host(buffer, {name: piece for name, piece in pieces.items() if name in self._added_on_host})
             pieces = {name: piece for name, piece in pieces.items() if name not in self._added_on_host}
-        later = {name: piece for name, piece in pieces.items() if name in self.views}
+        later = {name: piece for name, piece in pieces.items() if name in self.views} if self.views else {}
         if len(later) < len(pieces):
             self._buffers.append(buffer)
-            self.views |= {name: piece for name, piece in pieces.items() if name not in later}
+            self.views |= {name: piece for name, piece in pieces.items() if name not in later} if later else pieces
         self._add_on_device(later)
         if self._sharded.is_last:
             self._finish()

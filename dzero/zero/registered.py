@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from dzero.zero.late import groups_of, is_outermost
+from dzero.zero.late import groups_of, is_outermost, state_of
 from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 
@@ -42,7 +41,7 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
     """
     for unit in units:
         for group in groups_of(unit.modules[0]):
-            shown = _Shown(unit, group)
+            shown = _Shown(unit, group, state_of(unit.modules[0]))
             for root in roots:
                 root.register_state_dict_pre_hook(shown.before_state_dict)  # type: ignore[no-untyped-call]
             group.pre_forward = partial(shown.before_forward, group.pre_forward)
@@ -78,7 +77,13 @@ def put_gathered(unit: Unit) -> bool:
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
     """Forget whole gradients of `names` that wait for the last microbatch's, to be reduced with them."""
     for unit in units:
-        waiting = [held for group in groups_of(unit.modules[0]) for held in group.fsdp_params if _waits(held)]
+        waiting = [
+            held
+            for group in groups_of(unit.modules[0])
+            for held in group.fsdp_params
+            if held.unsharded_accumulated_grad is not None
+            or ((param := held.__dict__.get("_unsharded_param")) is not None and param.grad is not None)
+        ]
         name_of = {param: name for name, param in unit.params.items()} if waiting else {}
         for held in waiting:
             if name_of.get(held.sharded_param) in names:
@@ -87,16 +92,12 @@ def drop_waiting(units: list[Unit], names: Container[str]) -> None:
                     param.grad = None
 
 
-def _waits(held: Any) -> bool:
-    param = held.__dict__.get("_unsharded_param")
-    return held.unsharded_accumulated_grad is not None or (param is not None and param.grad is not None)
-
-
 class _Shown:
     """FSDP2's steps around each use of a group of a unit's parameters, with what its modules show."""
 
-    def __init__(self, unit: Unit, group: Any) -> None:
-        self._unit, self._group = unit, group
+    def __init__(self, unit: Unit, group: Any, state: Any) -> None:
+        self._unit, self._group, self._state = unit, group, state
+        self._pre_backward = state._pre_backward
         self._data = [_data_of(held) for held in group.fsdp_params]
 
     def before_state_dict(self, *_: object) -> None:
@@ -133,11 +134,8 @@ class _Shown:
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
         """Let the backward of this forward be refused where parameters change before it; FSDP2's `post_forward`."""
-        if torch.is_grad_enabled():
-            check = partial(_refuse_changed, self._unit, self._unit.version)
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(check)  # type: ignore[no-untyped-call]
+        # What FSDP2 is about to register as the hook of the output's tensors, by which it notices the backward.
+        self._state._pre_backward = partial(_unless_changed, self._unit, self._unit.version, self._pre_backward)
         return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
@@ -160,12 +158,16 @@ class _Shown:
             _put(self._group)
 
 
-def _refuse_changed(unit: Unit, version: int, grad: torch.Tensor) -> None:
+def _unless_changed(
+    unit: Unit, version: int, pre_backward: Callable[[torch.Tensor], torch.Tensor], grad: torch.Tensor
+) -> torch.Tensor:
+    """FSDP2's `_pre_backward`, for a forward that saw the parameters in `version`."""
     if unit.version != version:
         raise RuntimeError(
             f"unit {unit.shape.name}: its parameters were changed after the forward that this backward belongs to, by "
             "step() or by hand, so its gradients would be wrong: call backward() before, or run the forward again"
         )
+    return pre_backward(grad)
 
 
 def _after_forward(unit: Unit, units: list[Unit], is_root: bool, *_: object) -> None:
@@ -185,7 +187,8 @@ def _put_gathered(group: Any) -> None:
 
 def _data_of(held: Any) -> tuple[object, object]:
     """Return what `.data =` changes of a sharded parameter, and what it does not: its storage, and its shard."""
-    return held.sharded_param.untyped_storage(), local_of(held.sharded_param)
+    param = held.sharded_param
+    return param.untyped_storage(), local_of(param)
 
 
 def _name_of(held: Any) -> str:
@@ -200,13 +203,13 @@ def _second_shard(held: Any) -> Any:
 def _follow_frozen(group: Any) -> None:
     """Let gathered parameters be frozen as their shards are. Raises RuntimeError where a shard was replaced."""
     for held in group.fsdp_params:
-        param, place = held.__dict__.get("_unsharded_param"), held._module_info
+        shard, param, place = held.sharded_param, held.__dict__.get("_unsharded_param"), held._module_info
         shown = place.module._parameters.get(place.param_name)
-        if shown is not held.sharded_param and shown is not param and shown is not _second_shard(held):
+        if shown is not shard and shown is not param and shown is not _second_shard(held):
             raise RuntimeError(
                 f"{_name_of(held)} was replaced by another tensor, which FSDP2 would pass over: "
                 "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
                 "shard()"
             )
-        if param is not None and param.requires_grad != held.sharded_param.requires_grad:
-            param.requires_grad_(held.sharded_param.requires_grad)
+        if param is not None and param.requires_grad != shard.requires_grad:
+            param.requires_grad_(shard.requires_grad)

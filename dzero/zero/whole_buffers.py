@@ -65,7 +65,12 @@ class _Whole:
 
     def _fill(self) -> list[str]:
         """Give zeros to the parameters without gradient, where others have one; return their names."""
-        missing = [index for index, held in enumerate(self._held) if not _has_gradient(held)]
+        missing = [
+            index
+            for index, held in enumerate(self._held)
+            if held.unsharded_accumulated_grad is None
+            and ((param := held.__dict__.get("_unsharded_param")) is None or param.grad is None)
+        ]
         if not missing or len(missing) == len(self._held):
             return []
         waiting = any(held.unsharded_accumulated_grad is not None for held in self._held)
@@ -78,10 +83,3 @@ class _Whole:
             else:
                 held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
         return [self.names[index] for index in missing]
-
-
-def _has_gradient(held: Any) -> bool:
-    if held.unsharded_accumulated_grad is not None:
-        return True
-    param = held.__dict__.get("_unsharded_param")
-    return param is not None and param.grad is not None
