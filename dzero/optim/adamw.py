@@ -179,20 +179,25 @@ class AdamW(MasterOptimizer):
         """What to update from `grads` by name, and how; nothing is changed."""
         pending: dict[str, Pending[Stored]] = {}
         how: How = {}
-        steps = self._steps.tolist()
+        steps = self._steps.int().tolist()
         for group in self.param_groups:
+            coefficients = self._coefficients(group, factor)
             for param in group["params"]:
                 stored = self._stored[param]
                 if (grad := grads.get(stored.name)) is not None:
-                    step = int(steps[stored.number]) + 1
-                    how[stored.name] = step, self._coefficients(group, stored, step, factor)
+                    step = steps[stored.number] + 1
+                    how[stored.name] = step, coefficients(stored, step)
                     pending[stored.name] = Pending(stored, grad)
         return pending, how
 
-    def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:
-        """Of a parameter's update number `step`, by its group's settings; `scale`: of its gradient."""
+    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[Stored, int], Any]:
+        """Return a function of a parameter and the number of its update: its coefficients, by its group's settings.
+
+        scale: of its gradient.
+        """
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-        return _coefficients(step, float(lr), tuple(betas), float(eps), float(decay), scale)
+        settings = float(lr), tuple(betas), float(eps), float(decay), scale
+        return lambda stored, step: _coefficients(step, *settings)
 
     def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
         for some in _decoded_together(pending):
@@ -201,8 +206,9 @@ class AdamW(MasterOptimizer):
                 step, coefficients = how[each.stored.name]
                 updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
             self._updater.run(updates)
-            for each, update in zip(some, updates, strict=True):
-                each.stored.keep(update.states)
+            for update, each in zip(updates, some, strict=True):
+                if each.stored.moments8:
+                    each.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy values into the existing states, bit for bit; of `torch.optim.AdamW`'s, each rank its part.

@@ -11,7 +11,7 @@ into, so the stages agree to the bit as they do with AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,11 +107,11 @@ class Muon(AdamW):
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS
 
-    def _coefficients(self, group: Mapping[str, Any], stored: Stored, step: int, scale: float) -> Any:
+    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[Stored, int], Any]:
         if group["rule"] != "muon":
-            return super()._coefficients(group, stored, step, scale)
+            return super()._coefficients(group, scale)
         options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
-        return MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
+        return lambda stored, step: MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
 
     def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
         matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}

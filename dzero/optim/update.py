@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -62,8 +62,7 @@ class ParamStates:
         )
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """One parameter's update of this step: its states, its gradient [n] and its coefficients."""
 
     states: ParamStates
