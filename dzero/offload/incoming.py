@@ -27,7 +27,7 @@ Point = tuple[str | None, str | None, bool]
 
 
 class Incoming:
-    """The door of units with parameters off the device; moves those parameters to their places first.
+    """The `Carrier` of units with parameters off the device; moves those parameters to their places first.
 
     Device memory: the shards of the unit that is handed over, and of the one that comes next. Host memory, of units on
     disk: that next one, and as many behind it as are loaded ahead.
@@ -43,7 +43,7 @@ class Incoming:
         for unit in self._units.values():
             unit.settle()
             self._take(unit)
-            unit.fetch, unit.forget = weakref.WeakMethod(self.bring), weakref.WeakMethod(self.forget)
+            unit.carrier = weakref.ref(self)
 
     def _take(self, unit: Unit) -> None:
         name = unit.shape.name
@@ -61,7 +61,7 @@ class Incoming:
         return self._swap.view(self._places.at[name, "param"])
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """The unit's padded shards [elems] on the device, for the stream that is current now."""
+        """As `Carrier.bring`; for the stream that is current now."""
         name = unit.shape.name
         unit.arrive()
         self._start(name)
@@ -111,7 +111,7 @@ class Incoming:
         self.forget(unit)
 
     def forget(self, unit: str) -> None:
-        """Drop what was copied of a unit: its values may change."""
+        """As `Carrier.forget`."""
         self._ahead.pop(unit, None)
 
     def forget_all(self) -> None:

@@ -57,7 +57,7 @@ class AdamW(MasterOptimizer):
         self._updater = AdamWUpdater(self._threads, self._cores)
         self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
         self._ahead = Ahead(self.offload.undo)
-        self.gradients.listen(self._start_ahead, self._ahead.abandon)
+        self.gradients.tell(self)
         self._homes = Homes(sharded, self.offload)
         self._stored: dict[nn.Parameter, Stored] = {}
         owned = {param for group in self.param_groups for param in group["params"]}
@@ -166,14 +166,18 @@ class AdamW(MasterOptimizer):
         self._ahead.abandon()
         super().synchronize()
 
-    def _start_ahead(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
-        """Update a unit whose gradients are complete as if nothing will be clipped; return whether that has begun."""
+    def begin(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
+        """As `EarlyUpdates.begin`, as if nothing will be clipped."""
         if not self._ahead.allows(unit) or any(each.is_edited for each in self._sharded.units):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
         if pending:
             self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
         return bool(pending)
+
+    def take_back(self) -> None:
+        """As `EarlyUpdates.take_back`."""
+        self._ahead.abandon()
 
     def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, Pending[Stored]], How]:
         """What to update from `grads` by name, and how; nothing is changed."""

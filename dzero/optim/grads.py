@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,8 @@ from dzero.offload.attach import Offload
 from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.parts import AcrossParts
-from dzero.optim.unit_grads import Named, UnitGrads
+from dzero.optim.unit_grads import EarlyUpdates, Named, UnitGrads
+from dzero.zero.partial_numbers import refuse_partial_numbers
 from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.shares import mesh_of_shares
@@ -61,6 +62,7 @@ class Gradients:
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
+        refuse_partial_numbers([], [] if parts is None else [parts])
         self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
         ]
@@ -95,15 +97,10 @@ class Gradients:
         cut = {param.name for unit in sharded.shapes for param in unit.params if param.is_cut_by(axis)}
         return [name in cut for name in self._owned]
 
-    def listen(self, complete: Callable[[str, Named], bool], refused: Callable[[], None]) -> None:
-        """From now on, tell of every unit whose gradients are complete, and before gradients are refused.
-
-        Args:
-            complete: Called with a unit's name and gradients; returns whether their update has begun. Held weakly.
-            refused: Called without arguments. Held weakly.
-        """
+    def tell(self, early: EarlyUpdates) -> None:
+        """From now on, tell `early`, held weakly, of every unit whose gradients are complete, or refused."""
         for unit in self._units:
-            unit.complete, unit.refused = weakref.WeakMethod(complete), weakref.WeakMethod(refused)
+            unit.early = weakref.ref(early)
 
     def named(self) -> dict[str, torch.Tensor]:
         """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""
@@ -203,8 +200,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
         for unit in self._units[:1]:
-            if unit.refused is not None and (refused := unit.refused()) is not None:
-                refused()
+            if unit.early is not None and (early := unit.early()) is not None:
+                early.take_back()
         self._sharded.abandon_step(self.mine)
         self.clear()
 
@@ -222,12 +219,8 @@ def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offlo
 
     Raises RuntimeError where two cannot share them.
     """
-    attached = [unit for unit in sharded.units if unit.attached is not None]
-    if not attached:
+    if not _drain(sharded.units):
         return None
-    for unit in attached:
-        if unit.drain is not None and (drain := unit.drain()) is not None:
-            drain()  # queued work holds the optimizer that queued it
     gc.collect()  # a dropped optimizer and its scheduler refer to each other
     units = [grads for unit in sharded.units if isinstance(grads := unit.attached, UnitGrads)]
     if not units:
@@ -248,6 +241,16 @@ def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offlo
             f"{' and '.join(found_here)}: give one optimizer several parameter groups, or drop the old one"
         )
     return units
+
+
+def _drain(units: Iterable[Unit]) -> bool:
+    """Wait for work that other optimizers queued, which holds them; return whether there are any."""
+    found = False
+    for unit in units:
+        if (consumer := unit.attached) is not None:
+            consumer.drain()
+            found = True
+    return found
 
 
 def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:

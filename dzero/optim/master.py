@@ -93,7 +93,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.offload.take_params()
         self._hook_state_dicts()
         for unit in sharded.units:
-            unit.watch(self.synchronize)
+            unit.watch(self)
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

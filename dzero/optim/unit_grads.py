@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,16 @@ MOVES = {
 }
 
 
+class EarlyUpdates(Protocol):
+    """The optimizer, where it may update a unit while backward goes on (offload.overlap=backward)."""
+
+    def begin(self, unit: str, grads: Named) -> bool:
+        """Called when all gradients of a unit (its name) are there; return whether their update has begun."""
+
+    def take_back(self) -> None:
+        """Undo the updates that have begun: their gradients are refused, or dropped."""
+
+
 class UnitGrads:
     """The gradients of one unit, between their reduction and the update.
 
@@ -80,6 +91,7 @@ class UnitGrads:
         makers: Mapping[str, GradMaker],
     ) -> None:
         self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
+        self._swap = offload.swap
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         self._hosted = self._offloaded.names
         self.names = unit.buffered
@@ -90,8 +102,7 @@ class UnitGrads:
         self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
         self._elems = [local_of(param).numel() for param in self._trained.values()]
         self._counts_zeros = sharded.layout.unused == "zeros"
-        self.complete: weakref.WeakMethod[Callable[[str, Named], bool]] | None = None
-        self.refused: weakref.WeakMethod[Callable[[], None]] | None = None
+        self.early: weakref.ref[EarlyUpdates] | None = None
         self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
         self._phase = Phase.EMPTY
         self._forget()
@@ -102,7 +113,6 @@ class UnitGrads:
                     "hold what is trained; what was trained then may be frozen and unfrozen since"
                 )
         unit.attach(self)
-        unit.drain = weakref.WeakMethod(offload.swap.drain)
 
     @property
     def phase(self) -> Phase:
@@ -149,8 +159,8 @@ class UnitGrads:
                 "sharded; set requires_grad before shard()"
             )
         if self.phase is Phase.IN_USE:
-            if self.refused is not None and (refused := self.refused()) is not None:
-                refused()
+            if self.early is not None and (early := self.early()) is not None:
+                early.take_back()
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch, whose update has "
                 "begun with offload.overlap=backward: of another backward, or of another use of the unit in one "
@@ -181,6 +191,10 @@ class UnitGrads:
             others = [name for name in self.names if name not in self._shown.names]
             self._shown.drop(others)
             self._show(others)
+
+    def drain(self) -> None:
+        """As `Consumer.drain`."""
+        self._swap.drain()
 
     @property
     def _is_complete(self) -> bool:
@@ -226,9 +240,9 @@ class UnitGrads:
         self._add_on_device(later)
         if self._sharded.is_last:
             self._finish()
-            if self.complete is not None and (complete := self.complete()) is not None:
+            if self.early is not None and (early := self.early()) is not None:
                 used = {name: grad for name, grad in self.views.items() if name in self._used}
-                if complete(self._unit.shape.name, used):
+                if early.begin(self._unit.shape.name, used):
                     self.phase = Phase.IN_USE
 
     def _add_on_device(self, pieces: Named) -> None:

@@ -1,4 +1,12 @@
-"""One unit of a sharded model, and its doors: gradients leave, parameters are about to be read, or to be brought."""
+"""One unit of a sharded model, and whom it calls: each is an object with a protocol, held weakly and set once.
+
+    protocol     is                                    called when
+    Consumer     the unit's gradients (optim/)         FSDP2 has reduced the unit
+    Carrier      brings parameters (offload/)          FSDP2 is about to read parameters that live in host memory
+    Owner        the optimizer                         somebody writes into parameters
+
+and `pending`, a call that waits for the update that is on its way, whatever became of the optimizer that began it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +28,6 @@ from dzero.zero.layout import Layout
 from dzero.zero.shapes import UnitShape
 from dzero.zero.shares import Shares
 from dzero.zero.watched import watch
-
-Fetch = Callable[["Unit"], dict[str, torch.Tensor]]
 
 
 class Consumer(Protocol):
@@ -47,6 +53,26 @@ class Consumer(Protocol):
     def returned(self) -> None:
         """Set those `.grad` for which `shown` returned None: FSDP2 has left views of the buffer there."""
 
+    def drain(self) -> None:
+        """Wait for queued work, which holds the optimizer that queued it."""
+
+
+class Carrier(Protocol):
+    """Who brings a unit's parameters from host memory to the device, ahead of use where it can."""
+
+    def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """Return the unit's padded shards [elems] on the device, by name."""
+
+    def forget(self, unit: str) -> None:
+        """Drop what was brought of a unit (its name) ahead of use: its values may change."""
+
+
+class Owner(Protocol):
+    """The optimizer, whose masters follow what is written into parameters."""
+
+    def synchronize(self) -> None:
+        """Return when no update is on its way any more."""
+
 
 @dataclass
 class Unit:
@@ -56,12 +82,9 @@ class Unit:
     `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
     [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer
     to take as masters; later its masters, for an optimizer after it. `buffered`: names of the trained ones, in the
-    order of FSDP2's buffers. `consumer` is held weakly: the gradients belong to the optimizer. `pending`: waits for
-    the update that is on its way to the shards. `drain`: waits for all work of the optimizer that was attached last.
-    `synchronize`: of that optimizer; `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or
-    since they were gathered. `reductions`: how many there were. `version`: counts steps and writes that changed
-    parameters. `hosted`: parameters that live in host memory; `fetch` brings all of them to the device, ahead of use
-    where it can, and `forget` drops what it brought. `shares`: of states that copies share out.
+    order of FSDP2's buffers. `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or since
+    they were gathered. `reductions`: how many there were. `version`: counts steps and writes that changed parameters.
+    `hosted`: parameters that live in host memory. `shares`: of states that copies share out. The others: see above.
     """
 
     shape: UnitShape
@@ -73,16 +96,14 @@ class Unit:
     origin: dict[str, Home] = field(default_factory=dict)
     buffered: tuple[str, ...] = ()
     consumer: weakref.ref[Consumer] | None = None
+    carrier: weakref.ref[Carrier] | None = None
+    owner: weakref.ref[Owner] | None = None
     pending: Callable[[], None] | None = None
-    drain: weakref.WeakMethod[Callable[[], None]] | None = None
-    synchronize: weakref.WeakMethod[Callable[[], None]] | None = None
     is_edited: bool = False
     is_stale: bool = False
     reductions: int = 0
     version: int = 0
     hosted: dict[str, HostMemory] = field(default_factory=dict)
-    fetch: weakref.WeakMethod[Fetch] | None = None
-    forget: weakref.WeakMethod[Callable[[str], None]] | None = None
     shares: Shares | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
@@ -125,24 +146,24 @@ class Unit:
         """A parameter's shard on the device; all of the unit come with the first that FSDP2 asks for."""
         self._hold(memory)
         if memory.name not in self._brought:
-            fetch = self.fetch() if self.fetch is not None else None
-            if fetch is None:
+            carrier = self.carrier() if self.carrier is not None else None
+            if carrier is None:
                 self.arrive()
                 self._brought = {name: held.flat.to(held.device, copy=True) for name, held in self.hosted.items()}
             else:
-                self._brought = fetch(self)
+                self._brought = carrier.bring(self)
         return self._brought.pop(memory.name)
 
     def settle(self) -> None:
         """Before host memory is read or written past FSDP2: wait for updates, forget what was brought."""
         self.arrive()
         self._brought = {}
-        if self.forget is not None and (forget := self.forget()) is not None:
-            forget(self.shape.name)
+        if self.carrier is not None and (carrier := self.carrier()) is not None:
+            carrier.forget(self.shape.name)
 
-    def watch(self, synchronize: Callable[[], None]) -> None:
-        """Notice from now on what is written into parameters, once `synchronize` has returned."""
-        self.synchronize = weakref.WeakMethod(synchronize)
+    def watch(self, owner: Owner) -> None:
+        """Notice from now on what is written into parameters, once `owner` has been synchronized."""
+        self.owner = weakref.ref(owner)
         for name, param in self.params.items():
             if name not in self.hosted and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
@@ -158,9 +179,8 @@ class Unit:
         """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
         self.is_stale = True
         self.version += 1
-        synchronize = self.synchronize() if self.synchronize is not None else None
-        if synchronize is not None:
-            synchronize()
+        if self.owner is not None and (owner := self.owner()) is not None:
+            owner.synchronize()
             self.is_edited = True
 
     def hold(self) -> None:

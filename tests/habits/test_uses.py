@@ -609,3 +609,38 @@ def test_copies_of_a_shard_that_were_edited_apart_are_refused(
         assert told.startswith("ranks that have copies of a shard ended with different gradients") is (how != "alike")
     if how != "alike" and stage == 0:
         assert "of head.weight" in told
+
+
+NUMBERS: dict[str, Any] = {
+    "norm": lambda grad: grad.data.norm(2).item(),
+    "largest": lambda grad: float(grad.abs().max()),
+    "finite": lambda grad: bool(grad.isfinite().all()),
+}
+
+
+def numbers_of(rank: int, ranks: int, stage: int, host: bool) -> list[tuple[Any, Any]]:
+    """Each number of a gradient as torch users ask for it, and that of the whole."""
+    sharded = sharded_of("Net", stage, offload=dict.fromkeys(("grad", "master", "moments"), "host") if host else None)
+    AdamW(sharded)
+    sharded.model(torch.ones(2, 4)).sum().backward()  # type: ignore[no-untyped-call]
+    grad: Any = sharded.model.get_parameter("head.weight").grad
+    found = []
+    for number in NUMBERS.values():
+        try:
+            said = number(grad)
+        except RuntimeError as error:
+            said = str(error)
+        found.append((said, number(whole(grad))))
+    return found
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 2), (3, 1), (3, 2)])
+def test_a_number_of_one_ranks_part_of_a_gradient_is_refused(pool: Pool, stage: int, ranks: int, host: bool) -> None:
+    """Logs would show, and loops branch on, what differs between ranks; DTensor gives it without a word."""
+    for found in pool.run(numbers_of, ranks, stage, host):
+        for said, true in found:
+            if stage > 0 and ranks > 1:
+                assert "call .full_tensor() of it on all ranks before" in said
+            else:
+                assert said == pytest.approx(true)
