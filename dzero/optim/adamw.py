@@ -77,6 +77,7 @@ class AdamW(MasterOptimizer):
         self._steps = torch.stack(each) if each else torch.zeros(0)
         for number, stored in enumerate(self._stored.values()):
             stored.number, stored.tensors["step"] = number, self._steps[number]
+            self._state.put(stored.param, stored.tensors)
 
     def _take(self, unit: Unit, owned: set[nn.Parameter]) -> None:
         """Make the states of a unit's parameters, and give them values.
@@ -93,7 +94,7 @@ class AdamW(MasterOptimizer):
                 # The fp32 values of the others wait for a group that is added later.
                 initial.append((stored, stored.initial(unit.take_origin(name) if param in owned else None)))
                 if param in owned:
-                    self._stored[param], self.state[param] = stored, stored.tensors
+                    self._stored[param] = stored
         if initial:
             self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=is_first)
         own = [stored for stored, _ in initial if stored.param in owned]
@@ -254,6 +255,7 @@ class AdamW(MasterOptimizer):
         ]
         if copies:
             self.offload.visit(unit.shape.name, partial(copy_all, copies))
+            unit.is_edited = True  # where the model was not loaded as well, the working copies are what counts
 
     def carried(self, unit: Unit) -> list[State]:
         """As `MasterOptimizer.carried`."""

@@ -24,9 +24,13 @@ from dzero.zero.hosted import HostMemory, HostShard
 from dzero.zero.placed import local_of
 from dzero.zero.watched import WatchedTensor, Watcher
 
+USED_UP = "its gradient was used up by step(), or dropped; clone what is to stay"
+
 
 class GradUse(Watcher, Protocol):
-    """The owner of gradients, told of what is done with them through `.grad`."""
+    """The owner of gradients, told of what is done with them through `.grad`. `generation`: counts steps."""
+
+    generation: int
 
     def write(self) -> None:
         """As `Watcher.write`. Raises RuntimeError where the gradients are in use already."""
@@ -39,22 +43,29 @@ class GradUse(Watcher, Protocol):
 
 
 class GradHome:
-    """The home (`hosted.Home`) of a gradient that lives off the device."""
+    """The home (`hosted.Home`) of a gradient that lives off the device, for the step that it was made in."""
 
     def __init__(self, name: str, use: weakref.ref[GradUse]) -> None:
         self._name, self._use = name, use
+        self._generation = self._owner().generation
 
     def get(self) -> torch.Tensor:
         """Return the elements [elems] in host memory: in place, or a copy of what is on disk."""
-        return self._owner().read(self._name)
+        return self._current().read(self._name)
 
     def put(self, flat: torch.Tensor) -> None:
         """Take the elements of `flat` [elems]; it may be what `get` gave."""
-        self._owner().put(self._name, flat)
+        self._current().put(self._name, flat)
 
     def _owner(self) -> GradUse:
         if (use := self._use()) is None:
             raise RuntimeError(f"{self._name}: its gradient is gone with the optimizer that kept it off the device")
+        return use
+
+    def _current(self) -> GradUse:
+        use = self._owner()
+        if use.generation != self._generation:
+            raise RuntimeError(f"{self._name}: {USED_UP}")
         return use
 
 

@@ -30,7 +30,7 @@ from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, che
 from dzero.optim.grad_views import GradMaker
 from dzero.optim.parts import AcrossParts
 from dzero.optim.unit_grads import EarlyUpdates, Named, UnitGrads
-from dzero.zero.partial_numbers import refuse_partial_numbers
+from dzero.zero.partial_numbers import watch_numbers
 from dzero.zero.placed import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.shares import mesh_of_shares
@@ -62,7 +62,7 @@ class Gradients:
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
-        refuse_partial_numbers([], [] if parts is None else [parts])
+        watch_numbers([], [] if parts is None else [parts])
         self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
         ]

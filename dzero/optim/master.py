@@ -29,6 +29,8 @@ from dzero.optim.eight_bit import Blocks
 from dzero.optim.grads import Decision, Gradients
 from dzero.optim.handed_on import take_over
 from dzero.optim.scaler import LossScaler, ScalerConfig
+from dzero.optim.states import REPLACED, States
+from dzero.zero.guards import refuse_unknown
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit, as_module
 
@@ -86,6 +88,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._loss_was_scaled = not fp16
         self._refused = ""
         self._check_groups(named)
+        if sharded.parts is None:
+            refuse_unknown(sharded.model, named.values())
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         take_over(sharded)
         self.offload = Offload(sharded, moments=self.places_moments)
@@ -95,6 +99,19 @@ class MasterOptimizer(torch.optim.Optimizer):
         for unit in sharded.units:
             unit.watch(self)
         self._is_made = True
+
+    @property  # type: ignore[override]
+    def state(self) -> States:
+        """As any optimizer's, once no update is on its way. Values may be written in place; entries stay."""
+        if self._is_made:
+            self.synchronize()
+        return self._state
+
+    @state.setter
+    def state(self, _: object) -> None:
+        if self._is_made:
+            raise RuntimeError(REPLACED)
+        self._state = States()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the model's parameters from now on, e.g. as they are unfrozen. Between steps.
@@ -267,8 +284,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; see `synchronize`."""
-        self.synchronize()
-        return super().state_dict()
+        packed: dict[str, Any] = super().state_dict()
+        packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
+        return packed
 
     def carried(self, unit: Unit) -> list[State]:
         """What `carry` gives for a unit, in that order."""

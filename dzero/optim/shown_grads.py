@@ -40,6 +40,7 @@ class ShownGrads:
     ) -> None:
         self._unit, self._params, self._makers, self._use = unit, params, makers, use
         self.names: dict[str, torch.Tensor] = {}
+        self._storages: dict[str, object] = {}
         for name, param in params.items():
             if param._post_accumulate_grad_hooks or param._backward_hooks:
                 raise ValueError(HOOKED.format(name))
@@ -47,6 +48,7 @@ class ShownGrads:
     def over(self, name: str, piece: torch.Tensor) -> DTensor:
         """Return a view over `piece`, a gradient on the device, for somebody else to set as `.grad`."""
         self.names[name] = grad = self._makers[name].of(piece, self._use)
+        self._storages[name] = grad.untyped_storage()
         return grad
 
     def show(self, name: str, grad: torch.Tensor, *, off_device: bool) -> None:
@@ -54,7 +56,7 @@ class ShownGrads:
         param, maker = self._params[name], self._makers[name]
         param.grad_dtype = None  # the table's, whatever the parameter's is
         param.grad = maker.elsewhere(grad, self._use) if off_device else maker.of(grad, self._use)
-        self.names[name] = param.grad
+        self.names[name], self._storages[name] = param.grad, param.grad.untyped_storage()
 
     def hide(self) -> dict[str, torch.Tensor]:
         """Set every `.grad` to None; return those that were not shown by us, as autograd left them."""
@@ -90,6 +92,11 @@ class ShownGrads:
                 raise RuntimeError(HOOKED.format(name))
             if (grad := param.grad) is not shown(name):
                 yield name, grad
+            elif grad is not None and grad.untyped_storage() is not self._storages[name]:
+                raise RuntimeError(
+                    f"{name}.grad.data was set to another tensor, which a DTensor ignores: set {name}.grad itself, or "
+                    "write .grad.copy_(tensor)"
+                )
 
     def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
         """Return this rank's part of what was left in `.grad`, flat.

@@ -97,7 +97,7 @@ class TorchOptimizer(MasterOptimizer):
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
-        if len(self.state) < len(self._mastered):
+        if len(self._state) < len(self._mastered):
             self.synchronize()
             self._show_states()
 
@@ -132,11 +132,12 @@ class TorchOptimizer(MasterOptimizer):
             inner.update({key: value for key, value in own.items() if key != "params"})
 
     def _show_states(self) -> None:
-        self.state.update({param: self._states(param) for param in self._mastered})
+        for param in self._mastered:
+            self._state.put(param, self._states(param))
 
     def _without_gradients(self) -> None:
         """torch's checkpoint helpers create the states of a fresh optimizer by a step with zero `.grad`s and rates."""
-        if self.state or any(param.grad is None for param in self._mastered):
+        if self._state or any(param.grad is None for param in self._mastered):
             super()._without_gradients()
         masters = [mastered.master for mastered in self._mastered.values()]
         for master in masters:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.grad_sums import SquareSums
-from dzero.optim.grad_views import GradMaker
+from dzero.optim.grad_views import USED_UP, GradMaker
 from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.optim.shown_grads import ShownGrads
 from dzero.zero.placed import local_of
@@ -104,7 +104,7 @@ class UnitGrads:
         self._counts_zeros = sharded.layout.unused == "zeros"
         self.early: weakref.ref[EarlyUpdates] | None = None
         self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
-        self._phase = Phase.EMPTY
+        self._phase, self.generation = Phase.EMPTY, 0
         self._forget()
         for shape in unit.shape.params:
             if unit.params[shape.name].requires_grad and not shape.trainable:
@@ -142,6 +142,7 @@ class UnitGrads:
 
     def _forget(self) -> None:
         self.phase = Phase.EMPTY
+        self.generation += 1
         self.views: Named = {}
         self.sums.clear()
         self._held: Named = {}
@@ -337,7 +338,7 @@ class UnitGrads:
     def read(self, name: str) -> torch.Tensor:
         """As `GradUse.read`."""
         if name not in self.views:
-            raise RuntimeError(f"{name}: its gradient was used up by step(), or dropped; clone what is to stay")
+            raise RuntimeError(f"{name}: {USED_UP}")
         return self._offloaded.read({name: self.views[name]})[name]
 
     def put(self, name: str, flat: torch.Tensor) -> None:

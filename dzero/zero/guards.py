@@ -1,6 +1,7 @@
 """What a model does not take once it is cut, noticed where it happens and said in one line.
 
 shard() of a model that is already cut           refused
+parameters tied by .data, modules added later    refused
 load_state_dict(assign=True)                     copied, with a warning; refused for parameters on meta
 a module of the root called outside its forward  refused unless a forward left its parameters gathered
 a unit that writes into an argument (dict, list)  refused where FSDP2 gave it a copy that it does not return
@@ -11,24 +12,53 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dzero.host import has_memory
+from dzero.zero.placed import local_of
 from dzero.zero.registered import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
 
 def refuse_cut(model: nn.Module) -> None:
-    """Raises ValueError for a model that `fully_shard` or `shard` has cut, or a module of it."""
+    """Raises ValueError for a model that `fully_shard` or `shard` has cut, or a module of it; and for parameters that
+    are tied by their memory alone."""
     cut = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if cut is not None:
         raise ValueError(
             f"{'module ' + cut if cut else 'the model'} is already cut by fully_shard() or shard(): call shard() once, "
             "on a whole model"
         )
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in model.named_parameters():
+        local = local_of(param)
+        if has_memory(local) and local.numel():
+            begin = local.data_ptr()
+            where = by_storage.setdefault(local.untyped_storage().data_ptr(), [])
+            where.append((begin, begin + local.nbytes, name))
+    for where in by_storage.values():
+        for (_, end, first), (begin, _, second) in pairwise(sorted(where)):
+            if begin < end:
+                raise ValueError(
+                    f"{first} and {second} lie in the same memory (tied by .data), which shards of their own would "
+                    "untie: let both modules have one parameter (second.weight = first.weight)"
+                )
+
+
+def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
+    """Raises RuntimeError for a model that has trained parameters besides those `known` to units."""
+    units = set(known)
+    for name, param in model.named_parameters():
+        if param.requires_grad and param not in units:
+            raise RuntimeError(
+                f"{name} is not one of the parameters that were sharded: a module was added or replaced after shard(), "
+                "and would be neither reduced nor updated. Do that before shard()"
+            )
 
 
 def copy_assigned(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ def recover(root: FSDPModule) -> None:
         group._training_state = type(group._training_state).POST_BACKWARD  # so the end of backward reduces none
         group._partial_reduce_output = None
     is_last, context.is_last_backward = context.is_last_backward, True
-    state._root_post_backward_final_callback()
+    type(state)._root_post_backward_final_callback(state)  # not ours, which reduces what was left (registered.py)
     context.is_last_backward, context.iter_forward_root = is_last, None
     for group in groups:
         group.reshard()

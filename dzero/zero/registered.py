@@ -7,8 +7,7 @@ So modules show
 
     from                                     until its end
     a unit's forward, or use in backward     gathered parameters; gathered anew where a shard was written since
-    the outermost forward, the unit's        shards, while what stays gathered waits for backward or the next forward
-    backward
+    the outermost forward, a backward        shards, while what stays gathered waits for backward or the next forward
 
 What autograd saved is not touched by that. Before each use the gathered parameters learn whether their shards were
 frozen meanwhile, and a parameter that was replaced, or whose `.data` was set (which a DTensor ignores), is refused. A
@@ -48,12 +47,15 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
             if roots:
                 group.post_forward = partial(shown.after_forward, group.post_forward)
                 group.pre_backward = partial(shown.before_backward, group.pre_backward)
-            if roots and stays:
-                group.post_backward = partial(shown.after_backward, group.post_backward)
         for module in map(as_module, unit.modules) if roots else ():
             is_root = any(module is root for root in roots)
             if stays or is_root:  # of the root in any case: forwards that raise leave units gathered
                 module.register_forward_hook(partial(_after_forward, unit, units, is_root), always_call=True)
+
+    # Of whichever unit a backward reaches first FSDP2 calls this one at its end.
+    for state in dict.fromkeys(map(state_of, [*roots, *(unit.modules[0] for unit in units)])) if roots else ():
+        end = partial(_end_backward, units, state._root_post_backward_final_callback, stays)
+        state._root_post_backward_final_callback = end
 
 
 def put_shards(units: Iterable[Unit]) -> None:
@@ -151,11 +153,28 @@ class _Shown:
             _put_gathered(self._group)
         run(*args)
 
-    def after_backward(self, run: Callable[..., Any], *args: Any) -> None:
-        """Show the shards again, where the gathered parameters stay; FSDP2's `post_backward`."""
-        run(*args)
-        if not self._group.is_sharded:
-            _put(self._group)
+
+def _end_backward(units: list[Unit], run: Callable[[], None], stays: bool) -> None:
+    """FSDP2's end of a backward: reduce first what autograd left after a unit's reduction, and show shards at last.
+
+    That is left where a function of a weight is older than the forward that goes backward: a cast in the cache of
+    autocast, a parametrization in `cached()`. FSDP2 would leave it to the next backward, or forget it.
+    """
+    for unit in units:
+        for group in groups_of(unit.modules[0]):
+            if group.reduce_grads and group._training_state.name == "POST_BACKWARD" and _has_gradient(group):
+                group.post_backward()
+    run()
+    if stays:
+        put_shards(units)
+
+
+def _has_gradient(group: Any) -> bool:
+    """Whether there is a whole gradient of any parameter."""
+    return any(
+        (param := held.__dict__.get("_unsharded_param")) is not None and param.grad is not None
+        for held in group.fsdp_params
+    )
 
 
 def _unless_changed(

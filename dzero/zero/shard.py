@@ -47,7 +47,7 @@ from dzero.zero.late import collect, has_failed, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.older import follow_outputs, recover
-from dzero.zero.partial_numbers import refuse_partial_numbers
+from dzero.zero.partial_numbers import watch_numbers
 from dzero.zero.refused import check_experts, check_splits, check_tables
 from dzero.zero.registered import drop_waiting, follow_shards
 from dzero.zero.scalars import Places, narrow_in_forward, widen
@@ -339,7 +339,9 @@ class _Sharder:
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
-        refuse_partial_numbers(self.model.parameters())
+        watch_numbers(self.model.parameters())
+        for unit in units:
+            unit.watch()
         return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:

@@ -161,9 +161,9 @@ class Unit:
         if self.carrier is not None and (carrier := self.carrier()) is not None:
             carrier.forget(self.shape.name)
 
-    def watch(self, owner: Owner) -> None:
-        """Notice from now on what is written into parameters, once `owner` has been synchronized."""
-        self.owner = weakref.ref(owner)
+    def watch(self, owner: Owner | None = None) -> None:
+        """Notice from now on what is written into parameters, once `owner`, if there is one, has been synchronized."""
+        self.owner = None if owner is None else weakref.ref(owner)
         for name, param in self.params.items():
             if name not in self.hosted and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))

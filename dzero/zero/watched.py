@@ -61,10 +61,11 @@ class WatchedTensor(torch.Tensor):
             changed = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
         for tensor in changed:
             tensor.open()
-        if not func.is_view:
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, cls):
-                    tensor.seen()
+        for tensor in tree_leaves((args, kwargs)):  # also before views: autograd takes amiss what is written after
+            if isinstance(tensor, cls):
+                tensor.seen()
+        if any(argument.is_out for argument in func._schema.arguments):
+            return _write_out(func, tree_map_only(cls, _plain, args), kwargs)
         out = func(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if func.is_view and isinstance(first := args[0], cls):
             return tree_map_only(torch.Tensor, lambda view: cls(view, first.use), out)
@@ -119,6 +120,27 @@ class WatchedTensor(torch.Tensor):
         """As of any tensor; whoever has the capsule may write into it."""
         self.open()
         return self.plain.__dlpack__(**options)
+
+
+def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that may give its `out=` another size, which memory that others refer to does not take."""
+    own = {name: value for name, value in kwargs.items() if isinstance(value, WatchedTensor)}
+    given = tree_map_only(WatchedTensor, _plain, kwargs)
+    scratch = {
+        argument.name: torch.empty_like(own[argument.name].plain)
+        for argument in func._schema.arguments
+        if argument.is_out and argument.name in own
+    }
+    func(*args, **{**given, **scratch})
+    for name, written_to in scratch.items():
+        if written_to.shape != own[name].shape:
+            raise RuntimeError(
+                f"{func} makes a tensor of shape {tuple(written_to.shape)}, but this rank's part is "
+                f"{tuple(own[name].shape)}: fill parameters before shard(), or copy_() a whole one into them"
+            )
+        own[name].plain.copy_(written_to)
+    outs = [own.get(argument.name, given[argument.name]) for argument in func._schema.arguments if argument.is_out]
+    return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _plain(tensor: WatchedTensor) -> torch.Tensor:

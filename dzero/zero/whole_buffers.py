@@ -41,6 +41,8 @@ class _Whole:
             held.to_sharded_dtensor = partial(self._as_grad, name, unit.params[name], held.to_sharded_dtensor)
 
     def __call__(self, *unused: Any) -> None:
+        if not self._group.reduce_grads and "_unsharded_param" not in self._group.fsdp_params[0].__dict__:
+            return  # never gathered so far, which FSDP2 takes amiss in bf16
         missing = self._fill() if self._group.reduce_grads else []
         for held in self._scalars if self._group.reduce_grads else ():
             widen_gradient(held)

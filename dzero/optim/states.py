@@ -1,0 +1,33 @@
+"""`optim.state` of ours: values may be read and written in place, entries stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+REPLACED = (
+    "optim.state shows the states that updates use; what is put in their place, or taken away, would be passed over: "
+    "write into them (optim.state[param][key].zero_()), or call load_state_dict()"
+)
+
+
+class Fixed(dict[Any, Any]):
+    """A dictionary whose entries stay. Raises RuntimeError where one is set or removed."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(REPLACED)
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+class States(Fixed):
+    """The states of each parameter, by key; as in torch, nothing of one that has none."""
+
+    def put(self, param: nn.Parameter, states: Mapping[str, Any]) -> None:
+        """Show `states` as those of `param`."""
+        dict.__setitem__(self, param, Fixed(states))
+
+    def __missing__(self, param: object) -> Fixed:
+        return Fixed()
