@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import linear, mse_loss
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import get_scheduler
@@ -177,6 +177,30 @@ class Recomputed(Net):
         return out
 
 
+class Memoising(Block):
+    """Keeps a function of a weight from one forward to the next, as the cache of autocast does."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.tanh(self.up.weight)
+        out: Tensor = x + self.down(linear(x, self.kept, self.up.bias))
+        return out
+
+
+class Memoised(Net):
+    """Its blocks forget what they keep when `forget` is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Memoising() for _ in range(3))
+
+    def forget(self) -> None:
+        for block in self.blocks:
+            block.kept = None
+
+
 @dataclass
 class Boxed:
     """What a unit returns."""
@@ -231,6 +255,7 @@ MODELS: dict[str, type[Net]] = {
         Scalars,
         InDataclass,
         Recomputed,
+        Memoised,
         Branch,
     )
 }
@@ -312,6 +337,16 @@ def two_forwards(training: Training, batches: list[Batch]) -> None:
     """One backward of two forwards."""
     for batch in batches:
         backward(training.loss(batch) + training.loss(batch, scale=2.0))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def two_forwards_kept(training: Training, batches: list[Batch]) -> None:
+    """The same in each microbatch."""
+    for index, batch in enumerate(batches):
+        own = training.sharded
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            backward(training.loss(batch) + training.loss(batch, scale=2.0))
     training.optim.step()
     training.optim.zero_grad()
 
@@ -614,6 +649,35 @@ def averaged_by_hand(training: Training, batches: list[Batch]) -> None:
                 param.copy_(average)
 
 
+def half_detached(training: Training, batches: list[Batch]) -> None:
+    """Two forwards of which one backward differentiates the second, which takes what the first one kept."""
+    model: Any = training.model
+    for index, batch in enumerate(batches):
+        own = training.sharded
+        with nullcontext() if own is None else own.microbatch(is_last=index == len(batches) - 1):
+            model.forget()
+            first = training.loss(batch)
+            backward((first.detach() + training.loss(batch, scale=2.0)) / len(batches))
+    training.optim.step()
+    training.optim.zero_grad()
+
+
+def penalised_whole(training: Training, batches: list[Batch]) -> None:
+    """A penalty on whole weights, read right after the step before."""
+    for param in training.model.parameters():
+        backward(0.01 * whole(param).square().sum())
+    accumulated(training, batches)
+
+
+def restarted(training: Training, batches: list[Batch]) -> None:
+    """Moments written in place right after the step, by way of `optim.state`."""
+    accumulated(training, batches)
+    for param in training.model.parameters():
+        training.optim.state[param]["exp_avg"].mul_(0.5)
+        if training.step == 1:
+            training.optim.state[param]["exp_avg_sq"].zero_()
+
+
 LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
     each.__name__: each
     for each in (
@@ -623,6 +687,7 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         last_outside,
         one_graph_twice,
         two_forwards,
+        two_forwards_kept,
         closure,
         frozen_for_a_while,
         group_added,
@@ -645,6 +710,9 @@ LOOPS: dict[str, Callable[[Training, list[Batch]], None]] = {
         reached_later,
         skipped_then_penalised,
         averaged_by_hand,
+        penalised_whole,
+        restarted,
+        half_detached,
     )
 }
 

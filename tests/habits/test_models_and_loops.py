@@ -11,7 +11,7 @@ from pool import Pool
 
 TOLERANCE = 1e-6
 STAGES = (0, 1, 2, 3)
-COMMON = [name for name in MODELS if name not in ("Net", "Branch")]
+COMMON = [name for name in MODELS if name not in ("Net", "Branch", "Memoised")]
 
 
 def check(
@@ -41,9 +41,20 @@ def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, micr
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("loop", [name for name in LOOPS if name not in ("plain", "reached_later")])
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name not in ("plain", "reached_later", "half_detached")])
 def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> None:
     check(pool, "Net", loop, ranks, 1 if loop == "closure" else 3, {})
+
+
+@pytest.mark.parametrize("tiers", [{}, HOST])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_autograd_delivers_after_a_units_reduction_counts(pool: Pool, ranks: int, tiers: dict[str, str]) -> None:
+    """A function of a weight that is older than the forward that goes backward, as a cast in the cache of autocast."""
+    check(pool, "Memoised", "half_detached", ranks, 3, tiers)
+
+
+def test_units_may_be_computed_again_for_several_uses_in_one_backward(pool: Pool) -> None:
+    check(pool, "Recomputed", "two_forwards_kept", 2, 3, {})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -80,6 +91,8 @@ def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
         ("Net", "evaluated"),
         ("Net", "changed_between"),
         ("Net", "raised"),
+        ("Net", "penalised_whole"),
+        ("Net", "restarted"),
     ],
 )
 def test_so_it_does_where_states_are_on_the_host(pool: Pool, model: str, loop: str) -> None:

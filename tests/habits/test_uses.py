@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 
 
 class Chosen(nn.Module):
@@ -650,3 +650,163 @@ def test_a_number_of_one_ranks_part_of_a_gradient_is_refused(pool: Pool, stage: 
                 assert "call .full_tensor() of it on all ranks before" in said
             else:
                 assert said == pytest.approx(true)
+
+
+def followed(rank: int, ranks: int, stage: int, host: bool) -> list[float]:
+    """The loss of a model without an optimizer, whose parameters follow those of one that is trained."""
+    states = dict.fromkeys(("grad", "master", "moments"), "host") if host else None
+    trained, follower = (sharded_of("Net", stage, offload=states) for _ in range(2))
+    return follow(trained.model, follower.model, AdamW(trained, **OPTIONS))  # type: ignore[arg-type]
+
+
+def follow(model: nn.Module, follower: nn.Module, optim: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            target = follower(x)
+        losses.append(float(target.square().sum()))
+        (model(x) - target.detach() - 1.0).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            for param, trained in zip(follower.parameters(), model.parameters(), strict=True):
+                param.lerp_(trained, 0.9)
+    return losses
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_without_optimizer_computes_with_what_was_written_into_it(pool: Pool, stage: int, host: bool) -> None:
+    """A target network or a teacher, which no optimizer of ours watches."""
+    model, follower = build("Net"), build("Net")
+    expected = follow(model, follower, torch.optim.AdamW(model.parameters(), **OPTIONS))  # type: ignore[arg-type]
+    for losses in pool.run(followed, 2, stage, host):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert len({round(loss, 3) for loss in expected}) == 3
+
+
+def reached_last(rank: int, ranks: int, stage: int, orders: list[tuple[int, ...]]) -> Tensor:
+    """The gradient of a block that only the last microbatch reaches, in bf16."""
+    sharded = shard(
+        build("Net"),
+        ZeroConfig(stage=stage),
+        mesh=make_mesh("cpu", replicate=ranks if stage == 0 else 1),
+        microbatches=len(orders),
+    )
+    model: Any = sharded.model
+    optim = AdamW(sharded)
+    for index, model.order in enumerate(orders):
+        with sharded.microbatch(is_last=index == len(orders) - 1):
+            model(torch.ones(2, 4, dtype=torch.bfloat16)).float().square().mean().backward()
+    assert optim.gradients is not None
+    return whole(model.blocks[1].up.weight.grad)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_last_microbatch_may_be_the_first_to_reach_a_unit(pool: Pool, stage: int) -> None:
+    for found, alone in zip(
+        pool.run(reached_last, 2, stage, [(0, 2), (0, 1, 2)]),
+        pool.run(reached_last, 2, stage, [(0, 1, 2)]),
+        strict=True,
+    ):
+        assert torch.equal(found, alone)
+        assert found.abs().max() > 0
+
+
+def passed_over(rank: int, ranks: int, how: str, host: bool) -> str:
+    """What is said of something that would be ignored."""
+    states = dict.fromkeys(("grad", "master", "moments"), "host") if host else None
+    sharded = sharded_of("Net", 3, offload=states)
+    model: Any = sharded.model
+    optim = AdamW(sharded)
+    weight = model.head.weight
+    backward = lambda: model(torch.ones(2, 4)).sum().backward()  # noqa: E731
+    backward()
+    try:
+        if how == "states cleared":
+            optim.state.clear()
+        elif how == "states replaced":
+            optim.state = {}  # type: ignore[assignment]
+        elif how == "a state replaced":
+            optim.state[weight]["exp_avg"] = torch.zeros(2, 8)
+        elif how == "data of a gradient":
+            weight.grad.data = weight.grad.detach() * 2
+            optim.step()
+        elif how == "a gradient kept":
+            kept = weight.grad
+            optim.step()
+            backward()
+            return "as it was" if not host and float(whole(kept.sum())) else str(whole(kept.sum()))
+        elif how == "a module replaced":
+            model.head = nn.Linear(8, 2)
+            del optim
+            AdamW(sharded)
+        elif how == "an out of another size":
+            nn.init.eye_(weight)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("states cleared", "optim.state shows the states that updates use"),
+        ("states replaced", "optim.state shows the states that updates use"),
+        ("a state replaced", "optim.state shows the states that updates use"),
+        ("data of a gradient", "head.weight.grad.data was set to another tensor"),
+        ("a gradient kept", "its gradient was used up by step()"),
+        ("a module replaced", "head.weight is not one of the parameters that were sharded"),
+        ("an out of another size", "makes a tensor of shape (2, 8)"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(pool: Pool, how: str, told: str, host: bool) -> None:
+    if how == "a gradient kept" and not host:
+        told = "as it was"
+    for said in pool.run(passed_over, 2, how, host):
+        assert told in said
+
+
+def test_parameters_tied_by_their_memory_are_refused(pool: Pool) -> None:
+    for said in pool.run(tied_by_memory, 1):
+        assert said.startswith("blocks.0.down.weight and blocks.0.up.weight lie in the same memory")
+
+
+def tied_by_memory(rank: int, ranks: int) -> str:
+    model: Any = build("Net")
+    model.blocks[0].down.weight.data = model.blocks[0].up.weight.data
+    with pytest.raises(ValueError, match="lie in the same memory") as told:
+        shard(model, ZeroConfig(stage=3))
+    return str(told.value)
+
+
+def loaded_alone(rank: int, ranks: int, host: bool) -> list[Tensor]:
+    """Parameters in bf16 after the optimizer's states alone were loaded, and a step."""
+    sharded = shard(
+        build("Net"),
+        ZeroConfig(stage=2),
+        offload=OffloadConfig(grad="host", master="host", moments="host") if host else None,
+    )
+    optim = AdamW(sharded, lr=0.03)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            sharded.model(torch.full((2, 4), 0.5 + step, dtype=torch.bfloat16)).float().square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+    train(2)
+    saved = copy.deepcopy(optim.state_dict())
+    train(3)
+    optim.load_state_dict(saved)
+    train(2)
+    optim.synchronize()
+    return [whole(param.detach()) for param in sharded.model.parameters()]
+
+
+def test_states_loaded_without_the_model_give_the_same_bits_on_every_tier(pool: Pool) -> None:
+    """As in torch the parameters stay; masters that are not theirs follow them."""
+    for device, host in zip(pool.run(loaded_alone, 2, False), pool.run(loaded_alone, 2, True), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(device, host, strict=True))
