@@ -246,7 +246,10 @@ def _words(path: Path) -> list[str]:
 
 def _status_bytes(path: Path, field: str) -> int | None:
     """A `field:  123 kB` line of a /proc file in bytes; None when the kernel does not tell."""
-    if not path.exists():
+    try:
+        with path.open("rb", buffering=0) as file:
+            text = file.read()
+    except OSError:
         return None
-    found = re.search(rf"^{field}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+    found = re.search(rb"^%b:\s+(\d+) kB$" % field.encode(), text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
