@@ -167,8 +167,10 @@ class HostShard(torch.Tensor):
         return _on_device(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a copy on the device."""
-        return _on_device(self).numpy(force=force)
+        """Return the elements of a copy on the device; read-only, for what is written there would be lost."""
+        array = _on_device(self).numpy(force=force)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """As of any tensor."""
