@@ -64,7 +64,6 @@ class Exact:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._pairs: dict[tuple[int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.reduce_scatter`."""
@@ -144,11 +143,8 @@ class Exact:
         slots = self.ranks * (1 if like.dtype == wire else 2)
         needed = 2 * slots * block * wire.itemsize
         if self._staging.numel() < needed or self._staging.device != like.device:
-            self._staging, self._pairs = torch.empty(needed, dtype=torch.uint8, device=like.device), {}
-        if (pair := self._pairs.get((slots, block, wire))) is None:
-            pair = self._staging[:needed].view(wire).view(2, slots, block).unbind()
-            self._pairs[slots, block, wire] = pair
-        return pair
+            self._staging = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        return self._staging[:needed].view(wire).view(2, slots, block).unbind()
 
 
 def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[dist.Work]:
