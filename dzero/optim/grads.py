@@ -62,7 +62,8 @@ class Gradients:
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
-        watch_numbers([], [] if parts is None else [parts])
+        if parts is not None:
+            watch_numbers([parts])
         self._units = _shared_with_others(sharded, owned, offload) or [
             UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
         ]

@@ -284,7 +284,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As any optimizer's; see `synchronize`."""
-        packed: dict[str, Any] = super().state_dict()
+        packed: dict[str, Any] = super().state_dict()  # reads `state`, which synchronizes
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
 

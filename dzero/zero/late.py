@@ -7,6 +7,7 @@ torch.distributed.pipelining does for the same purpose.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,16 @@ def has_failed(root: FSDPModule) -> bool:
     """Whether the last backward raised, and left FSDP2 in the middle of it; asked outside of any."""
     failed: bool = state_of(root)._state_ctx.post_backward_final_callback_queued
     return failed
+
+
+def unreduced(params: Iterable[Any]) -> list[Any]:
+    """Return those of FSDP2's parameters that have a gradient which is not reduced yet; one loop, run in every step."""
+    return [
+        held
+        for held in params
+        if held.unsharded_accumulated_grad is not None
+        or ((param := held.__dict__.get("_unsharded_param")) is not None and param.grad is not None)
+    ]
 
 
 def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:

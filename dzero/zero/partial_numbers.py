@@ -14,16 +14,15 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
-def watch_numbers(params: Iterable[nn.Parameter], meshes: Iterable[DeviceMesh] = ()) -> None:
-    """Do that from now on for DTensors on the meshes of `params`, and on `meshes`."""
-    _meshes.update([*meshes, *(param.device_mesh for param in params if isinstance(param, DTensor))])
+def watch_numbers(meshes: Iterable[DeviceMesh]) -> None:
+    """Do that from now on for DTensors on `meshes`."""
+    _meshes.update(meshes)
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.zero.late import groups_of, is_outermost, state_of
+from dzero.zero.late import groups_of, is_outermost, state_of, unreduced
 from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 
@@ -52,7 +52,7 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
             if stays or is_root:  # of the root in any case: forwards that raise leave units gathered
                 module.register_forward_hook(partial(_after_forward, unit, units, is_root), always_call=True)
 
-    # Of whichever unit a backward reaches first FSDP2 calls this one at its end.
+    # At the end of a backward FSDP2 calls this method of the unit that the backward reached first.
     for state in dict.fromkeys(map(state_of, [*roots, *(unit.modules[0] for unit in units)])) if roots else ():
         end = partial(_end_backward, units, state._root_post_backward_final_callback, stays)
         state._root_post_backward_final_callback = end
@@ -79,13 +79,7 @@ def put_gathered(unit: Unit) -> bool:
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
     """Forget whole gradients of `names` that wait for the last microbatch's, to be reduced with them."""
     for unit in units:
-        waiting = [
-            held
-            for group in groups_of(unit.modules[0])
-            for held in group.fsdp_params
-            if held.unsharded_accumulated_grad is not None
-            or ((param := held.__dict__.get("_unsharded_param")) is not None and param.grad is not None)
-        ]
+        waiting = [held for group in groups_of(unit.modules[0]) for held in unreduced(group.fsdp_params)]
         name_of = {param: name for name, param in unit.params.items()} if waiting else {}
         for held in waiting:
             if name_of.get(held.sharded_param) in names:
@@ -162,19 +156,12 @@ def _end_backward(units: list[Unit], run: Callable[[], None], stays: bool) -> No
     """
     for unit in units:
         for group in groups_of(unit.modules[0]):
-            if group.reduce_grads and group._training_state.name == "POST_BACKWARD" and _has_gradient(group):
+            is_reduced = group.reduce_grads and group._training_state.name == "POST_BACKWARD"
+            if is_reduced and unreduced(group.fsdp_params):
                 group.post_backward()
     run()
     if stays:
         put_shards(units)
-
-
-def _has_gradient(group: Any) -> bool:
-    """Whether there is a whole gradient of any parameter."""
-    return any(
-        (param := held.__dict__.get("_unsharded_param")) is not None and param.grad is not None
-        for held in group.fsdp_params
-    )
 
 
 def _unless_changed(

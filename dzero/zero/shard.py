@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.exchange import Exact, Exchange, Native
@@ -339,7 +340,7 @@ class _Sharder:
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
-        watch_numbers(self.model.parameters())
+        watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
         return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dzero.zero.late import groups_of
+from dzero.zero.late import groups_of, unreduced
 from dzero.zero.scalars import widen_gradient
 from dzero.zero.unit import Consumer, Unit
 
@@ -42,7 +42,7 @@ class _Whole:
 
     def __call__(self, *unused: Any) -> None:
         if not self._group.reduce_grads and "_unsharded_param" not in self._group.fsdp_params[0].__dict__:
-            return  # never gathered so far, which FSDP2 takes amiss in bf16
+            return  # never gathered so far: FSDP2 would look for a parameter that is not there
         missing = self._fill() if self._group.reduce_grads else []
         for held in self._scalars if self._group.reduce_grads else ():
             widen_gradient(held)
@@ -67,14 +67,10 @@ class _Whole:
 
     def _fill(self) -> list[str]:
         """Give zeros to the parameters without gradient, where others have one; return their names."""
-        missing = [
-            index
-            for index, held in enumerate(self._held)
-            if held.unsharded_accumulated_grad is None
-            and ((param := held.__dict__.get("_unsharded_param")) is None or param.grad is None)
-        ]
-        if not missing or len(missing) == len(self._held):
+        found = unreduced(self._held)
+        if not found or len(found) == len(self._held):
             return []
+        missing = [index for index, held in enumerate(self._held) if held not in found]
         waiting = any(held.unsharded_accumulated_grad is not None for held in self._held)
         for held in self._held if waiting else ():  # FSDP2 keeps those of earlier microbatches in the reduced dtype
             held.to_accumulated_grad_if_needed()
