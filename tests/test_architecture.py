@@ -14,7 +14,7 @@ PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
 errors output limits hardware kernel_cache host terminal scratch data models
-meeting degrees mesh stopping launch
+streams meeting degrees mesh stopping launch
 comm watch
 parallel
 zero
@@ -202,9 +202,20 @@ def test_fully_shard_and_its_switches_are_used_in_one_file() -> None:
 
 
 def test_streams_are_made_in_one_file() -> None:
-    makers = {f"torch.{module}{kind}" for module in ("", "cuda.") for kind in ("Stream", "Event")}
-    made = {module_of(path) for path in SOURCES for call in calls(path) if dotted(call.func) in makers}
-    assert made == {"dzero.offload.swap"}
+    """Everything about streams goes through dzero/streams.py, where tests/streams/ puts simulated ones."""
+    makers = {f"torch.{module}{kind}" for module in ("", "cuda.", "cpu.") for kind in ("Stream", "Event", "stream")}
+    methods = {"current_stream", "default_stream", "set_stream", "wait_stream", "wait_event", "record_stream"}
+    methods |= {"record_event", "ExternalStream"}
+    used = {
+        where(path, node)
+        for path in SOURCES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and module_of(path) != "dzero.streams"
+        and (dotted(node) in makers | {"torch.cuda.synchronize"} or node.attr in methods)
+        and not dotted(node).startswith("streams.")
+    }
+    assert used == set()
 
 
 def test_nothing_is_stored_on_a_parameter() -> None:

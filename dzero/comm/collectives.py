@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dzero import streams
 from dzero.comm.exchange import Exchange, all_gather_single
 from dzero.comm.ledger import Ledger
 from dzero.comm.spans import span
@@ -81,9 +82,9 @@ class UnshardParams(_Buffers):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
-        # On CUDA, FSDP2 orders its streams by an event recorded right after this call, unless it asked for a work.
+        # FSDP2 orders streams by an event recorded right after this call, unless it asked for a work.
         pending = _Works(f"wait {self._span}", works, self._ledger.trail)
-        if async_op or not output_tensor.is_cuda:
+        if async_op or not streams.exist(output_tensor.device):
             return pending
         pending.wait()
         return None

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dzero import streams
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
 
 ACTIVATIONS, PROCESS = "activations", "process"
@@ -85,11 +86,11 @@ def allocated_peak_bytes(run: Callable[[], object], device: torch.device) -> int
     the count, so for code that also does this it is an upper bound.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        streams.synchronize_device(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
-        torch.cuda.synchronize(device)
+        streams.synchronize_device(device)
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()

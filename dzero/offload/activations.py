@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dzero import streams
 from dzero.offload.pinned import ALIGNMENT_BYTES
 from dzero.offload.waiting_room import Seat, WaitingRoom
 from dzero.parallel.methods import wrap_method
@@ -147,11 +148,10 @@ class Activations:
         tensor = activation.source
         _check(activation.version_there if tensor is None else tensor._version, activation.version)
         if tensor is None:
-            self.room.wait(activation.seat)
+            self.room.follow(activation.seat)
             tensor, activation.arrived = activation.arrived, None
             assert tensor is not None
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            streams.record_stream(tensor)
         return tensor.view(saved.shape)
 
     def _fetch(self, activation: Activation) -> None:

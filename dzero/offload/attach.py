@@ -185,9 +185,9 @@ class Offload:
         self.staging.load("grad" if what == "grad" else "states", unit)
         self.swap.move(Key(Kind.FETCH, what, unit), moves)
 
-    def wait_brought(self, unit: str) -> None:
-        """Return when they are there."""
-        self.swap.wait(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
+    def follow_brought(self, unit: str) -> None:
+        """Let the current stream wait until they are there."""
+        self.swap.follow(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
 
     def put_back(self, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from dzero import streams
 from dzero.offload.places import Places
 from dzero.offload.schedule import Key, Kind
 from dzero.offload.staging import OnDisk, Staging
@@ -67,10 +68,9 @@ class Incoming:
         self._start(name)
         brought = self._ahead.pop(name)
         self._ahead.clear()  # wrong guesses
-        self._swap.wait(Key(Kind.FETCH, "param", name))
+        self._swap.follow(Key(Kind.FETCH, "param", name))
         for tensor in brought.values():
-            if tensor.is_cuda:  # allocated while another stream may have been current
-                tensor.record_stream(torch.cuda.current_stream())
+            streams.record_stream(tensor)  # allocated while another stream may have been current
         self._next[self._point] = name
         self._point = self._point[1], name, self._sharded.is_last
         if self._point not in self._in_vain:

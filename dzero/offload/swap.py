@@ -8,7 +8,8 @@ Why no copy meets freed or rewritten memory, under CUDA's caching allocator too:
                           was computed is there, and whoever read the destination has read it
     lifetime              the action holds its tensors until the lane has synchronised with the copy's end, so nobody
                           is given their memory while the GPU still uses it
-    the next user         waits for the action itself, on the host, hence for a copy that has ended
+    the next user         on the host waits for the action itself (`wait`), hence for a copy that has ended; on a stream
+                          (`follow`) for the event behind the copy, and the host goes on as soon as that is recorded
 On the CPU the "device" is ordinary memory and the same actions are copies between two places of it.
 """
 
@@ -20,11 +21,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
+from dzero import streams
 from dzero.comm.spans import span
 from dzero.errors import RunError
 from dzero.offload.pinned import Arena, Lease, Phase
@@ -82,7 +85,7 @@ class Swap:
     """
 
     def __init__(self, schedule: Schedule, arena: Arena, device: torch.device) -> None:
-        self.schedule, self.device = schedule, device
+        self.schedule, self.device = schedule, streams.this_device(device)
         self.leases: dict[str, Lease] = {
             slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
         }
@@ -91,6 +94,7 @@ class Swap:
         self._counting = Lock()
         self.before: Callable[[Key], None] | None = None
         self._last: dict[Key, Future[Any]] = {}
+        self._enqueued: dict[Key, Future[streams.Event]] = {}
         self._users: dict[str, Future[Any]] = {}
         self._chains: weakref.WeakKeyDictionary[Future[Any], Chain] = weakref.WeakKeyDictionary()
         self._tails: dict[str, Chain] = {}
@@ -135,9 +139,12 @@ class Swap:
         At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
         """
         lane = self._lanes[key.lane]
-        ready = lane.ready()
+        ready, enqueued = lane.ready(), Future[streams.Event]()
         self._count(key.lane, LaneUse(moved_bytes=sum(source.nbytes for _, source in moves)))
-        future = self._start(key, lambda: lane.copy(moves, ready))
+        future = self._start(key, lambda: lane.copy(moves, ready, enqueued))
+        if lane.has_stream:
+            future.add_done_callback(partial(_pass_failure, enqueued))
+            self._enqueued[key] = enqueued
         if key.kind is Kind.EVICT:
             self._leaving.append(future)
             while len(self._leaving) > LEAVING:
@@ -169,6 +176,7 @@ class Swap:
             future.result()  # raises what made it fail: nothing runs on what never came
         began = time.perf_counter()
         longest = max((each for each in before if each), key=lambda each: each[-1].ended, default=[])
+        chain += [*longest[1 - CHAIN_SPANS :], Span(action.key.lane, began, began)]
         leases = [self.leases[slot] for slot in action.slots if slot in self.leases]
         phase = PHASES.get(action.key.kind, Phase.COMPUTING)
         for lease in leases:
@@ -184,29 +192,44 @@ class Swap:
             raise kind(f"{action.key} failed: {error}") from error
         finally:
             self._leave(action.key.lane)
-            chain += [*longest[1 - CHAIN_SPANS :], Span(action.key.lane, began, time.perf_counter())]
+            chain[-1] = Span(action.key.lane, began, time.perf_counter())
             for lease in leases:
                 lease.enter(Phase.HELD)
 
     def wait(self, *keys: Key) -> None:
         """Until the last started action of each key has ended; at once for one that never was. Raises OffloadError."""
         for key in keys:
-            future = self._last.get(key)
-            if future is None:
-                continue
-            if future.done():
-                future.result()
-                continue
-            began = time.perf_counter()
-            with span(f"wait {key}"):
-                future.result()
-            for lane, waited_s in waited_for(self._chains[future], began, time.perf_counter()).items():
-                self._count(lane, LaneUse(waited_s=waited_s))
+            if (future := self._last.get(key)) is not None:
+                self._wait(key, future, future)
+
+    def follow(self, *keys: Key) -> None:
+        """Let the current stream wait for the last started copy of each key; without streams, as `wait`.
+
+        The host waits until the copy is enqueued: for what has to be loaded from disk before, and no longer.
+        """
+        for key in keys:
+            if (enqueued := self._enqueued.get(key)) is None:
+                self.wait(key)
+            else:
+                self._wait(key, self._last[key], enqueued)
+                streams.wait_event(enqueued.result(), self.device)
+
+    def _wait(self, key: Key, future: Future[Any], until: Future[Any]) -> None:
+        """Return when `until` has ended, which comes with `future`, the action's end, or before it."""
+        if until.done():
+            until.result()
+            return
+        began = time.perf_counter()
+        with span(f"wait {key}"):
+            until.result()
+        for lane, waited_s in waited_for(self._chains[future], began, time.perf_counter()).items():
+            self._count(lane, LaneUse(waited_s=waited_s))
 
     def drain(self) -> None:
         """Until everything that was started has ended. Raises OffloadError, also later, for what failed."""
         self.wait(*self._last)
         self._last.clear()
+        self._enqueued.clear()
         self._users.clear()
         self._leaving.clear()
 
@@ -240,29 +263,41 @@ class Swap:
 
 
 class _Lane:
-    """A thread or several, and on CUDA one stream."""
+    """A thread or several, and where copies run on streams, one of its own."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
-        copies = device.type == "cuda" and name in (Kind.FETCH, Kind.EVICT)
-        self._stream: Any = torch.cuda.Stream(device) if copies else None  # type: ignore[no-untyped-call]
+        self._stream = streams.new_stream(device) if name in (Kind.FETCH, Kind.EVICT) else None
         at_once = AT_ONCE.get(Kind(name.split(" ")[0]), 1)
-        self.thread = ThreadPoolExecutor(at_once, thread_name_prefix=f"offload {name}")
+        bind = partial(streams.set_device, device)
+        self.thread = ThreadPoolExecutor(at_once, thread_name_prefix=f"offload {name}", initializer=bind)
 
-    def ready(self) -> torch.cuda.Event | None:
-        """What the caller's stream has done so far."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+    @property
+    def has_stream(self) -> bool:
+        return self._stream is not None
 
-    def copy(self, moves: Sequence[Move], ready: torch.cuda.Event | None) -> None:
-        if self._stream is None or ready is None:
+    def ready(self) -> streams.Event:
+        """Return the event behind what the caller's stream was given so far."""
+        return streams.record_event(self._device) if self.has_stream else None
+
+    def copy(self, moves: Sequence[Move], ready: streams.Event, enqueued: Future[streams.Event]) -> None:
+        """Copy, once the caller's stream has come to `ready`; `enqueued` gets the event behind the copies."""
+        if not self.has_stream:
             copy_all(moves)
             return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
+        with streams.use_stream(self._stream, self._device):
+            streams.wait_event(ready, self._device)
             for destination, source in moves:
                 destination.copy_(source, non_blocking=True)
-            done = self._stream.record_event()
-        done.synchronize()
+            done = streams.record_event(self._device, sleeps=True)  # the cores are for updates on the host
+        enqueued.set_result(done)
+        streams.synchronize(done)
+
+
+def _pass_failure(enqueued: Future[streams.Event], action: Future[Any]) -> None:
+    """Let who waits for the event of an action that failed before it learn why."""
+    if not enqueued.done() and (error := action.exception()) is not None:
+        enqueued.set_exception(error)
 
 
 def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:

@@ -107,9 +107,9 @@ class WaitingRoom:
         self._load(seat)
         self._swap.move(_key(Kind.FETCH, seat.number), [(destination, self._on_host(seat, destination))])
 
-    def wait(self, seat: Seat) -> None:
-        """Until it has been fetched. Raises OffloadError for what failed on its way."""
-        self._swap.wait(_key(Kind.FETCH, seat.number))
+    def follow(self, seat: Seat) -> None:
+        """Let the current stream wait until it has been fetched. Raises OffloadError for what failed on its way."""
+        self._swap.follow(_key(Kind.FETCH, seat.number))
 
     def _load(self, seat: Seat) -> None:
         if self._held[seat.turn]() is not seat:

@@ -10,10 +10,9 @@ call t before the copy of call t + 1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from dzero import streams
 from dzero.host import Array
 
 RING = 2
@@ -29,12 +28,11 @@ class Staging:
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._hosts = [torch.empty(words, dtype=torch.int64, pin_memory=pinned) for _ in range(RING)]
+        self._hosts = [torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._copied: list[Any] = [None] * RING  # the event behind each buffer's last copy
+        self._copied: list[streams.Event] = [None] * RING  # behind each buffer's last copy
         self._device = torch.empty(words, dtype=torch.int64, device=device)
-        self._stream = torch.cuda.current_stream(device) if pinned else None
+        self._stream = streams.current_stream(self._device.device)
         self._turn = 0
 
     def send(self, *columns: Array) -> torch.Tensor:
@@ -45,28 +43,20 @@ class Staging:
             It is overwritten by the next call.
         """
         self._turn = (self._turn + 1) % RING
-        host, copied = self._hosts[self._turn], self._copied[self._turn]
-        if copied is not None:
-            copied.synchronize()
-        array, used = self._arrays[self._turn], 0
+        host, array, used = self._hosts[self._turn], self._arrays[self._turn], 0
+        streams.synchronize(self._copied[self._turn])
         for column in columns:
             array[used:].view(column.dtype)[: column.size] = column.reshape(-1)
             used += -(-column.nbytes // 8)
         self._follow_stream()
-        self._copied[self._turn] = _enqueue_copy(self._device[:used], host[:used])
+        self._device[:used].copy_(host[:used], non_blocking=True)
+        self._copied[self._turn] = streams.record_event(self._device.device)
         return self._device
 
     def _follow_stream(self) -> None:
         """Let a stream that takes over wait for the launches that read the device's buffer on the stream before."""
-        if self._stream is not None:
-            stream = torch.cuda.current_stream(self._device.device)
-            if self._stream != stream:
-                stream.wait_stream(self._stream)
-                self._device.record_stream(stream)  # freed early, its memory waits for this stream's launches as well
-                self._stream = stream
-
-
-def _enqueue_copy(target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
-    """Copy without waiting; return the event that tells when `source` has been read, None if it has been."""
-    target.copy_(source, non_blocking=True)
-    return torch.cuda.current_stream(target.device).record_event() if target.is_cuda else None
+        stream = streams.current_stream(self._device.device)
+        if self._stream != stream:
+            streams.wait_stream(self._stream, self._device.device)
+            streams.record_stream(self._device)  # freed early, its memory waits for this stream's launches as well
+            self._stream = stream

@@ -128,7 +128,7 @@ class TieredUpdates(Generic[States]):
         for index, unit in enumerate(units):
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
                 self._bring(coming, by_unit[coming])
-            self._offload.wait_brought(unit)
+            self._offload.follow_brought(unit)
             run(by_unit[unit])
             back = [(each.stored.flat(key), moved) for each in by_unit[unit] for key, moved in each.moved.items()]
             if back:

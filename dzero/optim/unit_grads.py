@@ -32,6 +32,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dzero import streams
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.grad_sums import SquareSums
@@ -259,7 +260,7 @@ class UnitGrads:
         for piece in added:
             # Freed here, `piece` would return to the stream that allocated it (FSDP2's reduce-scatter stream), which
             # may overwrite it before this stream has read it.
-            piece.record_stream(torch.cuda.current_stream())
+            streams.record_stream(piece)
 
     def _add_on_host(self, buffer: torch.Tensor, pieces: Named) -> None:
         first = {name: piece for name, piece in pieces.items() if name not in self.views}

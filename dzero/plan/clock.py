@@ -9,6 +9,8 @@ from statistics import median
 
 import torch
 
+from dzero import streams
+
 LEAST_ROUNDS, MOST_ROUNDS = 5, 1000
 
 
@@ -22,15 +24,9 @@ def median_of_rounds(do: Callable[[], object], device: torch.device, rounds: int
     """The median time of `rounds` calls, after one more."""
     times = []
     for _ in range(rounds + 1):
-        wait(device)
+        streams.synchronize_device(device)
         start = time.perf_counter()
         do()
-        wait(device)
+        streams.synchronize_device(device)
         times.append(time.perf_counter() - start)
     return median(times[1:])
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done all that it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

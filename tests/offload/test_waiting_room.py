@@ -39,7 +39,7 @@ def save(room: WaitingRoom, source: torch.Tensor) -> Seat:
 def fetch(room: WaitingRoom, seat: Seat, like: torch.Tensor) -> torch.Tensor:
     destination = torch.zeros_like(like)
     room.fetch(seat, destination)
-    room.wait(seat)
+    room.follow(seat)
     return destination
 
 
