@@ -12,8 +12,10 @@ a wait for what has ended already. Tests let a CPU have simulated streams by rep
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -91,8 +93,9 @@ def wait_stream(stream: Stream, device: torch.device) -> None:
         module.current_stream(device).wait_stream(stream)
 
 
-def synchronize(event: Event) -> None:
-    """Return when the device has come to `event`."""
+def synchronize(event: Event, holding: Iterable[torch.Tensor] = ()) -> None:
+    """Return when the device has come to `event`. `holding` is what the caller keeps from being freed until then."""
+    del holding  # named for the reader, and for tests that leave it out
     if event is not None:
         event.synchronize()
 
@@ -113,3 +116,43 @@ def record_stream(tensor: torch.Tensor) -> None:
     module = device_module(tensor.device)
     if module is not None:
         tensor.record_stream(module.current_stream(tensor.device))
+
+
+class Loan(NamedTuple):
+    """A tensor made on stream `home`, and the event on another stream behind what reads it there."""
+
+    tensor: torch.Tensor
+    event: Event
+    home: Stream
+
+
+class Loans:
+    """Tensors that are held until the stream they were made on has waited for those who read them on another.
+
+    Freed before, their memory would go to the next tensor of that stream, which may be written while they are read. As
+    FSDP2 does with its own buffers, that stream is made to wait, so that it is known when memory comes back;
+    `record_stream` leaves that to when the host looks, and a host that runs ahead takes new memory each time. The last
+    loan is not waited for: what reads it runs beside what is made next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._home: Stream = None
+        self._loans: deque[Loan] = deque()
+
+    def make(self) -> None:
+        """Take back what is due, before a tensor is made on the current stream."""
+        if not exist(self._device):
+            return
+        self._home = current_stream(self._device)
+        while len(self._loans) > 1 and self._loans[0].home == self._home:
+            wait_event(self._loans.popleft().event, self._device)
+
+    def clear(self) -> None:
+        """Drop all loans, where the current stream, for which their home waits first, has waited for those who read."""
+        self._loans.clear()
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor, made after the last call of `make`, that the current stream was given work on."""
+        if exist(self._device):
+            self._loans.append(Loan(tensor, record_event(self._device), self._home))

@@ -93,12 +93,27 @@ class UnshardParams(_Buffers):
 class ReduceGrads(_Buffers):
     """Averages one unit's gradients [ranks * n] over the shard axis into this rank's part [n].
 
-    `wire` is the dtype of the payload; FSDP2's divide factor is 1, the division is done here, in fp32.
+    `wire` is the dtype of the payload; FSDP2's divide factor is 1, the division is done here, in fp32. loans: of the
+    parts, where others than their own stream read them.
     """
 
-    def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        unit: str,
+        exchange: Exchange,
+        axis: str,
+        wire: torch.dtype,
+        ledger: Ledger,
+        loans: streams.Loans | None = None,
+    ) -> None:
         self._span, self._unit, self._exchange, self._axis = f"reduce_scatter {unit}", unit, exchange, axis
-        self._wire, self._ledger = wire, ledger
+        self._wire, self._ledger, self._loans = wire, ledger, loans
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As FSDP2 asks: for the input, and then for the part, on the stream that reduces."""
+        if self._loans is not None:
+            self._loans.make()
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -216,12 +217,11 @@ class Swap:
 
     def _wait(self, key: Key, future: Future[Any], until: Future[Any]) -> None:
         """Return when `until` has ended, which comes with `future`, the action's end, or before it."""
-        if until.done():
+        began, had_ended = time.perf_counter(), until.done()
+        with nullcontext() if had_ended else span(f"wait {key}"):
             until.result()
+        if had_ended:
             return
-        began = time.perf_counter()
-        with span(f"wait {key}"):
-            until.result()
         for lane, waited_s in waited_for(self._chains[future], began, time.perf_counter()).items():
             self._count(lane, LaneUse(waited_s=waited_s))
 
@@ -291,7 +291,7 @@ class _Lane:
                 destination.copy_(source, non_blocking=True)
             done = streams.record_event(self._device, sleeps=True)  # the cores are for updates on the host
         enqueued.set_result(done)
-        streams.synchronize(done)
+        streams.synchronize(done, holding=[tensor for move in moves for tensor in move])
 
 
 def _pass_failure(enqueued: Future[streams.Event], action: Future[Any]) -> None:

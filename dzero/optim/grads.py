@@ -212,6 +212,7 @@ class Gradients:
         for unit in self._units:
             unit.clear(mine)
         self._is_complete = False
+        self._sharded.loans.clear()
         self._trail.end_step()
 
 

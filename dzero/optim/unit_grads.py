@@ -32,7 +32,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dzero import streams
 from dzero.offload.attach import Offload
 from dzero.optim import host_kernels
 from dzero.optim.grad_sums import SquareSums
@@ -180,6 +179,7 @@ class UnitGrads:
         else:
             self.phase = Phase.ARRIVING
             self._arrived(reduced, self._pieces)
+        self._sharded.loans.lend(reduced)
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
         """As `Consumer.shown`: of a gradient that stays where it was reduced."""
@@ -257,10 +257,6 @@ class UnitGrads:
                 self.sums.put(pieces, squares)
             return
         torch._foreach_add_(accs, added)
-        for piece in added:
-            # Freed here, `piece` would return to the stream that allocated it (FSDP2's reduce-scatter stream), which
-            # may overwrite it before this stream has read it.
-            streams.record_stream(piece)
 
     def _add_on_host(self, buffer: torch.Tensor, pieces: Named) -> None:
         first = {name: piece for name, piece in pieces.items() if name not in self.views}

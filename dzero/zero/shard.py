@@ -36,6 +36,7 @@ from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make
 from dzero.parallel.experts import ExpertParallel
 from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
+from dzero.streams import Loans
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
@@ -73,7 +74,8 @@ class Sharded:
 
     mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names. parts:
     of a pipeline that this rank has, each a root of FSDP2; None where it has the whole model. names: of the parameters
-    of all parts. `claims`: names of the parameters that each optimizer updates, by its gradients, as long as it lives.
+    of all parts. loans: of reduced buffers to the streams that read them. `claims`: names of the parameters that each
+    optimizer updates, by its gradients, as long as it lives.
     """
 
     def __init__(
@@ -84,9 +86,11 @@ class Sharded:
         model_groups: dict[str, dist.ProcessGroup],
         units: list[Unit],
         ledger: Ledger,
+        loans: Loans,
         parts: Parts | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
+        self.loans = loans
         self.model_groups, self.parts = model_groups, parts
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
         self.claims: WeakKeyDictionary[Claimant, frozenset[str]] = WeakKeyDictionary()
@@ -320,6 +324,7 @@ class _Sharder:
         if experts is not None:
             self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
         ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
+        self.loans = Loans(torch.device(mesh.device_type))
         self.values = Values(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
@@ -343,7 +348,9 @@ class _Sharder:
         watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
-        return Sharded(self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.parts)
+        return Sharded(
+            self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.parts
+        )
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
@@ -421,12 +428,12 @@ class _Sharder:
         if unit.params:
             module.set_all_reduce_hook(unit.deliver)
             reduce_whole(unit)
+        # FSDP2's abstract classes for these two are private; only their methods count.
+        reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger, self.loans)
+        module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         if unit.layout.shard > 1:
-            # FSDP2's abstract classes for these two are private; only their methods count.
             gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.arrive)
-            reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger)
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         else:

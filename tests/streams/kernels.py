@@ -1,0 +1,258 @@
+"""What a simulation patches beside streams: what touches memory, or orders threads, without an operator of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from clocks import Agent
+from memory import Space
+from operators import Operators, tensors_of
+from simulation import SimulatedStream, Simulation
+
+from dzero import streams
+from dzero.comm import exchange, host_sum
+from dzero.offload.disk import DiskStore
+from dzero.offload.pinned import Arena
+from dzero.offload.swap import Swap
+from dzero.optim import host_kernels
+from dzero.optim.update import AdamWUpdater
+
+COLLECTIVES = {
+    # name: (indices of what is written, of what is read)
+    "allreduce": ((0,), (0,)),
+    "broadcast": ((0,), (0,)),
+    "allgather": ((0,), (1,)),
+    "_allgather_base": ((0,), (1,)),
+    "all_gather_single": ((0,), (1,)),
+    "allgather_into_tensor_coalesced": ((0,), (1,)),
+    "reduce_scatter": ((0,), (1,)),
+    "_reduce_scatter_base": ((0,), (1,)),
+    "reduce_scatter_single": ((0,), (1,)),
+    "alltoall_base": ((0,), (1,)),
+    "all_to_all_single": ((0,), (1,)),
+    "alltoall": ((0,), (1,)),
+    "send": ((), (0,)),
+    "recv": ((0,), ()),
+}
+
+
+class SimulatedWork(dist.Work):
+    """A collective on its group's communication stream.
+
+    As with nccl it holds its tensors until it is waited for, which lets the current stream wait, not the host.
+    """
+
+    def __init__(self, simulation: Simulation, real: Any, stream: SimulatedStream | None, held: list[Any]) -> None:
+        super().__init__()
+        self._simulation, self._real, self._held = simulation, real, held
+        self._clock = None if stream is None else stream.now()
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._real is not None:
+            self._real.wait()
+        if self._clock is not None:
+            self._simulation.order(self._simulation.current, self._clock)
+        self._held = []
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._real is None or self._real.is_completed())
+
+
+def patches(simulation: Simulation) -> list[Any]:
+    """Return the patches, to be entered before the run."""
+    return [
+        *_memory(simulation),
+        *_kernels(simulation),
+        *_collectives(simulation),
+        *_threads(simulation),
+    ]
+
+
+def _memory(simulation: Simulation) -> list[Any]:
+    synchronize, lend = streams.synchronize, streams.Loans.lend
+
+    def lent(self: streams.Loans, tensor: torch.Tensor) -> None:
+        if not simulation.is_skipped("hold"):
+            lend(self, tensor)
+
+    def synchronized(event: Any, holding: Any = ()) -> None:
+        held = [simulation.block_of(tensor) for tensor in holding]
+        synchronize(event)
+        if simulation.is_skipped("hold"):
+            return
+        for block in held:
+            if block is not None:
+                agent = Agent("those who let go", block.let_go)
+                agent.join(simulation.thread.clock)
+
+    resize, to_list, to_cpu, init = torch.UntypedStorage.resize_, torch.Tensor.tolist, torch.Tensor.cpu, Arena.__init__
+
+    def resized(storage: torch.UntypedStorage, count: int) -> Any:
+        with simulation.lock:
+            simulation.memory.free(storage, simulation.clock_of_thread)
+            out = resize(storage, count)
+            if count:
+                simulation.made(storage, Space.DEVICE, "resize_")
+        return out
+
+    def record_stream(tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        block = simulation.block_of(tensor)
+        if not simulation.is_skipped("record_stream") and block is not None:
+            block.recorded.add(stream)
+
+    def waited(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        @wraps(read)
+        def waits(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) is torch.Tensor:
+                simulation.run("a copy to the host", [tensor], [], blocks=True)
+            return read(tensor, *args, **kwargs)
+
+        return waits
+
+    def arena(self: Arena, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self._memory.numel():
+            simulation.memory.add_arena(self._memory.data_ptr(), self._memory.numel())
+
+    return [
+        mock.patch.object(streams, "synchronize", synchronized),
+        mock.patch.object(streams.Loans, "lend", lent),
+        mock.patch.object(torch.UntypedStorage, "resize_", resized),
+        mock.patch.object(torch.Tensor, "record_stream", record_stream),
+        mock.patch.object(torch.Tensor, "tolist", waited(to_list)),
+        mock.patch.object(torch.Tensor, "cpu", waited(to_cpu)),
+        mock.patch.object(Arena, "__init__", arena),
+    ]
+
+
+def _kernels(simulation: Simulation) -> list[Any]:
+    accumulate, sum_squares, average = host_kernels.accumulate, host_kernels.sum_squares, host_sum.average
+    update, read, write = AdamWUpdater._update, DiskStore.read, DiskStore.write
+
+    def accumulated(accs: Any, grads: Any) -> torch.Tensor:
+        simulation.run("accumulate", [*grads], [*accs])
+        return accumulate(accs, grads)
+
+    def summed(grads: Any) -> torch.Tensor:
+        simulation.run("sum_squares", [*grads], [])
+        return sum_squares(grads)
+
+    def averaged(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, rank: int) -> None:
+        others = [each for index, each in enumerate(incoming[:, : mine.numel()]) if index != rank]
+        simulation.run("average", [mine, *others], [output])
+        average(output, mine, incoming, rank)
+
+    def updated(self: Any, updates: Any) -> None:
+        states = [
+            tensor
+            for each in updates
+            for tensor in (each.states.work, each.states.master, each.states.remainder, each.states.m, each.states.v)
+            if tensor is not None
+        ]
+        simulation.run("adamw", [each.grad for each in updates], states)
+        update(self, updates)
+
+    def loaded(self: Any, name: str, buffer: Any) -> Any:
+        if isinstance(buffer, torch.Tensor):
+            simulation.run(f"load {name}", [], [buffer])
+        return read(self, name, buffer)
+
+    def spilled(self: Any, name: str, buffer: Any) -> Any:
+        if isinstance(buffer, torch.Tensor):
+            simulation.run(f"spill {name}", [buffer], [])
+        return write(self, name, buffer)
+
+    return [
+        mock.patch.object(host_kernels, "accumulate", accumulated),
+        mock.patch.object(host_kernels, "sum_squares", summed),
+        mock.patch.object(host_sum, "average", averaged),
+        mock.patch.object(AdamWUpdater, "_update", updated),
+        mock.patch.object(DiskStore, "read", loaded),
+        mock.patch.object(DiskStore, "write", spilled),
+    ]
+
+
+def _collectives(simulation: Simulation) -> list[Any]:
+    found = []
+    for name, (written, read) in COLLECTIVES.items():
+        real = getattr(dist.ProcessGroup, name, None)
+        if real is None:
+            continue
+        noted = _noted(simulation, name, real, written, read)
+        found.append(mock.patch.object(dist.ProcessGroup, name, noted))
+        aliases = [alias for alias in ("_all_gather", "_reduce_scatter") if getattr(exchange, alias) is real]
+        found += [mock.patch.object(exchange, alias, noted) for alias in aliases]
+    return found
+
+
+def _noted(
+    simulation: Simulation, name: str, real: Callable[..., Any], written: tuple[int, ...], read: tuple[int, ...]
+) -> Callable[..., Any]:
+    @wraps(real)
+    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        options = [each for each in (*args, *kwargs.values()) if hasattr(each, "asyncOp")]
+        on_current = any(not each.asyncOp for each in options)
+        reads, writes = (tensors_of(args[index] for index in some) for some in (read, written))
+        stream = None if on_current else simulation.communication(group.group_name)
+        with simulation.lock:
+            if stream is not None:
+                stream.join(simulation.current.clock)
+            simulation.run(name, reads, writes, on=stream)
+        work = real(group, *args, **kwargs)
+        if on_current and work is not None:
+            work.wait()
+        return SimulatedWork(simulation, work, stream, [*reads, *writes])
+
+    return noted
+
+
+def _threads(simulation: Simulation) -> list[Any]:
+    submit, result = ThreadPoolExecutor.submit, Future.result
+    set_result, set_exception = Future.set_result, Future.set_exception
+
+    def submitted(self: ThreadPoolExecutor, do: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        known = simulation.clock_of_thread()
+
+        def task() -> Any:
+            simulation.thread.join(known)
+            with simulation.as_pool(), Operators(simulation):
+                return do(*args, **kwargs)
+
+        return submit(self, task)
+
+    def told(setter: Callable[..., None]) -> Callable[..., None]:
+        @wraps(setter)
+        def setting(self: Any, value: Any) -> None:
+            self.known = simulation.clock_of_thread()
+            setter(self, value)
+
+        return setting
+
+    def taken(self: Any, timeout: float | None = None) -> Any:
+        try:
+            return result(self, timeout)
+        finally:
+            simulation.order(simulation.thread, getattr(self, "known", {}))
+
+    def through(wait: Callable[..., None]) -> Callable[..., None]:
+        @wraps(wait)
+        def waiting(self: Swap, *keys: Any) -> None:
+            with simulation.muted(simulation.is_skipped("wait")):
+                wait(self, *keys)
+
+        return waiting
+
+    return [
+        *(mock.patch.object(Swap, name, through(getattr(Swap, name))) for name in ("wait", "follow", "drain")),
+        mock.patch.object(ThreadPoolExecutor, "submit", submitted),
+        mock.patch.object(Future, "set_result", told(set_result)),
+        mock.patch.object(Future, "set_exception", told(set_exception)),
+        mock.patch.object(Future, "result", taken),
+    ]

@@ -1,0 +1,154 @@
+"""Memory as a device's caching allocator hands it out, and who touched which bytes of it.
+
+    born     on the stream that is current; may be a block that a tensor freed before on that stream, whichever its size
+    touched  every access is held against those before it that touch the same bytes
+    freed    may be handed out again on the stream that it was born on: at once, after what that stream was given so
+             far. Whoever touched it on another stream may not have come to it yet, unless
+                 that stream waited for it, or will have before the next owner touches it
+                 the thread that frees knows it (it waited on the host, hence the memory came back after)
+                 `record_stream` told the allocator to wait
+
+Host memory (an arena of page-locked memory, what threads of the host make) is handed out by the schedule, which is not
+modelled: its users wait for each other, or race.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import torch
+from clocks import Access, Agent, Clock, Race
+
+
+class Space(Enum):
+    """Where memory lies: which decides who touches it, and what a copy waits for."""
+
+    DEVICE = "the device"
+    PINNED = "page-locked host memory"
+    HOST = "pageable host memory"
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory [start, end). history: of accesses, those that a later one may still race with.
+
+    stream: where it was born. recorded: streams that the allocator waits for before it hands it out again. let_go: what
+    threads knew when they dropped references to it: it is freed by who drops the last one.
+    """
+
+    start: int
+    end: int
+    space: Space
+    name: str
+    stream: Agent | None = None
+    history: list[Access] = field(default_factory=list)
+    recorded: set[Agent] = field(default_factory=set)
+    let_go: Clock = field(default_factory=dict)
+
+
+class Memory:
+    """All memory that was seen. found: called with every race."""
+
+    def __init__(self, found: Callable[[Race], None]) -> None:
+        self._found = found
+        self._blocks: dict[int, Block] = {}
+        self._arenas: list[Block] = []
+        self._freed: dict[Agent, list[Access]] = {}
+        self._dead: deque[tuple[Block, Clock]] = deque()
+
+    def add_arena(self, start: int, count: int) -> None:
+        """Know `count` bytes from `start` on as page-locked host memory."""
+        self._arenas.append(Block(start, start + count, Space.PINNED, "an arena"))
+
+    def block_of(self, tensor: torch.Tensor, clock: Callable[[], Clock]) -> Block | None:
+        """Return the block that a tensor lies in, None where it has no bytes; clock: of the thread that frees it."""
+        storage = tensor.untyped_storage()
+        start, count = storage.data_ptr(), storage.nbytes()
+        if not count:
+            return None
+        for arena in self._arenas:
+            if arena.start <= start < arena.end:
+                return arena
+        self.bury()
+        if start not in self._blocks:
+            self._know(storage, Block(start, start + count, Space.DEVICE, "memory from before"), clock)
+        return self._blocks[start]
+
+    def bear(
+        self, storage: torch.UntypedStorage, space: Space, stream: Agent, name: str, clock: Callable[[], Clock]
+    ) -> None:
+        """Know new memory, which `stream` may have been handed from a tensor that was freed."""
+        start, count = storage.data_ptr(), storage.nbytes()
+        if not count:
+            return
+        self.bury()
+        block = Block(start, start + count, space, name)
+        if space is Space.DEVICE:
+            block.stream = stream
+            # What was not over when it was freed, and still is not: whoever touches the new memory has to wait for it.
+            waiting = [each for each in self._freed.get(stream, []) if not each.is_over(stream.clock)]
+            self._freed[stream] = waiting
+            block.history = [replace(each, start=block.start, end=block.end) for each in waiting]
+            count = stream.clock.get(stream, 0)
+            block.history.append(
+                Access(stream, count, block.start, block.end, True, "allocated", name, "what it freed")
+            )
+        self._know(storage, block, clock)
+
+    def _know(self, storage: torch.UntypedStorage, block: Block, clock: Callable[[], Clock]) -> None:
+        if (known := self._blocks.get(block.start)) is not None:
+            self._blocks.pop(known.start)
+        self._blocks[block.start] = block
+        weakref.finalize(storage, self._die, block, clock).atexit = False
+
+    def _die(self, block: Block, clock: Callable[[], Clock]) -> None:
+        """Called in any thread, in the middle of anything: noted, and worked on when memory is looked at next."""
+        known = Agent("who frees")
+        for each in (clock(), block.let_go, {stream: stream.clock.get(stream, 0) for stream in block.recorded}):
+            known.join(each)
+        self._dead.append((block, known.clock))
+
+    def free(self, storage: torch.UntypedStorage, clock: Callable[[], Clock]) -> None:
+        """Take memory back that a storage gives up while it lives on (`resize_(0)`)."""
+        if storage.nbytes() and (block := self._blocks.get(storage.data_ptr())) is not None:
+            self._die(block, clock)
+            self.bury()
+
+    def bury(self) -> None:
+        """Hand what was freed back to its stream."""
+        while self._dead:
+            block, known = self._dead.popleft()
+            if self._blocks.get(block.start) is not block:
+                continue
+            del self._blocks[block.start]
+            if (stream := block.stream) is None:
+                continue
+            waiting = self._freed.setdefault(stream, [])
+            for each in block.history:
+                if each.agent is not stream and not each.is_over(known) and not each.owner:
+                    waiting.append(replace(each, owner=block.name))
+
+    def touch(self, block: Block, access: Access, clock: Clock) -> None:
+        """Hold an access against those before it, and remember it."""
+        kept = []
+        for each in block.history:
+            over = each.is_over(clock)
+            if not over and each.agent is not access.agent and each.meets(access):
+                self._found(Race(each, access, block.name))
+            covered = access.start <= each.start and each.end <= access.end
+            if not (covered and (access.is_write or not each.is_write) and (over or each.agent is access.agent)):
+                kept.append(each)
+        block.history = [*kept, access]
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes [start, end) that a strided tensor lies in; of one with gaps, the gaps too."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()

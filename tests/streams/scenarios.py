@@ -1,0 +1,209 @@
+"""What runs on simulated streams: every stage, tier and overlap, and what happens between and beside steps.
+
+Loops call nothing that makes the host wait for the device: what happens to be over by then hides what is not ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nets
+import numpy as np
+import torch
+import torch.distributed as dist
+import training
+from frames import Site
+from loops import sharded_net
+from simulation import Simulation
+
+from dzero import AdamW, OffloadConfig, streams
+from dzero.optim import staging
+from dzero.optim.scaler import ScalerConfig
+from dzero.zero.offload_config import DiskConfig
+
+STEPS = 3
+HOST = {"grad": "host", "master": "host", "moments": "host"}
+DISK = {"grad": "disk", "master": "disk", "moments": "disk"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`run` on each of `ranks`, in a folder that they share."""
+
+    run: Callable[[Path], None]
+    ranks: int = 2
+
+
+def loop(
+    folder: Path,
+    *,
+    net: dict[str, Any] | None = None,
+    offload: dict[str, Any] | None = None,
+    between: Callable[[Any, Any], None] | None = None,
+    poisoned: int | None = None,
+    **optim: Any,
+) -> None:
+    """Train a net of nets.py for a few steps. between: called after each; poisoned: a step that is not finite."""
+    if offload is not None and "disk" in offload.values():
+        offload = {**offload, "disk": DiskConfig(paths=[str(folder)], block_bytes=8192)}
+    sharded = sharded_net(**(net or {}), offload=None if offload is None else OffloadConfig(**offload))
+    optimizer = AdamW(sharded, lr=1e-3, **optim)
+    layout = sharded.layout
+    drawn = nets.batches("even", steps=STEPS, ranks=layout.ranks, microbatches=layout.microbatches)
+    for step, of_step in enumerate(drawn):
+        batches = of_step[dist.get_rank()]
+        for index, batch in enumerate(batches):
+            with sharded.microbatch(is_last=index == len(batches) - 1):
+                loss = nets.loss_fn(sharded.model, batch) / len(batches)
+                if step == poisoned:
+                    loss = loss * float("nan")
+                optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        if between is not None:
+            between(sharded, optimizer)
+    optimizer.synchronize()
+
+
+def whole(folder: Path, *, settings: tuple[str, ...]) -> None:
+    """Train as train.py does."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    text = training.write_text(folder / f"text_{rank}.txt", words=2000)
+    words = [*settings, f"checkpoint.folder={folder / 'checkpoints'}", f"offload.disk.paths=[{folder}]"]
+    run = training.settled(text, f"launch.workers={ranks}", *(word for word in words if needed(word, settings)))
+    training.train(rank, ranks, run, folder)
+
+
+def needed(word: str, settings: tuple[str, ...]) -> bool:
+    """Return whether a folder has an effect beside `settings`."""
+    uses = {"checkpoint.folder": "checkpoint.every", "offload.disk.paths": "disk"}
+    key = word.split("=")[0]
+    return key not in uses or any(uses[key] in each or "infinity" in each for each in settings)
+
+
+def send_columns(folder: Path) -> None:
+    """Send columns to kernels of two streams that take turns, as a step on a GPU does."""
+    device = torch.device("cpu")
+    sender = staging.Staging(64, device)
+    sender._arrays = [Watched(host) for host in sender._hosts]  # type: ignore[misc]
+    other = streams.new_stream(device)
+    for turn in range(8):
+        with streams.use_stream(other if turn % 4 > 1 else None, device):
+            sender.send(np.arange(16)) + 0
+    with streams.use_stream(other, device):
+        sender.send(np.arange(16)) + 0
+    del sender
+    torch.empty(64, dtype=torch.int64).fill_(0)
+
+
+class Watched:
+    """The array of a page-locked buffer, whose writes a simulation sees."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host, self._array = host, host.numpy()
+        simulation = Simulation.now()
+        simulation.memory.add_arena(host.data_ptr(), host.nbytes)
+
+    def __getitem__(self, cut: slice) -> Any:
+        Simulation.now().run("columns", [], [self._host])
+        return self._array[cut]
+
+
+def read_states(sharded: Any, optimizer: Any) -> None:
+    """Take a state dict of everything, as a user does between steps."""
+    for each in (sharded.model.state_dict(), optimizer.state_dict()["state"]):
+        for value in each.values():
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    tensor + 0
+
+
+def edit_params(sharded: Any, optimizer: Any) -> None:
+    """Change every parameter by hand."""
+    with torch.no_grad():
+        for param in sharded.model.parameters():
+            param.mul_(0.99)
+
+
+def evaluate(sharded: Any, optimizer: Any) -> None:
+    """Run a forward without backward."""
+    with torch.no_grad():
+        sharded.model(torch.zeros(2, 8, dtype=torch.int64))
+
+
+def scenarios() -> dict[str, Scenario]:
+    """By name."""
+    found: dict[str, Scenario] = {}
+
+    def add(name: str, ranks: int = 2, **settings: Any) -> None:
+        found[name] = Scenario(partial(loop, **settings), ranks)
+
+    for stage in range(4):
+        for microbatches in (1, 2):
+            add(f"stage {stage}, M={microbatches}", net={"stage": stage, "microbatches": microbatches})
+    add("one rank", 1, net={"stage": 3, "microbatches": 2})
+    add("native", net={"stage": 3, "reduction": "native", "microbatches": 2})
+    add("hybrid", 4, net={"stage": 3, "replicate": 2})
+    add("hybrid, M=2", 4, net={"stage": 2, "replicate": 2, "microbatches": 2})
+    add("states over all", 4, net={"stage": 3, "replicate": 2, "states_over": "all"})
+    add("states over all, host", 4, net={"stage": 2, "replicate": 2, "states_over": "all"}, offload=HOST)
+    add("hpz", 4, net={"stage": 3, "reshard": 2})
+    for overlap in ("step", "forward", "backward", "delayed"):
+        add(f"host, {overlap}", net={"stage": 2}, offload={**HOST, "overlap": overlap})
+        add(f"host all, {overlap}", net={"stage": 3}, offload={**HOST, "param": "host", "overlap": overlap})
+    add("host, M=2", net={"stage": 2, "microbatches": 2}, offload=HOST)
+    add("host, one rank, M=2", 1, net={"stage": 2, "microbatches": 2}, offload=HOST)
+    add("host, stage 0", net={"stage": 0}, offload=HOST)
+    add("host, clipped after early updates", net={"stage": 2}, offload={**HOST, "overlap": "backward"}, max_norm=1e-3)
+    add("host, not finite", net={"stage": 2}, offload={**HOST, "overlap": "backward"}, poisoned=1)
+    add("moments on the host", net={"stage": 3}, offload={"moments": "host"})
+    add("masters on the host", net={"stage": 3}, offload={"master": "host"})
+    add("gradients on the host", net={"stage": 2, "microbatches": 2}, offload={"grad": "host"})
+    add("half of it on the host", net={"stage": 2}, offload={**HOST, "master_fraction": 0.5, "moments_fraction": 0.5})
+    add("disk", net={"stage": 3}, offload={**DISK, "param": "disk"})
+    add("disk, backward", net={"stage": 3}, offload={**DISK, "overlap": "backward"})
+    add("disk, M=2", net={"stage": 2, "microbatches": 2}, offload=DISK)
+    scaler = ScalerConfig(init=2.0**30, growth_interval=4, hysteresis=1)
+    add("fp16, skipped", net={"stage": 2, "param": "fp16"}, scaler=scaler)
+    add("states read between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=read_states)
+    add("parameters edited between steps", net={"stage": 2}, offload=HOST, between=edit_params)
+    add("evaluation between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=evaluate)
+
+    found["columns of a step"] = Scenario(send_columns, 1)
+
+    def train(name: str, ranks: int, *settings: str) -> None:
+        found[name] = Scenario(partial(whole, settings=settings), ranks)
+
+    big = "model.hidden_size=64"  # so large that what blocks keep leaves the device
+    act = "train.sequence_tokens=64", "block.activation_checkpoint=full"
+    train("activations on the host", 2, "zero.stage=3", "offload.activations=host", big, *act)
+    train("activations on disk", 2, "zero.stage=3", "offload.activations=disk", big, *act)
+    train("everything off the device", 2, "zero.stage=3", "offload=infinity", "offload.activations=disk", big, *act)
+    train("checkpoints beside training", 2, "zero.stage=3", "offload=host", "checkpoint.every=1")
+    train("tensor parallel", 2, "mesh.tp=2", "model.kv_heads=2")
+    train("context parallel", 2, "mesh.cp=2")
+    train("pipeline", 2, "mesh.pp=2", "zero.stage=1", "train.accumulate=4")
+    train(
+        "zero bubble",
+        2,
+        "mesh.pp=2",
+        "mesh.pp_schedule=zero_bubble",
+        "model.layers=4",
+        "zero.stage=1",
+        "train.accumulate=4",
+    )
+    train("muon", 2, "optim.rule=muon", "zero.stage=2")
+    return found
+
+
+SCENARIOS = scenarios()
+
+
+def run(rank: int, ranks: int, name: str, folder: str, without: Site | None = None) -> tuple[list[str], list[Site]]:
+    """Return the races of one rank, and the waits that it came to."""
+    with Simulation(without).running() as simulation:
+        SCENARIOS[name].run(Path(folder))
+    return [str(race) for race in simulation.races.values()], sorted(simulation.sites)
