@@ -10,15 +10,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from clocks import Agent
+from clocks import Access, Agent
+from frames import where_called
 from memory import Space
 from operators import Operators, tensors_of
 from simulation import SimulatedStream, Simulation
 
 from dzero import streams
 from dzero.comm import exchange, host_sum
-from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
+from dzero.offload.disk_transfer import Transfer
+from dzero.offload.pinned import Arena, Lease
 from dzero.offload.swap import Swap
 from dzero.optim import host_kernels
 from dzero.optim.update import AdamWUpdater
@@ -76,7 +77,7 @@ def patches(simulation: Simulation) -> list[Any]:
 
 
 def _memory(simulation: Simulation) -> list[Any]:
-    synchronize, lend = streams.synchronize, streams.Loans.lend
+    synchronize, lend, release = streams.synchronize, streams.Loans.lend, Lease.release
 
     def lent(self: streams.Loans, tensor: torch.Tensor) -> None:
         if not simulation.is_skipped("hold"):
@@ -85,10 +86,8 @@ def _memory(simulation: Simulation) -> list[Any]:
     def synchronized(event: Any, holding: Any = ()) -> None:
         held = [simulation.block_of(tensor) for tensor in holding]
         synchronize(event)
-        if simulation.is_skipped("hold"):
-            return
         for block in held:
-            if block is not None:
+            if block is not None and not simulation.is_skipped("hold"):
                 agent = Agent("those who let go", block.let_go)
                 agent.join(simulation.thread.clock)
 
@@ -116,6 +115,13 @@ def _memory(simulation: Simulation) -> list[Any]:
 
         return waits
 
+    def released(self: Lease) -> None:
+        with simulation.lock:
+            thread, start = simulation.thread, self.data.data_ptr()
+            access = Access(thread, thread.tick(), 0, 0, True, "given back", where_called())
+            simulation.memory.give_back(start, start + self.data.nbytes, access, thread.clock)
+        release(self)
+
     def arena(self: Arena, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self._memory.numel():
@@ -129,12 +135,13 @@ def _memory(simulation: Simulation) -> list[Any]:
         mock.patch.object(torch.Tensor, "tolist", waited(to_list)),
         mock.patch.object(torch.Tensor, "cpu", waited(to_cpu)),
         mock.patch.object(Arena, "__init__", arena),
+        mock.patch.object(Lease, "release", released),
     ]
 
 
 def _kernels(simulation: Simulation) -> list[Any]:
     accumulate, sum_squares, average = host_kernels.accumulate, host_kernels.sum_squares, host_sum.average
-    update, read, write = AdamWUpdater._update, DiskStore.read, DiskStore.write
+    update, transfer = AdamWUpdater._update, Transfer.run
 
     def accumulated(accs: Any, grads: Any) -> torch.Tensor:
         simulation.run("accumulate", [*grads], [*accs])
@@ -159,23 +166,27 @@ def _kernels(simulation: Simulation) -> list[Any]:
         simulation.run("adamw", [each.grad for each in updates], states)
         update(self, updates)
 
-    def loaded(self: Any, name: str, buffer: Any) -> Any:
-        if isinstance(buffer, torch.Tensor):
-            simulation.run(f"load {name}", [], [buffer])
-        return read(self, name, buffer)
+    def transferred(self: Any, work: Any) -> None:
+        """A block from or to the disk, by a thread of its own; the piece is over when all its blocks are."""
+        move, known = work.__self__, self.__dict__.setdefault("known", Agent("the blocks of a piece"))
+        memory = torch.from_numpy(move.data)
 
-    def spilled(self: Any, name: str, buffer: Any) -> Any:
-        if isinstance(buffer, torch.Tensor):
-            simulation.run(f"spill {name}", [buffer], [])
-        return write(self, name, buffer)
+        def run() -> None:
+            is_load = work.__name__ == "read"
+            simulation.run(f"{work.__name__} {move.piece}", [] if is_load else [memory], [memory] if is_load else [])
+            work()
+            with simulation.lock:
+                known.join(simulation.thread.clock)
+                simulation.thread.join(known.clock)
+
+        transfer(self, run)
 
     return [
         mock.patch.object(host_kernels, "accumulate", accumulated),
         mock.patch.object(host_kernels, "sum_squares", summed),
         mock.patch.object(host_sum, "average", averaged),
         mock.patch.object(AdamWUpdater, "_update", updated),
-        mock.patch.object(DiskStore, "read", loaded),
-        mock.patch.object(DiskStore, "write", spilled),
+        mock.patch.object(Transfer, "run", transferred),
     ]
 
 

@@ -78,6 +78,12 @@ class Memory:
             self._know(storage, Block(start, start + count, Space.DEVICE, "memory from before"), clock)
         return self._blocks[start]
 
+    def give_back(self, start: int, end: int, access: Access, clock: Clock) -> None:
+        """Note that page-locked memory is given back: whatever touched it must be over."""
+        for arena in self._arenas:
+            if arena.start <= start < arena.end:
+                self.touch(arena, replace(access, start=start, end=end), clock)
+
     def bear(
         self, storage: torch.UntypedStorage, space: Space, stream: Agent, name: str, clock: Callable[[], Clock]
     ) -> None:

@@ -46,13 +46,13 @@ class Operators(TorchDispatchMode):
         if name == GATHER_COPY_IN:
             reads, writes = list(args[0]), [out[0]]
         known = {tensor.untyped_storage().data_ptr() for tensor in (*reads, *writes)}
-        results = [*_tensors(out)]
+        results = [each for each in _tensors(out) if type(each) in PLAIN]
         fresh = [each for each in results if each.untyped_storage().data_ptr() not in known]
-        if results and not fresh and not writes:
-            return  # a view
         if func.namespace == "_c10d_functional":
             self._collective(name, args, reads, writes, fresh)
             return
+        if results and not fresh and not writes:
+            return  # a view
         for each in fresh:
             simulation.made(each.untyped_storage(), self._space(reads + writes), name)
         if name in NO_WORK:
@@ -84,6 +84,8 @@ class Operators(TorchDispatchMode):
         if name.endswith("wait_tensor"):
             simulation.wait_for_result(args[0])
             return
+        if name.endswith("_autograd"):
+            return  # wraps what another one made
         group = next((each for each in reversed(args) if isinstance(each, str)), "?")
         for each in fresh:
             simulation.made(each.untyped_storage(), Space.DEVICE, name)

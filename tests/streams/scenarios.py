@@ -21,9 +21,15 @@ from loops import sharded_net
 from simulation import Simulation
 
 from dzero import AdamW, OffloadConfig, streams
+from dzero.offload.activations import Activations
+from dzero.offload.pinned import Arena
+from dzero.offload.schedule import Schedule
+from dzero.offload.swap import Swap
+from dzero.offload.waiting_room import WaitingRoom
 from dzero.optim import staging
 from dzero.optim.scaler import ScalerConfig
 from dzero.zero.offload_config import DiskConfig
+from dzero.zero.placed import local_of
 
 STEPS = 3
 HOST = {"grad": "host", "master": "host", "moments": "host"}
@@ -43,11 +49,15 @@ def loop(
     *,
     net: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
+    before: Callable[[Any, Any], None] | None = None,
     between: Callable[[Any, Any], None] | None = None,
     poisoned: int | None = None,
     **optim: Any,
 ) -> None:
-    """Train a net of nets.py for a few steps. between: called after each; poisoned: a step that is not finite."""
+    """Train a net of nets.py for a few steps.
+
+    before, between: called before, and after, each. poisoned: a step that is not finite.
+    """
     if offload is not None and "disk" in offload.values():
         offload = {**offload, "disk": DiskConfig(paths=[str(folder)], block_bytes=8192)}
     sharded = sharded_net(**(net or {}), offload=None if offload is None else OffloadConfig(**offload))
@@ -62,6 +72,8 @@ def loop(
                 if step == poisoned:
                     loss = loss * float("nan")
                 optimizer.scale_loss(loss).backward()
+        if before is not None:
+            before(sharded, optimizer)
         optimizer.step()
         if between is not None:
             between(sharded, optimizer)
@@ -121,6 +133,49 @@ def read_states(sharded: Any, optimizer: Any) -> None:
                     tensor + 0
 
 
+def read_grads(sharded: Any, optimizer: Any) -> None:
+    """Look at every gradient, as a logger does."""
+    for param in sharded.model.parameters():
+        local_of(param.grad) + 0
+
+
+def gather_by_hand(sharded: Any, optimizer: Any) -> None:
+    """Gather every unit, and free it, on the stream that computes."""
+    for unit in sharded.units:
+        unit.modules[0].unshard()
+        torch.zeros(1000)
+    sharded.reshard()
+
+
+def two_streams(folder: Path) -> None:
+    """Save inputs of blocks that run on two streams by turns, of growing size, for backwards on the same."""
+    device = torch.device("cpu")
+    blocks = [Square() for _ in range(4)]
+    activations = Activations(WaitingRoom(Swap(Schedule(), Arena(0), device), pin=False), "cpu")
+    activations.attach(blocks)
+    queues = [streams.current_stream(device), streams.new_stream(device)]
+    for size in (2048, 4096, 2048):
+        made: list[torch.Tensor] = [torch.ones(size)]
+        for turn, block in enumerate(blocks):
+            with streams.use_stream(queues[turn % 2], device):
+                streams.wait_stream(queues[1 - turn % 2], device)
+                made.append(block(made[-1].detach().requires_grad_()))
+        grad = torch.ones(size)
+        for turn, out in reversed([*enumerate(made[1:])]):
+            with streams.use_stream(queues[turn % 2], device):
+                torch.zeros(size)  # of nobody else's concern
+                streams.wait_stream(queues[1 - turn % 2], device)
+                out.backward(grad)
+        streams.wait_stream(queues[1], device)
+
+
+class Square(torch.nn.Module):
+    """A block that keeps its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
 def edit_params(sharded: Any, optimizer: Any) -> None:
     """Change every parameter by hand."""
     with torch.no_grad():
@@ -172,6 +227,9 @@ def scenarios() -> dict[str, Scenario]:
     add("parameters edited between steps", net={"stage": 2}, offload=HOST, between=edit_params)
     add("evaluation between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=evaluate)
 
+    add("gradients read before steps", net={"stage": 2}, offload=HOST, before=read_grads)
+    add("gathered by hand", net={"stage": 3}, offload={**HOST, "param": "host"}, between=gather_by_hand)
+    found["activations of two streams"] = Scenario(two_streams, 1)
     found["columns of a step"] = Scenario(send_columns, 1)
 
     def train(name: str, ranks: int, *settings: str) -> None:

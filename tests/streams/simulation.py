@@ -163,10 +163,8 @@ class Simulation:
     @contextmanager
     def muted(self, yes: bool) -> Iterator[None]:
         """Leave out every wait inside, of this thread."""
-        before, self._local.is_muted = (
-            getattr(self._local, "is_muted", False),
-            yes or getattr(self._local, "is_muted", False),
-        )
+        before = getattr(self._local, "is_muted", False)
+        self._local.is_muted = before or yes
         try:
             yield
         finally:

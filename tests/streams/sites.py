@@ -16,6 +16,8 @@ KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 LOANS = {"lend": ("hold", "record"), "make": ("wait",)}
 METHODS = {"wait", "result"}
 OF_A_SWAP = {"wait", "follow", "drain"}
+OF_WORKS = {"pending", "coming"}
+"""Names of a `_Works` (comm/collectives.py), whose own waits are listed."""
 INDIRECT = {"optim/master.py"}
 """Files whose `wait` is another function of dzero/, which waits by calls that are listed."""
 
@@ -64,6 +66,8 @@ def _kinds(call: ast.Call) -> tuple[str, ...]:
     if not isinstance(function, ast.Attribute):
         return ()
     owner, name = ast.unparse(function.value), function.attr
+    if owner in OF_WORKS:
+        return ()
     if owner == "streams" and name in SEAM:
         holds = any(keyword.arg == "holding" for keyword in call.keywords)
         return ("wait", "hold") if holds else KINDS.get(name, ("wait",))
