@@ -25,10 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from dzero.zero.placed import written
+from dzero.zero.placed import local_of, written
 from dzero.zero.units import swap
 
 
@@ -253,8 +252,7 @@ def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str])
 
 def memory_of(param: torch.Tensor) -> HostMemory | None:
     """The host memory of a sharded parameter, None for one that lives on the device."""
-    with torch.no_grad():
-        local = param.to_local() if isinstance(param, DTensor) else param
+    local = local_of(param)
     return local.memory if isinstance(local, HostShard) else None
 
 

@@ -49,6 +49,7 @@ def loop(
     *,
     net: dict[str, Any] | None = None,
     offload: dict[str, Any] | None = None,
+    amid: Callable[[Any, Any], None] | None = None,
     before: Callable[[Any, Any], None] | None = None,
     between: Callable[[Any, Any], None] | None = None,
     poisoned: int | None = None,
@@ -56,7 +57,8 @@ def loop(
 ) -> None:
     """Train a net of nets.py for a few steps.
 
-    before, between: called before, and after, each. poisoned: a step that is not finite.
+    amid, before, between: called between forward and backward, before each step, and after it. poisoned: a step that
+    is not finite.
     """
     if offload is not None and "disk" in offload.values():
         offload = {**offload, "disk": DiskConfig(paths=[str(folder)], block_bytes=8192)}
@@ -69,6 +71,8 @@ def loop(
         for index, batch in enumerate(batches):
             with sharded.microbatch(is_last=index == len(batches) - 1):
                 loss = nets.loss_fn(sharded.model, batch) / len(batches)
+                if amid is not None:
+                    amid(sharded, optimizer)
                 if step == poisoned:
                     loss = loss * float("nan")
                 optimizer.scale_loss(loss).backward()
@@ -78,6 +82,17 @@ def loop(
         if between is not None:
             between(sharded, optimizer)
     optimizer.synchronize()
+
+
+def another_optimizer(folder: Path) -> None:
+    """Go on with a new optimizer while the old one's last updates are under way."""
+    sharded = sharded_net(stage=2, offload=OffloadConfig(**HOST))
+    for _ in range(2):
+        optimizer = AdamW(sharded, lr=1e-3)
+        for of_step in nets.batches("even", steps=2, ranks=2, microbatches=1):
+            nets.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()
+            optimizer.step()
+        del optimizer
 
 
 def whole(folder: Path, *, settings: tuple[str, ...]) -> None:
@@ -140,11 +155,16 @@ def read_grads(sharded: Any, optimizer: Any) -> None:
 
 
 def gather_by_hand(sharded: Any, optimizer: Any) -> None:
-    """Gather every unit, and free it, on the stream that computes."""
-    for unit in sharded.units:
+    """Gather every unit in the order of backward, and free it, on the stream that computes."""
+    for unit in reversed(sharded.units):
         unit.modules[0].unshard()
         torch.zeros(1000)
     sharded.reshard()
+
+
+def gather_ahead(sharded: Any, optimizer: Any) -> None:
+    """Begin to gather the unit that backward needs last, on the stream that computes."""
+    sharded.units[0].modules[0].unshard(async_op=True)
 
 
 def two_streams(folder: Path) -> None:
@@ -228,7 +248,11 @@ def scenarios() -> dict[str, Scenario]:
     add("evaluation between steps", net={"stage": 3}, offload={**HOST, "param": "host"}, between=evaluate)
 
     add("gradients read before steps", net={"stage": 2}, offload=HOST, before=read_grads)
-    add("gathered by hand", net={"stage": 3}, offload={**HOST, "param": "host"}, between=gather_by_hand)
+    for when in ("amid", "between"):
+        by_hand: dict[str, Any] = {when: gather_by_hand}
+        add(f"gathered by hand {when} steps", net={"stage": 3}, offload={**HOST, "param": "host"}, **by_hand)
+    add("gathered ahead by hand", net={"stage": 3}, offload={**HOST, "param": "host"}, amid=gather_ahead)
+    found["another optimizer"] = Scenario(another_optimizer)
     found["activations of two streams"] = Scenario(two_streams, 1)
     found["columns of a step"] = Scenario(send_columns, 1)
 
@@ -236,7 +260,7 @@ def scenarios() -> dict[str, Scenario]:
         found[name] = Scenario(partial(whole, settings=settings), ranks)
 
     big = "model.hidden_size=64"  # so large that what blocks keep leaves the device
-    act = "train.sequence_tokens=64", "block.activation_checkpoint=full"
+    act = "train.sequence_tokens=64", "block.activation_checkpoint=full", "model.layers=6"
     train("activations on the host", 2, "zero.stage=3", "offload.activations=host", big, *act)
     train("activations on disk", 2, "zero.stage=3", "offload.activations=disk", big, *act)
     train("everything off the device", 2, "zero.stage=3", "offload=infinity", "offload.activations=disk", big, *act)

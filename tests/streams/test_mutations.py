@@ -1,0 +1,37 @@
+"""Every wait of dzero/ is needed, and its absence noticed: left out alone, it makes a scenario race."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutations import CAUGHT, ORDERS_NOTHING
+from pool import Pool
+from scenarios import SCENARIOS, run
+from sites import calls
+
+FEW = {
+    "comm/exchange.py Exact._average: work.wait",
+    "offload/activations.py Activations._use: streams.record_stream",
+    "offload/swap.py _Lane.copy: streams.synchronize (hold)",
+    "optim/staging.py Staging.send: streams.synchronize",
+    "optim/unit_grads.py UnitGrads.receive: self._sharded.loans.lend (hold)",
+}
+"""One of each kind, for every run of the tests."""
+
+
+def test_the_table_names_every_wait_once() -> None:
+    """A new one belongs into it, with the scenario that notices its absence (or the reason why none can)."""
+    names = [call.name for call in calls()]
+    assert sorted(names) == sorted({*CAUGHT, *ORDERS_NOTHING})
+    assert CAUGHT.keys().isdisjoint(ORDERS_NOTHING)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in sorted(CAUGHT)]
+)
+def test_left_out_it_makes_a_race(pool: Pool, tmp_path: Path, name: str) -> None:
+    site = next(call.site for call in calls() if call.name == name)
+    scenario = CAUGHT[name]
+    told = pool.run(run, SCENARIOS[scenario].ranks, scenario, str(tmp_path), site)
+    assert any(races for races, _ in told)
