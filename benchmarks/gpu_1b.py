@@ -34,6 +34,8 @@ from dzero.parallel.config import BlockConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model" / "llama_1b.yaml"
 WARM_STEPS = 5
+SIZE = {True: "1.24 B parameters", False: "a tiny model"}
+"""What a GPU trains, and what a CPU."""
 UPDATE = "the optimizer's step"
 """The span of it in a trace."""
 
@@ -156,7 +158,7 @@ def _report(options: argparse.Namespace, outcomes: list[Outcome], ceilings: list
             ]
         )
     best = max(rows, key=lambda row: float(row[2]))
-    finding = f"1.24 B parameters: {best[0]} with compile {best[1]} is fastest, {best[2]} tokens/s, MFU {best[3]}, "
+    finding = f"{SIZE[device.on_gpu]}: {best[0]} with compile {best[1]} is fastest, {best[2]} tokens/s, MFU {best[3]}, "
     finding += f"{best[4]} of a matmul ceiling of {ceiling / 1e12:.0f} TFLOP/s"
     gpu = {"name": device.name, "peak_flops": peak, "matmul_flops": ceilings}
     sides = [vars(o) for o in outcomes]

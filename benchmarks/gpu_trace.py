@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from devices import Device
-from gpu_1b import UPDATE, llama_step
+from gpu_1b import SIZE, UPDATE, llama_step
 from gpu_findings import Findings
 from torch.profiler import ProfilerActivity, profile
 
@@ -53,7 +53,7 @@ def trace(device: Device, found: Findings, out: Path) -> None:
     figures["update"] = launched_in(events, UPDATE, on_gpu=device.on_gpu)
     found.note(steps=STEPS, **figures, trace_bytes=keep(plain))
     found.find(
-        f"1 B at stage 2 without compile: the device is busy {figures['busy_share']:.1%} of {STEPS} steps, "
+        f"{SIZE[device.on_gpu]}, stage 2, no compile: the device is busy {figures['busy_share']:.1%} of {STEPS} steps, "
         f"{figures['kernels'] / STEPS:.0f} kernels a step, {figures['update']['kernels'] / STEPS:.0f} of them in the "
         f"update, {figures['gaps_over_10us'] / STEPS:.0f} gaps over 10 us"
     )

@@ -16,7 +16,7 @@ ON_GPU = "launch.workers=1 zero.stage=3 train.steps=20 checkpoint.every=10"
 ON_CPU = (
     "launch.device=cpu launch.workers=1 zero.stage=3 train.steps=4 checkpoint.every=2 model.hidden_size=32 "
     "model.layers=2 model.heads=2 model.kv_heads=1 model.ffn_size=48 train.sequence_tokens=32 "
-    "train.microbatch_sequences=2 train.evaluate_batches=1 monitor.plan=false"
+    "train.microbatch_sequences=2 train.evaluate_batches=1"
 )
 ALWAYS = "monitor.log_every_steps=1 monitor.tensorboard=false"
 
@@ -44,11 +44,12 @@ def run(words: list[str], folder: Path, found: Findings, name: str) -> dict[str,
     line = [sys.executable, str(ROOT / "train.py"), *words, *ALWAYS.split()]
     ended = subprocess.run(line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(ended.stdout, flush=True)
-    logged = re.findall(r"^step=(\d+) loss=(\S+).*? tokens_per_s=(\S+)", ended.stdout, re.MULTILINE)
+    logged = re.findall(r"^step=(\d+) loss=(\S+)", ended.stdout, re.MULTILINE)
+    speeds = re.findall(r"^step=.* tokens_per_s=(\d+)", ended.stdout, re.MULTILINE)
     told = {
-        "steps": [int(step) for step, _, _ in logged],
-        "losses": [loss for _, loss, _ in logged],
-        "tokens_per_s": logged[-1][2] if logged else "",
+        "steps": [int(step) for step, _ in logged],
+        "losses": [loss for _, loss in logged],
+        "tokens_per_s": speeds[-1] if speeds else "unknown",
         "exit_code": ended.returncode,
     }
     found.note(**{name: {**told, "end": ended.stdout[-2000:]}})
