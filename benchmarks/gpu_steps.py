@@ -63,6 +63,12 @@ def _tests(device: Device, found: Findings, out: Path) -> None:
     tests(device, found)
 
 
+def _ranks(device: Device, found: Findings, out: Path) -> None:
+    from gpu_tests import ranks
+
+    ranks(device, found)
+
+
 def _syncs(device: Device, found: Findings, out: Path) -> None:
     from gpu_syncs import syncs
 
@@ -100,6 +106,7 @@ def _hang(device: Device, found: Findings, out: Path) -> None:
 STEPS = {
     "facts": Step("what the machine can do", 90, _facts),
     "tests": Step("which tests that need a GPU pass", 240, _tests),
+    "ranks": Step("whether four ranks on one card train as they should", 150, _ranks),
     "syncs": Step("where a step waits for the GPU", 90, _syncs),
     "profile": Step("how busy the GPU is", 120, _profile),
     "recompiles": Step("what is compiled again after the first step", 150, _recompiles),

@@ -1,7 +1,8 @@
-"""The tests that need a GPU, in one process, with what came of each kept as it comes."""
+"""The tests that need a GPU, with what came of each kept as it comes."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -14,17 +15,37 @@ from gpu_findings import Findings
 
 ROOT = Path(__file__).parent.parent
 TEST_S, MOST_FAILURES, TEXT_CHARS = 90, 40, 4000
-FIRST = ("test_adamw_kernel.py", "test_sums_kernel.py", "test_one_gpu.py")
-"""Of tests/gpu: what others build on. Those of four ranks come last, since one that hangs takes the others' time."""
-REHEARSED = ("tests/gpu/test_one_gpu.py", "tests/test_hardware.py")
+FIRST = ("test_adamw_kernel.py", "test_sums_kernel.py")
+"""Of tests/gpu: what all others build on."""
+RANKS = "test_four_ranks.py"
+"""The others' process would wait for them, should they hang: so they have one of their own."""
 
 
 def tests(device: Device, found: Findings) -> None:
-    """Run them. Raises SystemExit where one failed or none ran."""
+    """Run those of one rank. Raises SystemExit where one failed or none ran."""
     words = [*map(str, paths()), "-m", "gpu"]
     if not device.on_gpu:
-        found.stand_in(f"{REHEARSED[0]} skips itself, and {REHEARSED[1]} runs in place of the others")
-        words = [*(str(ROOT / path) for path in REHEARSED), "-m", "not slow"]
+        found.stand_in("tests/gpu/test_one_gpu.py skips itself, and tests/test_hardware.py runs in place of the others")
+        words = [
+            str(ROOT / "tests" / "gpu" / "test_one_gpu.py"),
+            str(ROOT / "tests" / "test_hardware.py"),
+            "-m",
+            "not slow",
+        ]
+    _run(words, found)
+
+
+def ranks(device: Device, found: Findings) -> None:
+    """Run those of four ranks on one GPU. Raises SystemExit where one failed or none ran."""
+    words = [str(ROOT / "tests" / "gpu" / RANKS), "-m", "gpu"]
+    if not device.on_gpu:
+        found.stand_in("four ranks of a staged group exchange CPU tensors, and train none")
+        words = [str(ROOT / "tests" / "gpu" / "test_staged_group.py"), "-k", "every_collective"]
+    _run(words, found)
+
+
+def _run(words: list[str], found: Findings) -> None:
+    os.chdir(ROOT)
     heard = Heard(found)
     words += [f"--rootdir={ROOT}", "-v", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={TEST_S + 30}"]
     code = pytest.main(words, plugins=[heard])
@@ -35,10 +56,10 @@ def tests(device: Device, found: Findings) -> None:
 
 
 def paths() -> list[Path]:
-    """Return the files with tests that need a GPU, in the order in which they run."""
+    """Return the files with tests that need a GPU, in the order in which they run; without those of four ranks."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    rank = {name: index for index, name in enumerate((*FIRST, "", "test_four_ranks.py"))}
-    return sorted(marked, key=lambda path: rank.get(path.name, len(FIRST)))
+    rank = {name: index for index, name in enumerate(FIRST)}
+    return sorted((path for path in marked if path.name != RANKS), key=lambda path: rank.get(path.name, len(FIRST)))
 
 
 class Heard:

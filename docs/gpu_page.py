@@ -31,7 +31,8 @@ class Question(NamedTuple):
 
 QUESTIONS = (
     Question("links, page-locking, memory and matrix products of the machine", "--only facts", SESSION, "facts"),
-    Question("the tests that need a GPU, four ranks on one card among them", "--only tests", SESSION, "tests"),
+    Question("the tests that need a GPU", "--only tests", SESSION, "tests"),
+    Question("the tests of four ranks on one GPU", "--only ranks", SESSION, "ranks"),
     Question("where a step waits for the GPU, by line", "--only syncs", SESSION, "syncs"),
     Question("how busy the GPU is, and what an update launches", "--only profile", SESSION, "profile"),
     Question("what is compiled again after the first step", "--only recompiles", SESSION, "recompiles"),

@@ -17,7 +17,19 @@ from processes import new_tag, tagged
 ROOT = Path(__file__).parents[1]
 SESSION = ROOT / "benchmarks" / "gpu_session.py"
 MOST_FILES, MOST_BYTES = 8, 16 << 20
-STEPS = ["facts", "tests", "syncs", "profile", "recompiles", "train", "gpu_1b", "gpu_offload", "gpu_plan", "gpu_sums"]
+STEPS = [
+    "facts",
+    "tests",
+    "ranks",
+    "syncs",
+    "profile",
+    "recompiles",
+    "train",
+    "gpu_1b",
+    "gpu_offload",
+    "gpu_plan",
+    "gpu_sums",
+]
 SECONDS = 600.0  # of a crowded machine; an idle one takes a minute
 
 
@@ -53,7 +65,7 @@ def test_a_rehearsal_runs_every_step_and_goes_on_past_one_that_fails_and_one_tha
     assert all(step["finding"] and step["stand_ins"] for step in session["steps"] if step["name"] in STEPS)
     assert {"link_gb_per_s", "pinning", "device_bytes_per_s", "bf16_matmul_flops"} <= found["facts"].keys()
     assert set(found["tests"]["counts"]) == {"passed", "skipped"}
-    assert found["tests"]["failures"] == []
+    assert found["tests"]["failures"] == found["ranks"]["failures"] == []
     lines = [line for case in found["syncs"]["syncs_by_line"].values() for line in case]
     assert lines
     assert all(line.startswith("dzero/") for line in lines)
