@@ -43,6 +43,7 @@ class Run:
 @contextmanager
 def staged_world(rank: int, ranks: int, rendezvous: str, device: torch.device) -> Iterator[None]:
     """Leave the pool's group for one whose tensors on `device` are staged; `rendezvous`: a file, new for each run."""
+    dist.barrier()  # a rank that left now would break the connections that others are still making
     dist.destroy_process_group()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -15,7 +15,9 @@ def test_every_collective_gives_what_gloo_gives(pool: Pool) -> None:
     assert pool.run(staged_cases.compare, RANKS) == [[]] * RANKS
 
 
-@pytest.mark.parametrize("run", [Run(0), Run(1, reduction="native"), Run(2, 2, tier="host"), Run(3, precision="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "run", [Run(0), Run(1, reduction="native"), Run(2, 2, tier="host"), Run(3, precision="bf16")], ids=str
+)
 def test_training_has_the_bits_of_the_oracle(pool: Pool, tmp_path: Path, run: Run) -> None:
     """What test_four_ranks.py runs on a GPU."""
     want = oracle(run)
