@@ -48,10 +48,13 @@ def trace(device: Device, found: Findings, out: Path) -> None:
     events = [event for event in json.loads(plain.read_text())["traceEvents"] if event.get("ph") == "X"]
     if not device.on_gpu:
         found.stand_in("operators on the CPU are counted as kernels")
+    found.note(steps=STEPS, trace_bytes=keep(plain))
     work = [event for event in events if event.get("cat") in (GPU_WORK if device.on_gpu else ("cpu_op",))]
+    if not work:
+        raise SystemExit("the profiler saw no work on the device: is it allowed to trace it (CUPTI)?")
     figures = busy(work)
     figures["update"] = launched_in(events, UPDATE, on_gpu=device.on_gpu)
-    found.note(steps=STEPS, **figures, trace_bytes=keep(plain))
+    found.note(**figures)
     found.find(
         f"{SIZE[device.on_gpu]}, stage 2, no compile: the device is busy {figures['busy_share']:.1%} of {STEPS} steps, "
         f"{figures['kernels'] / STEPS:.0f} kernels a step, {figures['update']['kernels'] / STEPS:.0f} of them in the "
@@ -111,10 +114,14 @@ def launched_in(events: Sequence[Event], span: str, *, on_gpu: bool) -> dict[str
 
     if on_gpu:
         launches = {
-            event["args"].get("correlation") for event in events if event.get("cat") in LAUNCHES and inside(event)
+            event.get("args", {}).get("correlation")
+            for event in events
+            if event.get("cat") in LAUNCHES and inside(event)
         }
         work = [
-            event for event in events if event.get("cat") in GPU_WORK and event["args"].get("correlation") in launches
+            event
+            for event in events
+            if event.get("cat") in GPU_WORK and event.get("args", {}).get("correlation") in launches
         ]
     else:
         work = [event for event in events if event.get("cat") == "cpu_op" and inside(event)]
