@@ -122,7 +122,10 @@ def session(options: argparse.Namespace, out: Path) -> Told:
                 except Ended as signalled:
                     over = str(signalled)
                     ended = {"outcome": f"ended by {over}", "seconds": 0.0}
-            told["steps"].append({"name": name, "question": step.question, **ended, **_found(name, Path(work))})
+            found = read(Path(work) / name / FINDINGS)
+            if not found["finding"]:  # what it said last, for want of a better
+                found["finding"] = next(iter(reversed(ended.get("end", "").split("\n")[:-1])), "")[:200]
+            told["steps"].append({"name": name, "question": step.question, **ended, **found})
             _collect(name, Path(work), out, told)
             last = told["steps"][-1]
             if last["outcome"] != "not reached":
@@ -188,10 +191,6 @@ def _append(whole: Path, name: str, log: Path) -> None:
     with whole.open("ab") as file:
         file.write(f"\n======== {name} ========\n".encode())
         file.write(log.read_bytes()[-LOG_BYTES:])
-
-
-def _found(name: str, work: Path) -> Told:
-    return read(work / name / FINDINGS)
 
 
 def _collect(name: str, work: Path, out: Path, told: Told) -> None:
