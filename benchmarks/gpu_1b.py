@@ -11,22 +11,21 @@ and after, so that a GPU that slows down when warm shows it. Needs CUDA.
 from __future__ import annotations
 
 import argparse
-import gc
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from devices import TINY, Device
 from omegaconf import OmegaConf
-from report import append_row, table, write_table
+from report import append_row, results_kept, table, write_table
+from torch.profiler import record_function
 
-from dzero import AdamW, ZeroConfig, shard
+from dzero import AdamW, ZeroConfig, make_mesh, shard
 from dzero.hardware import peak_flops
 from dzero.models.build import build, flops_per_token, materialiser
 from dzero.models.config import ModelConfig
@@ -35,6 +34,10 @@ from dzero.parallel.config import BlockConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model" / "llama_1b.yaml"
 WARM_STEPS = 5
+SIZE = {True: "1.24 B parameters", False: "a tiny model"}
+"""What a GPU trains, and what a CPU."""
+UPDATE = "the optimizer's step"
+"""The span of it in a trace."""
 
 
 @dataclass(frozen=True)
@@ -51,108 +54,95 @@ class Outcome:
 
 def main() -> None:
     options = _options()
-    if not torch.cuda.is_available():
-        raise SystemExit("gpu_1b.py measures a CUDA GPU and torch finds none here; on a CPU run step_time.py")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl",
-            init_method=f"file://{folder}/group",
-            rank=0,
-            world_size=1,
-            timeout=timedelta(minutes=5),
-            device_id=device,
-        )
-        try:
-            ceilings = [matmul_ceiling()]
-            combinations = [(stage, compiled) for stage in options.stages for compiled in (False, True)]
-            outcomes = [_train(stage, compiled, options) for stage, compiled in combinations]
-            ceilings.append(matmul_ceiling())
-        finally:
-            dist.destroy_process_group()
+    device = Device(options.device)
+    with device.group():
+        ceilings = [matmul_ceiling(device)]
+        combinations = [(stage, compiled) for stage in options.stages for compiled in options.compile]
+        outcomes = [_train(stage, compiled, options, device) for stage, compiled in combinations]
+        ceilings.append(matmul_ceiling(device))
     _report(options, outcomes, ceilings, device)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu tries the code, tiny")
     parser.add_argument("--samples", type=int, default=4, help="sequences per step")
     parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each combination")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 2, 3])
     parser.add_argument("--checkpoint", default="none", help="activation checkpointing: none, selective, full")
-    return parser.parse_args()
+    parser.add_argument("--compile", choices=["both", "on", "off"], default="both", help="blocks by torch.compile")
+    options = parser.parse_args()
+    options.compile = {"both": [False, True], "on": [True], "off": [False]}[options.compile]
+    if options.device == "cpu":
+        options.samples, options.tokens, options.steps, options.compile = 1, 32, 2, [False]
+    return options
 
 
-def matmul_ceiling(size: int = 8192, repeats: int = 50) -> float:
-    """FLOP/s of large square bf16 matmuls, the best this GPU does now."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+def matmul_ceiling(device: Device, repeats: int = 50) -> float:
+    """FLOP/s of large square bf16 matmuls, the best this device does now."""
+    size = 8192 if device.on_gpu else 128
+    a, b = (torch.randn(size, size, device=device.torch, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     for _ in range(10):
         torch.mm(a, b, out=out)
-    return 2 * size**3 / min(_timed(lambda: torch.mm(a, b, out=out)) for _ in range(repeats))
+    return 2 * size**3 / min(device.seconds(lambda: torch.mm(a, b, out=out)) for _ in range(repeats))
 
 
-def _timed(run: Callable[[], object]) -> float:
-    """Seconds of `run` on an idle GPU."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _train(stage: int, compiled: bool, options: argparse.Namespace) -> Outcome:
-    step, flops = _build(stage, compiled, options)
+def _train(stage: int, compiled: bool, options: argparse.Namespace, device: Device) -> Outcome:
+    step, flops = llama_step(device, options, stage, compiled)
     for _ in range(WARM_STEPS):
         step()
-    torch.cuda.reset_peak_memory_stats()
+    device.reset_peak()
     seconds, losses = [], []
     for _ in range(options.steps):
-        torch.cuda.synchronize()
+        device.synchronize()
         start = time.perf_counter()
         loss = step()
-        torch.cuda.synchronize()
+        device.synchronize()
         seconds.append(time.perf_counter() - start)
         losses.append(float(loss))
-    outcome = Outcome(stage, compiled, seconds, flops, losses, torch.cuda.max_memory_allocated())
+    outcome = Outcome(stage, compiled, seconds, flops, losses, device.peak_bytes())
+    ms = f"{median(seconds) * 1e3:.1f} ms a step"  # at once: a run that is cut off has told what it had
+    print(f"stage {stage}, compile {'on' if compiled else 'off'}: {ms}, loss {losses[-1]:.4f}", flush=True)
     del step, loss
     torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+    device.free()
     return outcome
 
 
-def _build(stage: int, compiled: bool, options: argparse.Namespace) -> tuple[Callable[[], torch.Tensor], float]:
-    """A step on random tokens (its time does not depend on them) and its model FLOPs."""
+def llama_step(
+    device: Device, options: argparse.Namespace, stage: int, compiled: bool
+) -> tuple[Callable[[], torch.Tensor], float]:
+    """Return a step on random tokens (its time does not depend on them) and its model FLOPs."""
     values = OmegaConf.to_container(OmegaConf.load(CONF))
     assert isinstance(values, dict)
-    config = ModelConfig(**{str(key): value for key, value in values.items()})
+    config = ModelConfig(**{str(key): value for key, value in values.items()}) if device.on_gpu else TINY
     model = build(config)
     flops = flops_per_token(model, options.tokens) * options.samples * options.tokens
-    apply_blocks(model, BlockConfig(activation_checkpoint=options.checkpoint, compile=compiled), "cuda")
-    fill = materialiser(config, model, seed=0, device=torch.device("cuda", 0))
-    sharded = shard(model, ZeroConfig(stage=stage), materialise=fill)
+    kind = device.torch.type
+    apply_blocks(model, BlockConfig(activation_checkpoint=options.checkpoint, compile=compiled), kind)
+    fill = materialiser(config, model, seed=0, device=device.torch)
+    sharded = shard(model, ZeroConfig(stage=stage), mesh=make_mesh(kind), materialise=fill)
     optimizer = AdamW(sharded, lr=1e-4)
-    generator = torch.Generator(device="cuda").manual_seed(0)
+    generator = torch.Generator(device=device.torch).manual_seed(0)
     shape = (options.samples, options.tokens + 1)
 
     def step() -> torch.Tensor:
-        batch = torch.randint(config.vocab_size or 0, shape, device="cuda", generator=generator)
+        batch = torch.randint(config.vocab_size or 0, shape, device=device.torch, generator=generator)
         logits = sharded.model(batch[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        with record_function(UPDATE):
+            optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
     return step, flops
 
 
-def _report(options: argparse.Namespace, outcomes: list[Outcome], ceilings: list[float], device: torch.device) -> None:
-    peak, ceiling = peak_flops(device, torch.bfloat16), max(ceilings)
-    gpu = {"name": torch.cuda.get_device_name(device), "peak_flops": peak, "matmul_flops": ceilings}
-    append_row("gpu_1b", {"config": vars(options), "gpu": gpu, "sides": [vars(o) for o in outcomes]})
+def _report(options: argparse.Namespace, outcomes: list[Outcome], ceilings: list[float], device: Device) -> None:
+    peak, ceiling = peak_flops(device.torch, torch.bfloat16), max(ceilings)
     rows = []
     for o in outcomes:
         speed = o.step_flops / median(o.step_s)
@@ -167,10 +157,17 @@ def _report(options: argparse.Namespace, outcomes: list[Outcome], ceilings: list
                 f"{o.losses[-1]:.4f}",
             ]
         )
+    best = max(rows, key=lambda row: float(row[2]))
+    finding = f"{SIZE[device.on_gpu]}: {best[0]} with compile {best[1]} is fastest, {best[2]} tokens/s, MFU {best[3]}, "
+    finding += f"{best[4]} of a matmul ceiling of {ceiling / 1e12:.0f} TFLOP/s"
+    gpu = {"name": device.name, "peak_flops": peak, "matmul_flops": ceilings}
+    sides = [vars(o) for o in outcomes]
+    append_row("gpu_1b", {"config": vars(options), "gpu": gpu, "finding": finding, "sides": sides})
     header = ["side", "compile", "tokens/s", "MFU", "of measured matmul", "peak GiB", "last loss"]
-    title = f"{gpu['name']}, matmul {ceiling / 1e12:.0f} TFLOP/s, {options.samples} x {options.tokens} tokens"
+    title = f"{device.name}, matmul {ceiling / 1e12:.0f} TFLOP/s, {options.samples} x {options.tokens} tokens"
     write_table("gpu_1b", f"{title}\n\n{table(header, rows)}")
 
 
 if __name__ == "__main__":
-    main()
+    with results_kept(sys.argv[1:]):
+        main()

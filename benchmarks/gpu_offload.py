@@ -24,23 +24,18 @@ moments) are 0.85 of HBM and DRAM together.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from statistics import median
 
-import report
 import torch
-import torch.distributed as dist
+from devices import TINY, Device
 from offload_largest import candidate, largest
 from offload_sides import SIDES, LeftOutError, Setting, Side
 from omegaconf import OmegaConf
-from report import append_row, plot_bars, table, write_table
+from report import append_row, plot_bars, results_kept, table, write_table
 from stats import ratio_of_medians
 from torch import Tensor
 from workload import CONF, Batches, Workload
@@ -52,30 +47,25 @@ from dzero.parallel.config import BlockConfig
 from dzero.zero.offload_config import DiskConfig
 
 GOAL, RESIDENT, PEER, BATCHES = 0.9, "dzero_resident", "fsdp2_cpu", 8
-TINY = ModelConfig(vocab_size=256, hidden_size=64, layers=2, heads=2, ffn_size=128)
 Series = dict[int, dict[str, dict[str, list[float]]]]
 """By samples, side and quantity: one number per turn, of `losses` one per step."""
 
 
 def main() -> None:
     options = _options()
-    on_cpu = options.device == "cpu"
-    if not on_cpu and not torch.cuda.is_available():
-        raise SystemExit("gpu_offload.py measures a CUDA GPU and torch finds none here; --device cpu tries the code")
     if options.largest and options.candidate is None:
-        with _results(temporary=on_cpu):
-            largest(options)
+        largest(options)
         return
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", 0)
+    device = Device(options.device)
     name = "llama_8b" if options.largest else "llama_1b"
-    config = TINY if on_cpu else replace(_model(name), vocab_size=options.vocab)
+    config = replace(_model(name), vocab_size=options.vocab) if device.on_gpu else TINY
     blocks = BlockConfig(activation_checkpoint=options.checkpoint, compile=options.compile)
-    with _group(device), _results(temporary=on_cpu), tempfile.TemporaryDirectory(dir=options.disk) as folder:
-        setting = Setting(config, device, blocks, options.max_norm, DiskConfig(paths=[folder]))
+    with device.group(), tempfile.TemporaryDirectory(dir=options.disk) as folder:
+        setting = Setting(config, device.torch, blocks, options.max_norm, DiskConfig(paths=[folder]))
         if options.largest:
             candidate(options, setting)
         else:
-            show(options, setting, *measure(options, setting))
+            show(options, setting, *measure(options, setting, device))
 
 
 def _options() -> argparse.Namespace:
@@ -111,31 +101,7 @@ def _model(name: str) -> ModelConfig:
     return ModelConfig(**{str(key): value for key, value in values.items()})
 
 
-@contextmanager
-def _results(*, temporary: bool) -> Iterator[None]:
-    """Where rows go: to benchmarks/results, or nowhere that stays."""
-    with tempfile.TemporaryDirectory() as folder:
-        if temporary:
-            report.RESULTS = Path(folder)
-        yield
-
-
-@contextmanager
-def _group(device: torch.device) -> Iterator[None]:
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend, bound = ("cpu:gloo,cuda:nccl", device) if on_gpu else ("gloo", None)
-    with tempfile.TemporaryDirectory() as folder:
-        at, timeout = f"file://{folder}/group", timedelta(minutes=5)
-        dist.init_process_group(backend, init_method=at, rank=0, world_size=1, timeout=timeout, device_id=bound)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def measure(options: argparse.Namespace, setting: Setting) -> tuple[Series, list[str]]:
+def measure(options: argparse.Namespace, setting: Setting, device: Device) -> tuple[Series, list[str]]:
     """Series, and notes: which sides are missing and why, and whether they were kept."""
     kept, note = _fits(options, setting)
     series: Series = {samples: {} for samples in options.samples}
@@ -160,7 +126,7 @@ def measure(options: argparse.Namespace, setting: Setting) -> tuple[Series, list
                     sides.pop(name, None)
                 notes.append(f"{name} left out: {(str(error) or repr(error)).splitlines()[0]}")
             del side
-            _free(setting.device)
+            device.free()
         print(f"round {done + 1}/{options.rounds}", flush=True)
     return series, notes
 
@@ -201,13 +167,6 @@ def _turn(side: Side, batches: list[Tensor], steps: int) -> dict[str, list[float
     return {**side.turn(batches, steps), "work_bytes": [float(torch.cuda.max_memory_allocated() - held)]}
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.accelerator.memory.empty_host_cache()
-
-
 def show(options: argparse.Namespace, setting: Setting, series: Series, notes: list[str]) -> None:
     """Row, table and plot."""
     rows, goals = [], []
@@ -237,7 +196,16 @@ def show(options: argparse.Namespace, setting: Setting, series: Series, notes: l
     gpu = torch.cuda.get_device_name(setting.device) if on_gpu else "cpu"
     memory = {"device": device_memory_bytes(setting.device), "host": host_memory_bytes()}
     facts = {"part": "speed", "config": vars(options), "params": elems, "gpu": gpu, "memory_bytes": memory}
-    append_row("gpu_offload", {**facts, "sides": series, "goals": goals, "notes": notes})
+    best = max(goals, key=lambda goal: float(goal["value"]), default=None)
+    finding = (
+        "no side of dzero ran on the host"
+        if best is None
+        else (
+            f"{elems / 1e9:.2f} B parameters: {best['side']} reaches {best['value']:.2f} of the resident speed with "
+            f"{best['tokens']} tokens a step; {sum(goal['met'] for goal in goals)} of {len(goals)} reach {GOAL}"
+        )
+    )
+    append_row("gpu_offload", {**facts, "finding": finding, "sides": series, "goals": goals, "notes": notes})
     title = f"{gpu}, {elems / 1e6:.0f} M parameters, bf16, clipped at {options.max_norm:g}"
     header = ["tokens", "side", "tokens/s", "step, ms", "over resident", f"over {PEER}", "host update, ms", "disk, ms"]
     header += ["waited, ms", "clipped", "device GiB beside states", "last loss", f"goal ≥ {GOAL}"]
@@ -246,4 +214,5 @@ def show(options: argparse.Namespace, setting: Setting, series: Series, notes: l
 
 
 if __name__ == "__main__":
-    main()
+    with results_kept(sys.argv[1:]):
+        main()

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -24,9 +26,9 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from devices import Device
 from omegaconf import OmegaConf
-from report import append_row, table, write_table
+from report import append_row, results_kept, table, write_table
 from torch import nn
 from workload import CONF, loss_of
 
@@ -48,6 +50,9 @@ BOUND, STEPS = 0.05, 5
 BLOCK = BlockConfig(activation_checkpoint="full", compile=False)
 HOST = OffloadConfig(grad="host", master="host", moments="host")
 SMALL = PrecisionConfig(master="remainder", moments="bf16")
+LEAST = Effort(
+    seconds=0.01, matrix=128, copy_bytes=1 << 20, tokens=256, update_elems=1 << 16, disk_bytes=1 << 20, rounds=1
+)
 TINY = ModelConfig(vocab_size=256, hidden_size=64, layers=3, heads=2, ffn_size=128)
 SEVEN = ModelConfig(vocab_size=32000, hidden_size=4096, layers=32, heads=32, ffn_size=11008)
 
@@ -70,43 +75,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tokens", type=int, default=2048, help="of the one sequence of a step")
+    parser.add_argument("--models", nargs="+", choices=("1b", "7b"), default=["1b", "7b"])
     options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("gpu_plan.py measures a CUDA GPU and torch finds none here; --device cpu tries the code")
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{folder}/group",
-            rank=0,
-            world_size=1,
-            timeout=timedelta(minutes=10),
-            device_id=device if device.type == "cuda" else None,
-        )
-        try:
-            figures = probe(device, folder, Effort() if device.type == "cuda" else Effort(seconds=0.01, matrix=256))
-            hardware = combine(key_of(1), [figures], disk_bytes=1 << 40).hardware
-            found = [(cell, answer(cell, options.tokens, device, hardware)) for cell in cells(device)]
-        finally:
-            dist.destroy_process_group()
-    text = report(found, hardware)
-    if device.type == "cpu":
-        print(text)
-        return
+    device = Device(options.device)
+    effort = Effort() if device.on_gpu else LEAST
+    found: list[tuple[Cell, dict[str, Any]]] = []
+    with device.group(timedelta(minutes=10)), tempfile.TemporaryDirectory() as folder:
+        figures = probe(device.torch, folder, effort)
+        hardware = combine(key_of(1), [figures], disk_bytes=1 << 40).hardware
+        for cell in cells(device.torch, options.models):
+            found.append((cell, answer(cell, options.tokens, device.torch, hardware)))
+            (peak, measured), device_s = found[-1][1]["peak"], found[-1][1]["step_s"][1]
+            print(f"{cell}: peak {peak / 1e9:.2f} for {measured / 1e9:.2f} GB, {device_s * 1e3:.0f} ms", flush=True)
+            device.free()
     rows = [{"cell": asdict(cell), **each} for cell, each in found]
-    append_row("gpu_plan", {"config": vars(options), "hardware": asdict(hardware), "cells": rows})
-    write_table("gpu_plan", text)
+    node = {"config": vars(options), "node": asdict(hardware)}
+    append_row("gpu_plan", {**node, "finding": within(found), "cells": rows})
+    write_table("gpu_plan", report(found, hardware))
 
 
-def cells(device: torch.device) -> list[Cell]:
-    """On a CPU the same with a tiny model."""
-    if device.type == "cpu":
-        models = [(TINY, PrecisionConfig())]
-    else:
-        values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "llama_1b.yaml"))
-        models = [(ModelConfig(**values), PrecisionConfig()), (SEVEN, SMALL)]
-    on_device = [Cell(model, stage, precision, OffloadConfig()) for model, precision in models for stage in range(4)]
-    on_host = [Cell(model, stage, PrecisionConfig(), HOST) for model, _ in models for stage in (2, 3)]
+def cells(device: torch.device, names: Sequence[str]) -> list[Cell]:
+    """On a CPU fewer, with a tiny model."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(CONF / "llama_1b.yaml"))
+    large = {"1b": (ModelConfig(**values), PrecisionConfig()), "7b": (SEVEN, SMALL)}
+    models = [(TINY, PrecisionConfig())] if device.type == "cpu" else [large[name] for name in names]
+    stages, with_host = ((0, 3), (3,)) if device.type == "cpu" else (range(4), (2, 3))
+    on_device = [Cell(model, stage, precision, OffloadConfig()) for model, precision in models for stage in stages]
+    on_host = [Cell(model, stage, PrecisionConfig(), HOST) for model, _ in models for stage in with_host]
     return on_device + on_host
 
 
@@ -179,19 +174,23 @@ def _timed(run: Any, device: torch.device) -> float:
 
 def report(found: list[tuple[Cell, dict[str, Any]]], hardware: HardwareConfig) -> str:
     """A row per configuration, and the goal."""
-    rows, errors = [], []
+    rows = []
     for cell, each in found:
         (peak, peak_found), (host, host_found), (step_s, step_found) = each["peak"], each["host"], each["step_s"]
-        errors.append(abs(peak / peak_found - 1))
         memory = [f"{peak / 1e9:.2f}", f"{peak_found / 1e9:.2f}", f"{peak / peak_found - 1:+.1%}"]
         exact = "exact" if host == host_found else f"{host} for {host_found}"
         rows.append([str(cell), *memory, exact, f"{step_s * 1e3:.0f}", f"{step_found * 1e3:.0f}"])
     header = ["configuration", "peak, predicted GB", "measured", "", "host", "step, predicted ms", "measured"]
-    within = (
-        f"{sum(error <= BOUND for error in errors)} of {len(errors)} within {BOUND:.0%}, the worst {max(errors):.1%}"
-    )
-    return f"{hardware.name}\n\n{table(header, rows)}\nPeak: {within}.\n"
+    return f"{hardware.name}\n\n{table(header, rows)}\nPeak: {within(found)}.\n"
+
+
+def within(found: list[tuple[Cell, dict[str, Any]]]) -> str:
+    """How many predicted peaks are near enough to the measured ones."""
+    errors = [abs(each["peak"][0] / each["peak"][1] - 1) for _, each in found]
+    near = sum(error <= BOUND for error in errors)
+    return f"{near} of {len(errors)} predicted peaks within {BOUND:.0%}, the worst {max(errors):.1%}"
 
 
 if __name__ == "__main__":
-    main()
+    with results_kept(sys.argv[1:]):
+        main()

@@ -55,9 +55,9 @@ def largest(options: argparse.Namespace) -> None:
         found["params"] = first["params"] + (found["layers"] - 1) * first["layer_params"]
     best = next(found for found in tried if found["layers"] == low)
     share = best["params"] * BYTES_PER_PARAM / has
-    append_row(
-        "gpu_offload", {"part": "largest", "config": vars(options), "tried": tried, "share": share, "bound": GOAL}
-    )
+    finding = f"the largest model that trains has {best['params'] / 1e9:.2f} B parameters: its states are {share:.2f} "
+    facts = {"part": "largest", "config": vars(options), "finding": f"{finding}of HBM and DRAM together"}
+    append_row("gpu_offload", {**facts, "gpu": first["name"], "tried": tried, "share": share, "bound": GOAL})
     rows = [_line(found, has) for found in sorted(tried, key=lambda found: int(found["layers"]))]
     title = f"{first['name']}: {best['params'] / 1e9:.2f} G parameters, {share:.3f} of {format_bytes(has)}, "
     title += f"goal ≥ {GOAL}: {'met' if share >= GOAL else 'missed'}"

@@ -7,12 +7,18 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+COMMIT = ""
+"""Of the tree, where git cannot tell it: a copy without its history, or a machine without git."""
 PACKAGES = ("torch", "deepspeed", "numba", "torchao")
 
 
@@ -26,6 +32,7 @@ def circumstances() -> dict[str, Any]:
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
             "load_1min": round(os.getloadavg()[0], 2),
+            **_gpu(),
         },
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "malloc": {k: v for k, v in os.environ.items() if k.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))},
@@ -39,6 +46,16 @@ def append_row(question: str, row: dict[str, Any]) -> Path:
     with path.open("a") as file:
         file.write(json.dumps({**circumstances(), **row}) + "\n")
     return path
+
+
+@contextmanager
+def results_kept(words: Sequence[str]) -> Iterator[None]:
+    """Let results go to benchmarks/results while inside, or nowhere that stays where `words` ask for a CPU's."""
+    global RESULTS
+    with tempfile.TemporaryDirectory() as folder:
+        if "--device=cpu" in words or ("--device", "cpu") in pairwise(words):
+            RESULTS = Path(folder)
+        yield
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -123,9 +140,21 @@ def _pyplot() -> Any:
 def _commit() -> str:
     """The tree's commit, marked when it has changes."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    dirty = subprocess.run([*git, "status", "--porcelain", ":/dzero"], capture_output=True, text=True).stdout
-    return head + ("+changes" if dirty else "")
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        dirty = subprocess.run([*git, "status", "--porcelain", ":/dzero"], capture_output=True, text=True).stdout
+    except OSError:
+        return COMMIT
+    return head + ("+changes" if dirty else "") if head else COMMIT
+
+
+def _gpu() -> dict[str, Any]:
+    """What this process computes on beside the CPU: the GPU, where it has used one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {}
+    memory = round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+    return {"gpu": {"name": torch.cuda.get_device_name(0), "memory_gib": memory, "cuda": torch.version.cuda}}
 
 
 def _cpu_name() -> str:

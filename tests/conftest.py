@@ -9,6 +9,7 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin for work take the cores from the workers
 
 import pytest
+import torch
 from pool import Pool
 
 
@@ -17,6 +18,12 @@ def pool() -> Iterator[Pool]:
     """gloo workers for the whole session: `pool.run(fn, ranks, *args)` gives the results in rank order."""
     with Pool() as workers:
         yield workers
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What needs a GPU skips itself where there is none."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device: `pytest -m gpu` asks for one")
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import master_of, whole
+from pool_worker import forget_meshes
 from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
@@ -44,6 +46,7 @@ def group(tmp_path: Path) -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
+    forget_meshes()
 
 
 def train(
@@ -173,6 +176,7 @@ def test_parameters_on_the_host_leave_the_gpu_and_come_back_through_state_dicts(
     layers, width = 8, 1024
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
     everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     sharded = shard(model, ZeroConfig(stage=3), offload=everything, mesh=make_mesh("cuda"))
@@ -223,6 +227,8 @@ def test_inputs_free_their_device_memory_and_come_back_whole(slow: str) -> None:
     block_bytes = rows * width * 2
 
     def run(activations: str) -> tuple[int, torch.Tensor]:
+        gc.collect()  # of the run before nothing is left that could go while this one counts
+        before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
         apply_blocks(model, BlockConfig(activation_checkpoint="full", compile=False), "cuda")
@@ -236,7 +242,7 @@ def test_inputs_free_their_device_memory_and_come_back_whole(slow: str) -> None:
         for _ in range(3):
             x.grad = None
             loss = sharded.model(x).float().square().mean()
-            kept_bytes = torch.cuda.memory_allocated()
+            kept_bytes = torch.cuda.memory_allocated() - before
             loss.backward()  # type: ignore[no-untyped-call]
             optim.step()
         assert x.grad is not None

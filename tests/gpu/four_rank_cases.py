@@ -1,0 +1,107 @@
+"""One rank of four on one device: training over a staged group, in which nothing but the transport is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import nets
+import reference
+import torch
+import torch.distributed as dist
+from cells import DTYPES, master_of, whole
+from staged_group import BACKEND, staged
+
+from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
+from dzero.optim import host_kernels
+
+RANKS, STEPS, LR, CLIP, NET = 4, 10, 3e-3, 0.5, "uneven"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained: tier is that of gradients, masters and moments."""
+
+    stage: int
+    microbatches: int = 1
+    precision: str = "fp32"
+    replicate: int = 1
+    tier: str = "device"
+    overlap: str = "step"
+    reduction: str = "auto"
+
+    @property
+    def offload(self) -> OffloadConfig | None:
+        """The library's setting for it."""
+        if self.tier == "device":
+            return None
+        return OffloadConfig(grad=self.tier, master=self.tier, moments=self.tier, overlap=self.overlap)  # type: ignore[arg-type]
+
+
+@contextmanager
+def staged_world(rank: int, ranks: int, rendezvous: str, device: torch.device) -> Iterator[None]:
+    """Leave the pool's group for one whose tensors on `device` are staged; `rendezvous`: a file, new for each run."""
+    dist.barrier()  # a rank that left now would break the connections that others are still making
+    dist.destroy_process_group()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = f"cpu:gloo,cuda:{BACKEND}" if device.type == "cuda" else f"cpu:{BACKEND}"
+    with staged(device):
+        at, timeout = f"file://{rendezvous}", timedelta(seconds=60)
+        dist.init_process_group(backend, init_method=at, rank=rank, world_size=ranks, timeout=timeout)
+        try:
+            yield
+            dist.barrier()
+        finally:
+            dist.destroy_process_group()
+
+
+def train(
+    rank: int, ranks: int, rendezvous: str, device_type: str, run: Run
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return masters on the CPU and norms after `STEPS` steps."""
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type)
+    with staged_world(rank, ranks, rendezvous, device):
+        replicate = ranks if run.stage == 0 else run.replicate
+        sharded = shard(
+            nets.build(NET),
+            ZeroConfig(stage=run.stage, reduction=run.reduction),
+            precision=PrecisionConfig(param=run.precision),
+            offload=run.offload,
+            mesh=make_mesh(device_type, replicate=replicate),
+            microbatches=run.microbatches,
+        )
+        optim, norms = AdamW(sharded, lr=LR, max_norm=CLIP), []
+        for of_step in nets.batches(NET, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
+            for index, batch in enumerate(of_step[rank]):
+                with sharded.microbatch(is_last=index == run.microbatches - 1):
+                    loss = nets.loss_fn(sharded.model, batch.to(device)) / run.microbatches
+                    optim.scale_loss(loss).backward()
+            optim.step()
+            assert optim.last_decision is not None
+            norms.append(optim.last_decision.norm)
+        optim.synchronize()
+        params = sharded.named_params().items()
+        masters = {name: whole(master_of(p, optim.state[p])).cpu() for name, p in params}
+    return masters, norms
+
+
+def oracle(run: Run) -> reference.History:
+    """The same run by tests/reference.py, on the CPU."""
+    working = DTYPES[run.precision]
+    return reference.train(
+        lambda: nets.build(NET),
+        nets.batches(NET, steps=STEPS, ranks=RANKS, microbatches=run.microbatches),
+        nets.loss_fn,
+        lrs=[LR] * STEPS,
+        numerics=reference.Numerics(
+            working=working,
+            wire=working,
+            grad=torch.float32 if run.microbatches > 1 else working,
+            early=run.stage >= 2 and run.microbatches > 1,
+        ),
+        clip=CLIP,
+        sum_squares=lambda chunk: host_kernels.sum_squares([chunk.contiguous()]).item(),
+    )
