@@ -56,13 +56,18 @@ def local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+LATER = timedelta(seconds=30)
+
+
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]:
     """Join the group that the environment (torchrun's variables) describes; always leave it again.
 
-    CPU tensors travel over gloo, CUDA tensors over nccl, in one group.
+    CPU tensors travel over gloo, CUDA tensors over nccl, in one group. nccl gets `LATER` besides: it would end the
+    process before the ranks have told where they are (watch.py).
     """
     check_interfaces()
+    timeout += LATER if device.type == "cuda" else timedelta()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, ranks = meet("group", timeout)
     device_id = device if device.type == "cuda" else None

@@ -100,6 +100,11 @@ def synchronize(event: Event, holding: Iterable[torch.Tensor] = ()) -> None:
         event.synchronize()
 
 
+def is_over(event: Event) -> bool:
+    """Return whether the device has come to `event`. From any thread."""
+    return event is None or bool(event.query())
+
+
 def synchronize_device(device: torch.device) -> None:
     """Return when all streams of `device` have come to their ends."""
     module = device_module(device)

@@ -4,6 +4,8 @@
     every `BEAT_S`          writes a beat, and the collective it began last, to the group's store, from a thread
     no progress for half    reads all ranks: where its collective then fails, one without a newer beat is dead, stopped,
     the timeout             or holds the interpreter
+    none for all of it      on a GPU, where it is the device that waits, and the host with it in a copy, somewhere: the
+                            thread tells, before the backend's own watchdog ends the process without a word
     a peer is gone          reads all ranks twice for the same, `SILENT_S` apart; also where a save or a resume waits
     anything else fails     writes why, for those it leaves behind
 
@@ -105,6 +107,8 @@ class Watch:
                     count, since_s, self._stuck = self._trail.count, time.monotonic(), []
                 elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
                     self._stuck = self._read()
+                elif self._trail.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
+                    self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
             except dist.DistError:  # the store is gone, so the group is: whoever is in a collective will say so
                 return
 

@@ -23,6 +23,8 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from dzero import streams
+
 KEPT = 10_000
 """Collectives of a step that are remembered one by one, where nobody ends the step (inference)."""
 
@@ -63,12 +65,15 @@ class Trail:
 
     `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
     are gone, hang, or do something else. `of_parts`: this rank has a part of a pipeline; `moves`: and waits for
-    another. `is_waiting`: for a collective.
+    another. `is_waiting`: for a collective. `device`: where collectives are enqueued, so that the host goes on while
+    they wait for other ranks; None where it waits with them.
     """
 
     def __init__(self) -> None:
         self.check = self.failed = self.of_parts = self.moves = self.is_waiting = False
         self.count = self.checksum = 0
+        self.device: torch.device | None = None
+        self._behind: streams.Event = None  # the last collective's
         self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
         self.step: deque[Collective | str] = deque(maxlen=KEPT)
 
@@ -102,6 +107,16 @@ class Trail:
     def waits(self) -> bool:
         """Whether this rank waits for others, as far as is known. From any thread."""
         return self.is_waiting or self.moves
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device has not come to the end of the last collective. From any thread."""
+        return not streams.is_over(self._behind)
+
+    def enqueued(self) -> None:
+        """Remember where the current stream is, behind a collective that was enqueued on it."""
+        if self.device is not None:
+            self._behind = streams.record_event(self.device)
 
     def end_step(self) -> None:
         """Forget the step's collectives; the numbers go on."""
@@ -138,6 +153,7 @@ class Waiting:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._trail.is_waiting = self._before
+        self._trail.enqueued()
         if isinstance(error, Exception):
             self._trail.failed = True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -81,15 +82,30 @@ def group(config: LauncherConfig) -> Iterator[torch.device]:
 
 @contextmanager
 def reported(report: Callable[[Exception], None]) -> Iterator[None]:
-    """On an exception `report` why, and leave at once: what runs at exit could wait for ranks that never come."""
-    try:
-        yield
-    except Exception as error:
+    """On an exception `report` why, and leave at once: what runs at exit could wait for ranks that never come.
+
+    So it is with a RunError in another thread, which tells what this one cannot: it may stand in a wait for a device.
+    """
+
+    def leave(error: Exception) -> None:
         report(error)
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(LINGER_S)
         os._exit(1)
+
+    def in_thread(told: threading.ExceptHookArgs) -> None:
+        if isinstance(told.exc_value, RunError | ToldElsewhere):
+            leave(told.exc_value)
+        before(told)
+
+    before, threading.excepthook = threading.excepthook, in_thread
+    try:
+        yield
+    except Exception as error:
+        leave(error)
+    finally:
+        threading.excepthook = before
 
 
 def to_torchrun(error: Exception) -> None:

@@ -36,7 +36,7 @@ from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make
 from dzero.parallel.experts import ExpertParallel
 from dzero.parallel.parts import Parts
 from dzero.parallel.tiling import fill_tiles, find_tiles
-from dzero.streams import Loans
+from dzero.streams import Loans, exist
 from dzero.zero.cadence import Microbatches
 from dzero.zero.cold import ColdRoom
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
@@ -324,7 +324,9 @@ class _Sharder:
         if experts is not None:
             self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
         ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
-        self.loans = Loans(torch.device(mesh.device_type))
+        on = torch.device(mesh.device_type)
+        self.ledger.trail.device = on if exist(on) else None
+        self.loans = Loans(on)
         self.values = Values(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)

@@ -1,0 +1,90 @@
+"""Ranks whose devices wait for each other, while the host stands in a wait of its own that names no collective."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from pool import Pool
+
+from dzero import streams
+from dzero import watch as watching
+from dzero.comm.trail import Collective, Trail
+from dzero.watch import BEAT_S, Watch
+
+TIMEOUT_S = 3.0
+CPU = torch.device("cpu")
+
+
+class Never:
+    """An event that the device does not come to."""
+
+    def record(self, stream: object) -> None:
+        """Nothing comes behind it."""
+
+    def query(self) -> bool:
+        return False
+
+
+def stand(rank: int, ranks: int) -> str:
+    """Rank 0's device waits in a collective that rank 1 never begins; return what rank 0's thread said."""
+    module = mock.Mock(Event=lambda blocking: Never())
+    store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())  # torchrun's is not there
+    told: list[str] = []
+    with (
+        mock.patch.object(streams, "device_module", return_value=module),
+        mock.patch.object(watching, "meet", return_value=(store, rank, ranks)),
+        mock.patch.object(threading, "excepthook", lambda args: told.append(str(args.exc_value))),
+        Watch(timedelta(seconds=TIMEOUT_S)) as watch,
+    ):
+        trail = Trail()
+        trail.device = CPU
+        watch.follow(trail)
+        with trail.within(Collective.of("reduce_scatter", "layers.0", "shard", 64, torch.float32), dist.group.WORLD):
+            pass
+        if rank == 0:
+            with trail.within(Collective.of("all_gather", "layers.1", "shard", 64, torch.float32), dist.group.WORLD):
+                pass
+            until_s = time.monotonic() + 10 * TIMEOUT_S
+            while not told and time.monotonic() < until_s:
+                time.sleep(0.05)
+        else:
+            time.sleep(TIMEOUT_S + 4 * BEAT_S)  # after which it would tell as well
+    return told[0] if told else ""
+
+
+def test_a_collective_that_the_device_waits_in_is_told_at_the_timeout(pool: Pool) -> None:
+    said, _ = pool.run(stand, 2)
+    assert "rank 0 got no answer in #2 all_gather of layers.1 over shard [64 x float32]" in said
+    assert f"within launch.timeout_s={TIMEOUT_S:g}" in said
+    assert "rank 1 (pid" in said
+    assert "is behind" in said
+    assert "rank 1: #1 reduce_scatter of layers.0" in said
+
+
+SCRIPT = """
+import threading, time
+from dzero.errors import RunError
+from dzero.launch.worker import reported
+
+def tell():
+    raise RunError("rank 1 is behind")
+
+with reported(lambda error: print("told:", error)):
+    threading.Thread(target=tell).start()
+    time.sleep(60)
+"""
+
+
+def test_what_a_thread_tells_ends_the_worker() -> None:
+    began_s = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stdout == "told: rank 1 is behind\n"
+    assert time.monotonic() - began_s < 50
