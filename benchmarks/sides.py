@@ -35,10 +35,12 @@ Step = Callable[[Tensor], Tensor]
 ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def dzero_side(model: nn.Module, *, stage: int, master: str = "fp32", reduction: str = "exact") -> Step:
+def dzero_side(
+    model: nn.Module, *, stage: int, master: str = "fp32", reduction: str = "exact", reduce: str = "auto"
+) -> Step:
     """The library, as a user's plain loop would call it."""
     zero = ZeroConfig(stage=stage, reduction=reduction)
-    sharded = shard(model, zero, precision=PrecisionConfig(master=master))
+    sharded = shard(model, zero, precision=PrecisionConfig(master=master, reduce=reduce))
     return _plain_step(sharded.model, AdamW(sharded, **ADAM))
 
 
@@ -97,7 +99,7 @@ def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast:
 SIDES: dict[str, Callable[..., Step]] = {
     **{f"dzero_{s}": partial(dzero_side, stage=s) for s in range(4)},
     **{f"dzero_{s}_remainder": partial(dzero_side, stage=s, master="remainder") for s in range(4)},
-    **{f"dzero_{s}_native": partial(dzero_side, stage=s, reduction="native") for s in range(4)},
+    **{f"dzero_{s}_native": partial(dzero_side, stage=s, reduction="native", reduce="bf16") for s in range(4)},
     "ddp": partial(ddp_side, autocast=True),
     "ddp_bf16": partial(ddp_side, autocast=False),
     "fsdp2_2": partial(fsdp2_side, reshard=False, reduce_dtype=torch.float32),

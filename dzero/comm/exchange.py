@@ -6,7 +6,8 @@ Exact (the default on gloo):
              stage, the unit's size, the block size or the algorithm.
     gather   every rank sends its part straight into its place at each peer: no staging at all.
     turn     the same, with a part of its own for each peer.
-Native: the backend's own reduce_scatter / all_gather / all_reduce, in the wire dtype, then times 1/ranks.
+Native: the backend's own reduce_scatter / all_gather / all_reduce, in the wire dtype, then times 1/ranks; fp16 is
+    multiplied before, in the dtype that it comes in: sums of more ranks would overflow sooner than their mean.
 
 Reductions average over the axis; their pieces travel in blocks whose staging stays below `STAGING_BYTES`, and block
 k + 1 is on its way while block k is summed.
@@ -193,20 +194,25 @@ class Native:
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.reduce_scatter`; sums in the wire dtype, in the backend's order."""
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
-        work = _reduce_scatter(self.group, target, full.to(wire), self._now)
+        work = _reduce_scatter(self.group, target, self._payload(full, wire), self._now)
         if work is not None:  # gloo's; nccl's is in order on its stream
             work.wait()
         if target is not output:
             output.copy_(target)
-        output.mul_(1.0 / self.ranks)
+        if wire != torch.float16:
+            output.mul_(1.0 / self.ranks)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
         """As `Exchange.all_reduce`; sums in the wire dtype, in the backend's order."""
-        payload = full.to(wire)
+        payload = self._payload(full, wire)
         dist.all_reduce(payload, group=self.group)
         if payload is not full:
             full.copy_(payload)
-        full.mul_(1.0 / self.ranks)
+        if wire != torch.float16:
+            full.mul_(1.0 / self.ranks)
+
+    def _payload(self, full: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+        return full.to(wire) if wire != torch.float16 else full.mul(1.0 / self.ranks).to(wire)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
         """As `Exchange.all_gather`."""

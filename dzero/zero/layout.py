@@ -115,9 +115,12 @@ class Layout:
         if expert_ranks > 1:
             expert_degrees(replicate, shard, expert_ranks, model_ranks)
         param = dtype_of(precision.param)
-        fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and (microbatches > 1 or hybrid))
+        # Exact sums are in fp32 whatever travels; the backend's own are in the dtype that travels, hop after hop.
+        summed_on_wire = not exact and replicate * shard > 1
+        wide = microbatches > 1 or hybrid or (precision.reduce == "auto" and summed_on_wire)
+        fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and wide)
         grad = torch.float32 if fp32_grad else param
-        wire = param if precision.reduce == "auto" else dtype_of(precision.reduce)
+        wire = dtype_of(precision.reduce) if precision.reduce != "auto" else grad if summed_on_wire else param
         if wire.itemsize > grad.itemsize:
             raise ValueError(
                 f"precision.reduce={precision.reduce} is wider than the {grad} gradients it would carry; "

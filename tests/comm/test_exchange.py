@@ -132,6 +132,19 @@ def test_native_agrees_with_exact_to_the_rounding_of_its_sums(pool: Pool, ranks:
     pool.run(compare_native, ranks)
 
 
+def average_large_halves(rank: int, ranks: int) -> list[float]:
+    """Of fp16 gradients whose sum is above 65,504, and whose mean is not."""
+    full, output = torch.full((ranks * 8,), 40_000.0, dtype=torch.float16), torch.empty(8, dtype=torch.float16)
+    Native(world()).reduce_scatter(output, full.clone(), torch.float16)
+    Native(world()).all_reduce(full, torch.float16)
+    return [output[0].item(), full[0].item()]
+
+
+def test_native_divides_fp16_before_it_sums(pool: Pool) -> None:
+    for found in pool.run(average_large_halves, 2):
+        assert found == [40_000.0, 40_000.0]
+
+
 def test_reduction_auto_is_exact_on_cpu_and_native_on_cuda() -> None:
     assert is_exact("auto", "cpu")
     assert not is_exact("auto", "cuda")

@@ -70,7 +70,8 @@ def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives
     cases = [
         scenario(stage=3, precision=PrecisionConfig(param="fp32")),
         scenario(stage=2, precision=PrecisionConfig(master="remainder", moments="bf16"), accumulate=2),
-        scenario(zero=native, recompute="selective"),
+        # gloo's own reduce-scatter works on a copy of what it is given: in fp32, native's default, that is the peak.
+        scenario(zero=native, recompute="selective", precision=PrecisionConfig(reduce="bf16")),
         scenario(stage=3, block=BlockConfig(tiles=2, loss_tiles=2, activation_checkpoint="full")),
         scenario(stage=1, max_norm=None, sequences=1, tokens=200),
     ]

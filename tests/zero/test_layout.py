@@ -48,6 +48,22 @@ def test_dtypes_follow_precision() -> None:
     assert layout(microbatches=4, grad="bf16").grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("stage", "param"), [(0, "bf16"), (2, "bf16"), (3, "fp16")])
+def test_what_the_backend_sums_travels_in_fp32_by_default(stage: int, param: str) -> None:
+    """As torchtitan reduces: in the working dtype every addition, and every hop, would round."""
+
+    def native(shard: int = 4, **precision: str) -> Layout:
+        replicate, shard = (shard, 1) if stage == 0 else (1, shard)
+        kinds = PrecisionConfig(param=param, **precision)
+        return Layout.of(ZeroConfig(stage=stage), kinds, replicate=replicate, shard=shard, exact=False)
+
+    working = {"bf16": torch.bfloat16, "fp16": torch.float16}[param]
+    assert (native().wire, native().grad.dtype) == (torch.float32, torch.float32)
+    assert (native(reduce=param).wire, native(reduce=param).grad.dtype) == (working, working)
+    assert (native(grad=param).wire, native(grad=param).grad.dtype) == (working, working)
+    assert (native(shard=1).wire, native(shard=1).grad.dtype) == (working, working)  # nothing is summed
+
+
 def test_the_cadence_is_that_of_the_table() -> None:
     for stage, early in ((1, Cadence(False, False)), (2, Cadence(True, False)), (3, Cadence(True, True))):
         assert layout(stage).cadence(is_last=False) == early
