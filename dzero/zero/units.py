@@ -40,9 +40,10 @@ from dzero.zero.shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
 INPUT, OUTPUT = "get_input_embeddings", "get_output_embeddings"
-OWN_UNIT_ELEMS = 1 << 20
-"""Elements from which on an embedding or a head is a unit: 2 MiB in 16 bits, which links of 50 to 200 GB/s carry in the
-10 to 40 us that a collective takes by itself. Below, a collective more costs as much as it can hide."""
+OWN_UNIT_ELEMS = 1 << 23
+"""Elements from which on an embedding or a head is a unit: 16 MiB in 16 bits, which links of 50 to 200 GB/s carry in
+0.1 to 0.3 ms. Two collectives of its own take about that together with up to 1 ms of the host's time, so that a smaller
+one would cost more than it hides."""
 
 
 def find_units(

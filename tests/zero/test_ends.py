@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
+from dzero.zero import units as units_module
 from dzero.zero.account import expected_traffic
 from dzero.zero.late import groups_of
 
-LAYERS, WIDTH, VOCAB = 2, 64, 16384
+LAYERS, WIDTH, VOCAB = 2, 64, 512
 TIERS = {
     "device": OffloadConfig(),
     "host": OffloadConfig(param="host", grad="host", master="host", moments="host"),
@@ -37,7 +39,8 @@ def sharded_llama(
     ranks = torch.distributed.get_world_size()
     mesh = make_mesh("cpu", replicate=ranks if stage == 0 else 1)
     zero = ZeroConfig(stage=stage, units=units)
-    return shard(model, zero, offload=TIERS[tier], mesh=mesh, microbatches=microbatches)
+    with patch.object(units_module, "OWN_UNIT_ELEMS", VOCAB * WIDTH):
+        return shard(model, zero, offload=TIERS[tier], mesh=mesh, microbatches=microbatches)
 
 
 def tokens(seed: int) -> Tensor:
