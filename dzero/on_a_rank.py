@@ -63,7 +63,7 @@ def units_of(config: RunConfig, model: nn.Module, rank: OnRank | None = None) ->
     """Its units, the root last. rank: whose model it is."""
     parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
     units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
-    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None))
+    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
 
 
 @contextmanager

@@ -38,6 +38,14 @@ class HFDecoder(nn.Module):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return int(config.num_hidden_layers * heads * head_dim)
 
+    def get_input_embeddings(self) -> Any:
+        """Return the model's embedding, as it names it itself (zero/units.py)."""
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        """Return the model's head, as it names it itself."""
+        return self.model.get_output_embeddings()
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Without a cache of keys and values: every call is a whole sequence."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits

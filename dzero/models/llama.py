@@ -46,6 +46,14 @@ class Llama(nn.Module):
         """heads * head_dim, summed over the layers."""
         return self.shape.layers * self.shape.hidden_size
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding, which is used by calling it alone (zero/units.py)."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head, which is used by calling it alone."""
+        return self.head
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """positions: as for `features`. Raises ValueError when a sequence is longer than `max_tokens`."""
         logits: Tensor = self.head(self.features(tokens, positions))

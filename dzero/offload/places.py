@@ -21,6 +21,9 @@
 A parameter is updated where its master lives, or on the host if that is a disk; its moments and its gradient travel
 there if they live elsewhere. One that lives on the host is updated in place, and in fp32 is its own master, unless its
 new values must wait (`waiting`).
+
+A turn slot is as large as the largest unit that uses it, and units take turns in order. But an output head takes the
+turns of the embedding, which is as large: of two turns of that size all other units would use a part.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class Places:
         self._used: dict[tuple[str, str], int] = {}
         self._pieces: dict[tuple[str, str], str] = {}
         self._makes_param: dict[str, str] = {}
-        for index, unit in enumerate(units):
+        for unit, index in zip(units, _numbers(units), strict=True):
             shard = layout.of_unit(unit).shard
             for param in unit.params:
                 self._place(unit.name, index, param, shard)
@@ -264,6 +267,15 @@ class Places:
         start = -(-self._used.get((unit, slot), 0) // grain) * grain
         self.at[name, key] = Place(slot, start, dtype, elems)
         self._used[unit, slot] = start + elems * dtype.itemsize
+
+
+def _numbers(units: Sequence[UnitShape]) -> Iterator[int]:
+    """Yield by which number each unit takes turns: its own, but for a head that of a unit at least as large."""
+    sizes = [sum(param.elems for param in unit.params) for unit in units]
+    for index, unit in enumerate(units):
+        is_head = unit.closes_forward and index < len(units) - 1
+        first = next((other for other in range(index) if sizes[other] >= sizes[index]), index)
+        yield first if is_head else index
 
 
 def spare_of(piece: str) -> str:

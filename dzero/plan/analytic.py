@@ -3,8 +3,9 @@
     on the device while unit u is at work          bytes
     param         shards                           those of the table that stay on the device; of the others the unit's
                                                    that is gathered next
-    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's; where the shard
-                                                   axis has one rank none, but what is brought from the host
+    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's, and from forward
+                                                   to backward those of units that stay; where the shard axis has one
+                                                   rank none, but what is brought from the host
     buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
                                                    reduced buffer of the unit before; FSDP2 frees each one later
     grad          reduced, or whole while waiting  units whose backward has ended; others where microbatches accumulate
@@ -159,8 +160,13 @@ class _Device:
         reduced: list[str] = []
         before = ""
         last = {span.unit: at for at, span in enumerate(costs.spans) if span.direction == BACKWARD}
+        stays = set[str]()
         for at, span in enumerate(costs.spans):
-            yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before))
+            if span.unit in self._own and not self._own[span.unit].gathers_again:
+                stays.add(span.unit)
+            yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before, stays))
+            if last.get(span.unit) == at and span.unit != self._root:
+                stays.discard(span.unit)
             if last.get(span.unit) == at and span.unit not in (self._root, LOSS):
                 reduced.append(span.unit)
                 before = span.unit
@@ -171,19 +177,19 @@ class _Device:
     def _root(self) -> str:
         return self._order[-1]
 
-    def _during(self, span: Span, reduced: Sequence[str], before: str) -> dict[str, int]:
+    def _during(self, span: Span, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
         backward = span.direction == BACKWARD
         return {
             "param": self._rest["param"] + self._away.get(self._coming(span), 0),
-            "unsharded": self._unsharded(span.unit),
+            "unsharded": self._unsharded(span.unit, stays),
             "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
             "grad": self._grads(reduced),
             "activations": span.peak_bytes,
         }
 
-    def _unsharded(self, unit: str) -> int:
+    def _unsharded(self, unit: str, stays: Collection[str]) -> int:
         at_work = set() if unit == LOSS else {unit, self._around.get(unit, unit), self._root}
-        return sum(map(self._copied, self._kept | at_work))
+        return sum(map(self._copied, {*self._kept, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
         """Of a unit at work; one rank alone uses its shards where they lie on the device (zero/in_place.py)."""
@@ -196,7 +202,8 @@ class _Device:
         Backward gathers a unit ahead, so it is the one behind that; the root's are, of the next microbatch.
         """
         if span.unit == LOSS:
-            return self._root
+            again = (name for name in (self._root, *reversed(self._order)) if self._own[name].gathers_again)
+            return next(again, "")
         at = self._order.index(span.unit)
         if span.direction == BACKWARD:
             return self._order[at - 2] if at >= 2 else self._root if self._layout.microbatches > 1 else ""

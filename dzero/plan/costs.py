@@ -1,6 +1,6 @@
 """What one microbatch costs the rank that computes it, before anything is sharded: a run of the model on fake tensors.
 
-    forward    unit by unit, between them what belongs to the root (embedding, norm, head); the loss
+    forward    unit by unit, between them what belongs to the root (norm, tied or small ends); the loss
     backward   the other way round, with what activation checkpointing computes again
 
 A unit inside another, of experts that ranks share, is at work between two spans of the one around it.

@@ -65,11 +65,10 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collecti
             for unit in (root, *blocks):
                 n = tables[unit.name].shard
                 yield from one(forward, "all_gather", SHARD, unit, n, unit.shard_elems(n) * itemsize)
-        again = layout.param.sharded and layout.reshard_after_forward is not False
         for unit in (root, *reversed(blocks)):
-            if again:
-                n = tables[unit.name].shard
-                inner = n if isinstance(layout.reshard_after_forward, bool) else layout.reshard_after_forward
+            own = tables[unit.name]
+            if layout.param.sharded and own.gathers_again:
+                inner = own.shard if isinstance(own.reshard_after_forward, bool) else own.reshard_after_forward
                 owned = unit.shard_elems(inner) * itemsize
                 yield from one(backward, "all_gather", SHARD, unit, inner, owned)
             if layout.cadence(last).reduce and unit is not root:
@@ -97,7 +96,8 @@ def folded(found: Iterator[Collective]) -> list[Collective]:
     for each in found:
         like = (each.phase, each.kind, each.axis, each.sent_bytes)
         for number, row in enumerate(reversed(rows[-6:]), 1):  # of a block, and of its experts: three kinds each
-            if (row.phase, row.kind, row.axis, row.sent_bytes) == like:
+            in_turn = all(between.count == row.count for between in rows[len(rows) - number + 1 :])
+            if in_turn and (row.phase, row.kind, row.axis, row.sent_bytes) == like:
                 rows[-number] = replace(row, last_unit=each.unit, count=row.count + 1)
                 break
         else:

@@ -116,7 +116,7 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
             axes[axis] = axes.get(axis, 0) + traffic.sent_bytes
             calls[axis] = calls.get(axis, 0) + traffic.calls
     reductions = layout.microbatches if layout.grad.sharded else 1
-    uses = 2 * layout.microbatches if layout.reshard_after_forward is not False else layout.microbatches
+    uses = {unit.name: layout.microbatches * (2 if layout.of_unit(unit).gathers_again else 1) for unit in units}
     moves = moves_of(layout, units)
     each = moves.values()
     inside = Work() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
@@ -139,8 +139,11 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
         calls=calls,
         decisions=decisions,
         out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
-        back=sum(uses * unit.param + unit.grad_back + unit.moments + unit.work for unit in each),
-        read=sum(uses * unit.disk_param + reductions * unit.disk_grad + unit.read_states for unit in each),
+        back=sum(uses[name] * unit.param + unit.grad_back + unit.moments + unit.work for name, unit in moves.items()),
+        read=sum(
+            uses[name] * unit.disk_param + reductions * unit.disk_grad + unit.read_states
+            for name, unit in moves.items()
+        ),
         written=sum(unit.disk_work + reductions * unit.disk_grad + unit.written_states for unit in each),
     )
 

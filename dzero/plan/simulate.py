@@ -216,7 +216,8 @@ def _shapes_of(
     scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: Parts | None = None
 ) -> list[UnitShape]:
     units = find_units(model, scenario.zero.units, experts=None if experts is None else experts.modules)
-    return shapes_of(slots_by_unit(model, [*units, (ROOT, [model])], parts.aliases if parts else None))
+    units.append((ROOT, [model]))
+    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]

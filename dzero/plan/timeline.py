@@ -125,6 +125,7 @@ class _Step:
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
         self._early = Places(layout, units).early
+        self._again = {unit.name: layout.of_unit(unit).gathers_again for unit in units}
         self._shared = {unit.name for unit in units if unit.shared_by > 1}
         self._collectives: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
         for each in collectives(layout, units):
@@ -207,7 +208,7 @@ class _Step:
         fresh_s = 0.0 if layout.offload.mode == "delayed" else self._fresh_s[name]
         self._issued_s.append(issued_s)
         there_s = max(issued_s, fresh_s)
-        if direction == FORWARD or layout.reshard_after_forward is not False:
+        if direction == FORWARD or self._again[name]:
             load_s, fetch_s = self._issued_s[-2 - layout.offload.prefetch_units], self._issued_s[-2]
             loaded_s = self.lanes.add(DISK, LOAD, name, take.read(moves.disk_param), fresh_s, load_s)
             fetched_s = self.lanes.add(BACK, FETCH, name, take.copied(moves.param), loaded_s, fetch_s)

@@ -6,7 +6,10 @@ With M microbatches, n ranks on the shard axis, r on the replicate axis, for eve
     0       none (n = 1)                  none             1
     1       1                             1                1 if r > 1
     2       1                             M                1 if r > 1
-    3       2 M (M if kept after forward) M                1 if r > 1
+    3       2 M, or M if it stays         M                1 if r > 1
+
+At stage 3 a unit stays gathered from forward to backward if it closes forward (head and root), and all do with
+`zero.reshard_after_forward=false`: of L units, c of which close forward, 2 M L - M c all-gathers.
 
 With `zero.states_over=all` the all_reduce over r is a reduce_scatter and, of updated parameters, an all_gather.
 
@@ -51,8 +54,8 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
         add("all_gather", SHARD, n, shard * dtype.itemsize, dtype, gathers, "unshard")
-        if layout.param.sharded and layout.reshard_after_forward is not False:
-            inner = n if layout.reshard_after_forward is True else int(layout.reshard_after_forward)
+        if layout.param.sharded and own.gathers_again:
+            inner = n if own.reshard_after_forward is True else int(own.reshard_after_forward)
             add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)

@@ -26,9 +26,10 @@ class ZeroConfig:
     stage: int = 2
     """What is sharded: 0 nothing, 1 master and moments, 2 and gradients, 3 and parameters."""
     reshard_after_forward: bool | int = True
-    """Stage 3: true frees a unit after forward, false keeps it, N reshards it over N ranks (hpZ)."""
+    """Stage 3: true frees a unit after forward, but for head and root, with which backward begins; false keeps it, N
+    reshards it over N ranks (hpZ)."""
     units: list[str] | None = None
-    """Class names of modules that are sharded and gathered together. null: the transformer blocks."""
+    """Class names of modules that are sharded and gathered together. null: blocks, large embedding and head."""
     reduction: str = "auto"
     """exact (fp32 sums in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
     states_over: str = "shard"

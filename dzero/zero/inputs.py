@@ -1,7 +1,10 @@
-"""What a unit computes on, in its working dtype: models that add or normalise in fp32 hand fp32 to the next block.
+"""What a unit computes on and hands on. Models that add or normalise in fp32 hand fp32 to the next block.
 
 FSDP2 would cast all floating-point arguments of every unit, also tables that are fp32 on purpose (positions' sines).
 Here the first one is cast, which is what the block transforms; of the whole model's arguments FSDP2 casts all.
+
+FSDP2 notices the backward of a unit by its output, and loses that where the output is a view that is written in place.
+An embedding that is cut by tensor parallelism gives one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,17 @@ from torch import nn
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
     """Let `module` see its first floating-point argument in `dtype`; called once."""
     module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
+
+
+def own_output(module: nn.Module) -> None:
+    """Let an embedding hand on memory of its own instead of a view; called once, before `fully_shard`."""
+    if isinstance(module, nn.Embedding):
+        module.register_forward_hook(_copy_view)
+
+
+def _copy_view(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    is_view = isinstance(output, torch.Tensor) and output._base is not None
+    return output.clone() if is_view else None
 
 
 def _cast(

@@ -20,6 +20,20 @@ def unsharded_params(root: FSDPModule) -> list[nn.Parameter]:
     return [each.unsharded_param for each in held if each.unsharded_param.requires_grad]
 
 
+def follow_root(module: nn.Module, root: FSDPModule) -> None:
+    """Let a unit without modules inside, as an embedding, be called before the model is; called once.
+
+    FSDP2 would take it for a model of its own, and refuse the whole one later.
+    """
+
+    def before(*_: object) -> None:
+        handle.remove()
+        state_of(root)._lazy_init()
+
+    if not any(True for _ in module.children()):
+        handle = module.register_forward_pre_hook(before, prepend=True)
+
+
 def collect(root: FSDPModule) -> None:
     """As at the end of a backward: of all units below `root`, the last first, accumulate or reduce, and free."""
     for group in reversed(groups_below(root)):

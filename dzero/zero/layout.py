@@ -154,12 +154,23 @@ class Layout:
         )
 
     def of_unit(self, unit: UnitShape) -> Layout:
-        """The table of one unit: what ranks share of experts is copied and cut over the other ranks only."""
-        if unit.shared_by == 1:
-            return self
-        replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by, self.model_ranks)
-        after_forward = self.reshard_after_forward if self.param.sharded else shard == 1
-        return replace(self, replicate=replicate, shard=shard, reshard_after_forward=after_forward)
+        """Return the table of one unit.
+
+        What ranks share of experts is copied and cut over the other ranks only. A unit that closes forward stays
+        gathered for backward, which begins with it, unless it is to be cut over fewer ranks meanwhile.
+        """
+        if unit.shared_by > 1:
+            replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by, self.model_ranks)
+            after_forward = self.reshard_after_forward if self.param.sharded else shard == 1
+            return replace(self, replicate=replicate, shard=shard, reshard_after_forward=after_forward)
+        if unit.closes_forward and self.shard > 1 and self.reshard_after_forward is True:
+            return replace(self, reshard_after_forward=False)
+        return self
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether parameters are gathered, or brought to the device, for backward as they are for forward."""
+        return self.reshard_after_forward is not False
 
     @property
     def ranks(self) -> int:

@@ -57,7 +57,7 @@ class DiskConfig:
 class OffloadConfig:
     """The tier of each kind of state, and how the host's updates overlap with the device's work.
 
-    A fraction counts elements and takes whole parameters: the root's (embedding, head) first, then the last units'.
+    A fraction counts elements and takes whole parameters: the root's first, then the last units'.
     `overlap`, all but `delayed` with the same bits:
         step      the optimizer's step waits for all updates
         forward   it returns once the step is decided; each unit waits for its own update when it is next gathered

@@ -1,7 +1,8 @@
 """Outside of forward and backward a model's parameters are its shards, also where units stay gathered in between.
 
 FSDP2 leaves the gathered parameters of stages 1 and 2 on the modules from a forward until a backward ends: for good
-after one that has no backward, and at stage 1 until the last microbatch. So it does with the second shards of
+after one that has no backward, and at stage 1 until the last microbatch. So it does at stage 3 with those of units that
+stay for backward, which here are freed after a forward without gradients, and with the second shards of
 `zero.reshard_after_forward=<int>`. Whoever then edits, freezes or clips `model.parameters()` would do that to copies.
 So modules show
 
@@ -26,18 +27,21 @@ import torch
 from torch import nn
 
 from dzero.zero.late import groups_of, is_outermost, state_of, unreduced
+from dzero.zero.layout import Layout
 from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 
 
-def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> None:
+def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> None:
     """Let every unit show gathered parameters where it computes with them, and shards elsewhere; called once.
 
     Args:
         units: All of a model.
         roots: Its root; none for the parts of a pipeline, whose schedule ends with their shards.
-        stays: Whether units may be gathered, or cut over fewer ranks, after forward.
+        layout: Its table, from which those of some units differ.
     """
+    stays = [unit for unit in units if unit.layout.reshard_after_forward is not True]
+    waits = [unit for unit in stays if layout.reshard_after_forward is True and unit.layout.param.sharded]
     for unit in units:
         for group in groups_of(unit.modules[0]):
             shown = _Shown(unit, group, state_of(unit.modules[0]))
@@ -49,12 +53,13 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], *, stays: bool) -> 
                 group.pre_backward = partial(shown.before_backward, group.pre_backward)
         for module in map(as_module, unit.modules) if roots else ():
             is_root = any(module is root for root in roots)
-            if stays or is_root:  # of the root in any case: forwards that raise leave units gathered
-                module.register_forward_hook(partial(_after_forward, unit, units, is_root), always_call=True)
+            if unit in stays or is_root:  # of the root in any case: forwards that raise leave units gathered
+                after = partial(_after_forward, unit, units, waits, is_root)
+                module.register_forward_hook(after, always_call=True)
 
     # At the end of a backward FSDP2 calls this method of the unit that the backward reached first.
     for state in dict.fromkeys(map(state_of, [*roots, *(unit.modules[0] for unit in units)])) if roots else ():
-        end = partial(_end_backward, units, state._root_post_backward_final_callback, stays)
+        end = partial(_end_backward, units, state._root_post_backward_final_callback, bool(stays))
         state._root_post_backward_final_callback = end
 
 
@@ -176,8 +181,11 @@ def _unless_changed(
     return pre_backward(grad)
 
 
-def _after_forward(unit: Unit, units: list[Unit], is_root: bool, *_: object) -> None:
+def _after_forward(unit: Unit, units: list[Unit], waits: list[Unit], is_root: bool, *_: object) -> None:
     if is_outermost(unit.modules[0], is_root=is_root):
+        for each in waits if not torch.is_grad_enabled() else ():  # no backward will come
+            for module in each.modules:
+                module.reshard()
         put_shards(units)
 
 

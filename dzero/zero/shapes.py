@@ -71,10 +71,14 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The parameters that are gathered in one collective, and reduced in one collective."""
+    """The parameters that are gathered in one collective, and reduced in one collective.
+
+    closes_forward: forward ends with it, and backward begins with it: the output head, and the root.
+    """
 
     name: str
     params: tuple[ParamShape, ...]
+    closes_forward: bool = False
 
     @property
     def shared_by(self) -> int:

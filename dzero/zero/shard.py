@@ -2,7 +2,7 @@
 
     switch                        value                          why
     mesh                          the shard axis alone (1-D)     the hop over replicate is ours: fp32, once a step
-    reshard_after_forward         Layout.reshard_after_forward
+    reshard_after_forward         Layout.reshard_after_forward  of the unit's table (`Layout.of_unit`)
     reduce_dtype                  Layout.grad.dtype              so that what the hook receives is already the gradient
     custom all_gather, ..._scatter  comm/collectives             exact sums, pairwise moves, the ledger
     gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
@@ -44,8 +44,8 @@ from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, ref
 from dzero.zero.hosted import Home, InMemory, put_on_host
 from dzero.zero.hosted_dicts import hook_state_dicts
 from dzero.zero.in_place import use_shards
-from dzero.zero.inputs import cast_first_input
-from dzero.zero.late import collect, has_failed, unsharded_params
+from dzero.zero.inputs import cast_first_input, own_output
+from dzero.zero.late import collect, follow_root, has_failed, unsharded_params
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.older import follow_outputs, recover
@@ -98,7 +98,7 @@ class Sharded:
         self._reductions = 0
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
         self._microbatches = [Microbatches(layout) for _ in self._roots]
-        follow_shards(units, [model] if parts is None else [], stays=layout.reshard_after_forward is not True)
+        follow_shards(units, [model] if parts is None else [], layout)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
 
@@ -176,8 +176,8 @@ class Sharded:
         root.set_requires_gradient_sync(cadence.reduce)
         root.set_reshard_after_backward(cadence.reshard)
         for unit in self.units:
-            if unit.layout is not self.layout:
-                unit.modules[0].set_reshard_after_backward(unit.layout.cadence(is_last).reshard, recurse=False)
+            if (own := unit.layout.cadence(is_last).reshard) is not cadence.reshard:
+                unit.modules[0].set_reshard_after_backward(own, recurse=False)
 
     def train(self, mode: bool = True) -> None:
         """As `nn.Module.train`, of the model and its parts."""
@@ -191,7 +191,7 @@ class Sharded:
             unit.origin.clear()
 
     def reshard(self) -> None:
-        """Free every unsharded parameter, e.g. those that a forward without backward left at stages 1 and 2."""
+        """Free every unsharded parameter, e.g. those that a forward without backward left gathered."""
         for unit in self.units:
             for module in unit.modules:
                 module.reshard()
@@ -330,7 +330,7 @@ class _Sharder:
         self.values = Values(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
-        self.shapes = {shape.name: shape for shape in shapes_of(self.slots)}
+        self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
         shapes, tiled = [*self.shapes.values()], bool(find_tiles(model))
         check_tables(layout, shapes, tiled=tiled)
         check_splits(shapes, groups_of_model, tiled=tiled)
@@ -347,6 +347,15 @@ class _Sharder:
         for unit in units:
             if any(as_module(module) is root for module in unit.modules for root in self.roots):
                 refuse_outside_forward(unit, [other for other in units if other is not unit])
+        for root in self.roots:
+            inside = {*root.modules()} - {root}
+            inner = {each for unit in units for each in map(as_module, unit.modules) if each in inside}
+            for module in inner:
+                follow_root(module, _as_fsdp(root))
+            first = next((module for module in root.modules() if module in inner), None)
+            if self.parts is not None and first is not None:
+                # Behind it in backward comes nothing. FSDP2 would gather what another microbatch used before it.
+                _as_fsdp(first).set_modules_to_backward_prefetch([_as_fsdp(root)])
         watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
@@ -363,6 +372,8 @@ class _Sharder:
         origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
         put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
         is_root = any(modules[0] is root for root in self.roots)
+        for module in modules:
+            own_output(module)
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=axes.mesh[SHARD],

@@ -1,15 +1,32 @@
 """Which modules are sharded and gathered together.
 
-A *unit* is a list of modules that share one collective: a transformer block by default, several blocks where they share
-weights. What no unit holds (embedding, final norm, head) belongs to the last unit, the root. Tiles (parallel/tiling.py)
-and experts that ranks share (parallel/experts.py) are units inside units: gathered for their own forward and backward
-alone, and listed before the unit around them.
+A *unit* is a list of modules that share one collective. By default these are the transformer blocks, of which those
+that share weights are one, and a large input embedding and output head. What no unit holds (final norm, small or tied
+ends) belongs to the last unit, the root. Tiles (parallel/tiling.py) and experts that ranks share (parallel/experts.py)
+are units inside units: gathered for their own forward and backward alone, and listed before the unit around them.
+
+Note: ends. A weight that somebody reads outside of its module's own forward, as a loss made from `head.weight` does,
+cannot be a unit of its own: it is a shard there. Whether a model does that cannot be seen from outside, so an end is a
+unit only where the model vouches for it, by the methods that models of transformers have:
+
+    get_input_embeddings()     the module that looks up the tokens, used by calling it and in no other way
+    get_output_embeddings()    the one that makes the output, likewise; None where there is none
+
+A class vouches if its `forward` comes from the package that these two come from: whoever replaces the forward alone (a
+subclass, a patch that fuses head and loss) may read weights that the methods know nothing of. Modules between the
+model and the end must vouch as well, or come from that package too. An end must have one parameter, of OWN_UNIT_ELEMS,
+that no other module has, since the other use of a tied weight lies outside; a bias would make a head's output a view,
+by which FSDP2 may miss the backward.
+
+The answer depends on the model alone, not on the mesh, stage or rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -22,6 +39,11 @@ from dzero.zero.placed import local_of
 from dzero.zero.shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
+INPUT, OUTPUT = "get_input_embeddings", "get_output_embeddings"
+OWN_UNIT_ELEMS = 1 << 23
+"""Elements from which on an embedding or a head is a unit: 16 MiB in 16 bits, which links of 50 to 200 GB/s carry in
+0.1 to 0.3 ms. Two collectives of its own take about that together with up to 1 ms of the host's time, so that a smaller
+one would cost more than it hides."""
 
 
 def find_units(
@@ -34,16 +56,17 @@ def find_units(
     model has; then the others, in the order of the model's modules.
 
     `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
-    ModuleLists and Sequentials (the model itself may be a Sequential). Of modules inside each other the outer one is
-    the unit. A unit that shares parameters with what is left for the root is left to the root too; units that share
-    parameters become one. Raises ValueError for a class name that no unit has, and for a tied parameter that was tiled.
+    ModuleLists and Sequentials (the model itself may be a Sequential), before them the input embedding and behind them
+    the output head where the note above allows it. Of modules inside each other the outer one is the unit. A unit that
+    shares parameters with what is left for the root is left to the root too; units that share parameters become one.
+    Raises ValueError for a class name that no unit has, and for a tied parameter that was tiled.
     """
     if class_names and is_unit:
         raise ValueError(f"zero.units={class_names} and is_unit=: only one can choose the units")
     if class_names:
         named = _by_class(model, class_names)
     else:
-        named = find_blocks(model) if is_unit is None else _outermost(model, is_unit)
+        named = _blocks_and_ends(model) if is_unit is None else _outermost(model, is_unit)
     here = {*model.modules()}
     inner = [*find_tiles(model), *((name, module) for name, module in (experts or {}).items() if module in here)]
     held = {param for _, each in inner for param in each.parameters()}
@@ -65,6 +88,58 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, n
             f"zero.units={sorted(missing)}: no such modules outside the other units; the model has {present}"
         )
     return found
+
+
+def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    blocks = find_blocks(model)
+    taken = {module for _, block in blocks for module in block.modules()}
+    users = Counter(param for module in model.modules() for param in module._parameters.values())
+
+    def own(method: str) -> list[tuple[str, nn.Module]]:
+        end = _vouched_end(model, method) if blocks else None
+        if end is None or end[1] in taken:
+            return []
+        params = [*end[1].parameters()]
+        alone = len(params) == 1 and params[0] in end[1]._parameters.values() and users[params[0]] == 1
+        large = alone and params[0].is_floating_point() and params[0].numel() >= OWN_UNIT_ELEMS
+        return [end] if large else []
+
+    first, last = own(INPUT), own(OUTPUT)
+    return [*first, *blocks, *(end for end in last if end not in first)]
+
+
+def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
+    """Return the end of a model that `method` gives, by its name; None where it or a module above does not vouch."""
+    package = _vouches(model)
+    if package is None:
+        return None
+    try:
+        end = getattr(model, method)()
+    except (AttributeError, NotImplementedError):  # so transformers say that a model has none
+        return None
+    name = next((name for name, module in model.named_modules() if module is end), "")
+    if not name:
+        return None
+    above = [*accumulate(name.split(".")[:-1], "{}.{}".format)]
+    for module in map(model.get_submodule, above):
+        package = _vouches(module) or package
+        if _package_of(module, "forward") != package:
+            return None
+    return name, end
+
+
+def _vouches(module: nn.Module) -> str | None:
+    """Return the package of a module whose class has both methods and its forward from there; else None."""
+    packages = {_package_of(module, name) for name in (INPUT, OUTPUT, "forward")}
+    return packages.pop() if len(packages) == 1 and None not in packages else None
+
+
+def _package_of(module: nn.Module, method: str) -> str | None:
+    """Return the top-level package that a method of a module's class comes from; None if it has none or its own."""
+    function = getattr(type(module), method, None)
+    if function is None or method in vars(module):
+        return None
+    return str(function.__module__).partition(".")[0]
 
 
 def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
@@ -175,9 +250,11 @@ def slots_by_unit(
     return slots
 
 
-def shapes_of(slots: Mapping[str, Sequence[Slot]]) -> list[UnitShape]:
-    """The units' unsharded shapes."""
-    return [UnitShape(name, tuple(map(shape_of, of_unit))) for name, of_unit in slots.items()]
+def shapes_of(slots: Mapping[str, Sequence[Slot]], units: Units, roots: Sequence[nn.Module]) -> list[UnitShape]:
+    """The units' unsharded shapes. roots: those of `roots_of`, which are among the units."""
+    last = {*roots, *(end[1] for root in roots if (end := _vouched_end(root, OUTPUT)) is not None)}
+    closing = {name for name, modules in units if not last.isdisjoint(modules)}
+    return [UnitShape(name, tuple(map(shape_of, of_unit)), name in closing) for name, of_unit in slots.items()]
 
 
 def shape_of(slot: Slot) -> ParamShape:

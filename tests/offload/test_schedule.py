@@ -161,6 +161,28 @@ def test_units_on_disk_take_turns_in_host_memory() -> None:
     assert found.disk_bytes == sum(aligned(slot.count) for slot in found.slots if slot.tier == "disk")
 
 
+@pytest.mark.parametrize("blocks", [2, 3, 4])
+def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_size(blocks: int) -> None:
+    units = [
+        UnitShape("embedding", (ParamShape("embedding", (256, 64), True),)),
+        *(UnitShape(f"layers.{i}", (ParamShape(f"layers.{i}.weight", (64, 32), True),)) for i in range(blocks)),
+        UnitShape("head", (ParamShape("head", (256, 64), True),), closes_forward=True),
+        UnitShape("root", (ParamShape("norm", (64,), True),), closes_forward=True),
+    ]
+    layout = Layout.of(
+        ZeroConfig(stage=3),
+        PrecisionConfig(),
+        OffloadConfig(**dict.fromkeys(("param", "grad", "master", "moments"), "disk")),  # type: ignore[arg-type]
+        replicate=1,
+        shard=2,
+    )
+    slots = sizes(schedule_of(Places(layout, units)))
+    for kind, itemsize in {"grad": 2, "master": 4, "moments": 8, "work": 2, "param": 2}.items():
+        turns = [slots[f"{kind} turn {turn}"] for turn in range(3)]
+        assert turns[0] == itemsize * 256 * 64 // 2
+        assert max(turns[1:]) == itemsize * 64 * 32 // 2
+
+
 def test_what_is_loaded_is_what_is_spilled() -> None:
     for schedule in (on_disk(), on_disk(overlap="backward"), on_disk(param="device", grad="host")):
         for unit in MANY:

@@ -115,14 +115,34 @@ def test_blocks_of_one_size_are_told_in_one_line() -> None:
     config = composed([*SMALL, "mesh.dp=16", "zero.stage=3", "mesh.replicate=2"], CONF)
     rows = folded(collectives(layout_of(config, "cpu"), units_of(config, model_of(config))))
     told = [(row.phase, row.kind, row.unit, row.last_unit) for row in rows]
-    assert told[:3] == [
+    assert told[:2] == [
         ("forward", "all_gather", "root", "root"),
         ("forward", "all_gather", "layers.0", "layers.4"),
-        ("backward", "all_gather", "root", "root"),
     ]
-    assert set(told[3:6]) == {
+    assert set(told[2:5]) == {
         ("backward", kind, "layers.4", "layers.0") for kind in ("all_gather", "reduce_scatter", "all_reduce")
     }
+
+
+def test_a_large_embedding_and_a_large_head_are_told_as_units() -> None:
+    settings = ["model=llama_8b", "mesh.dp=8", "zero.stage=3"]
+    told, _ = explained(composed(settings, CONF), settings, CONF)
+    units = next(each for each in told if each.title.startswith("units"))
+    assert [row[0] for row in units.rows] == ["embedding", "layers.0 … layers.31", "head", "root"]
+    step = next(each for each in told if each.title.startswith("collectives"))
+    layers, behind = "layers.0 … layers.31", "layers.31 … layers.0"
+    assert [(row[0], row[1], row[3], row[4]) for row in step.rows] == [
+        ("forward", "all_gather", "root", "1"),
+        ("forward", "all_gather", "embedding", "1"),
+        ("forward", "all_gather", layers, "32"),
+        ("forward", "all_gather", "head", "1"),
+        ("backward", "reduce_scatter", "head", "1"),
+        ("backward", "all_gather", behind, "32"),
+        ("backward", "reduce_scatter", behind, "32"),
+        ("backward", "all_gather", "embedding", "1"),
+        ("backward", "reduce_scatter", "embedding", "1"),
+        ("backward", "reduce_scatter", "root", "1"),
+    ], "head and root stay gathered from forward to backward"
 
 
 def test_every_setting_says_where_it_was_made() -> None:

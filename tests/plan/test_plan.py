@@ -44,6 +44,16 @@ def test_a_run_that_fits_says_so_and_one_that_does_not_says_by_how_much() -> Non
     assert small.verdict() == f"does not fit {fits.hardware.name}: each rank lacks 1000 B on the device"
 
 
+def test_host_slots_of_8_billion_parameters_on_disk_have_one_turn_of_the_size_of_its_ends() -> None:
+    """Embedding and head have 128,256 x 4,096 elements each, a block 218,112,000, the root few.
+    Of an element 2 bytes of parameter, gradient and new parameter, 4 of master and 8 of moments."""
+    config = composed(["model=llama_8b", "offload=infinity", "zero.stage=3", "mesh.dp=1", "hardware=h100_80g"], CONF)
+    assert config.hardware is not None
+    found = planned(config, config.hardware).tiers["host"].total_bytes
+    by_hand = (2 + 2 + 2 + 4 + 8) * (128_256 * 4096 + 2 * 218_112_000)
+    assert by_hand <= found < 1.01 * by_hand
+
+
 def test_more_ranks_hold_less_each_and_stage_3_the_least() -> None:
     states = [
         sum(forecast_of(f"mesh.dp={ranks}", f"zero.stage={stage}", "hardware=h100_80g").tiers["device"].kinds[kind]

@@ -1,11 +1,12 @@
 """What crosses the boundary of nodes, counted by who sends to whom: neighbouring ranks are a node.
 
-Of Ψ elements of fp32 (dims that the ranks divide), N = r nodes of s ranks, one microbatch at stage 3:
+Of Ψ elements of fp32 (dims that the ranks divide), N = r nodes of s ranks, one microbatch at stage 3; Φ of them are in
+blocks, which are gathered again for backward, as the root is not, unless its second shards are (hpZ):
 
     a rank sends            forward, across    backward, across     backward, inside
-    over all N              4Ψ (r-1)/r         8Ψ (r-1)/r           2 · 4Ψ (s-1)/N
+    over all N              4Ψ (r-1)/r         4(Ψ+Φ) (r-1)/r       4(Ψ+Φ) (s-1)/N
     hpZ over s              4Ψ (r-1)/r         4Ψ (r-1)/r           4Ψ (s-1)/s + 4Ψ (s-1)/N
-    HSDP, r x s             0                  8Ψ/s (r-1)/r         2 · 4Ψ (s-1)/s
+    HSDP, r x s             0                  8Ψ/s (r-1)/r         4(Ψ+Φ) (s-1)/s
 """
 
 from __future__ import annotations
@@ -38,15 +39,24 @@ def passes(node_ranks: int, **kwargs: Any) -> Counted:
 
 def expected(ranks: int, node_ranks: int) -> dict[str, Counted]:
     """By hand, as above."""
-    whole = 4 * sum(param.numel() for param in nets.build("even").parameters())
+    whole, blocks = (4 * count for count in elems_and_blocks())
     nodes, n, s = ranks // node_ranks, ranks, node_ranks
     gathered = whole * (nodes - 1) // nodes, whole * (s - 1) // n
+    again = blocks * (nodes - 1) // nodes, blocks * (s - 1) // n
     inside = whole * (s - 1) // s
+    inside_again = blocks * (s - 1) // s
+    across = 2 * whole * (nodes - 1) // (s * nodes)
     return {
-        "over all": {"forward": gathered, "backward": (2 * gathered[0], 2 * gathered[1])},
+        "over all": {"forward": gathered, "backward": (gathered[0] + again[0], gathered[1] + again[1])},
         "hpZ": {"forward": gathered, "backward": (gathered[0], inside + gathered[1])},
-        "HSDP": {"forward": (0, inside), "backward": (2 * whole * (nodes - 1) // (s * nodes), 2 * inside)},
+        "HSDP": {"forward": (0, inside), "backward": (across, inside + inside_again)},
     }
+
+
+def elems_and_blocks() -> tuple[int, int]:
+    """Elements of the net, and of its blocks."""
+    model = nets.build("even")
+    return tuple(sum(p.numel() for p in each.parameters()) for each in (model, model.layers))  # type: ignore[return-value]
 
 
 def check(ranks: int, node_ranks: int) -> None:
@@ -54,8 +64,8 @@ def check(ranks: int, node_ranks: int) -> None:
     assert passes(node_ranks) == want["over all"]
     assert passes(node_ranks, reshard=node_ranks) == want["hpZ"]
     assert passes(node_ranks, replicate=ranks // node_ranks) == want["HSDP"]
-    # What remains across of a reduction is 1/s of what it is over all ranks, there and back.
-    reduction = want["over all"]["backward"][0] // 2
+    # What remains across of a reduction is 1/s of what it is over all ranks, there and back; a gather sends as much.
+    reduction = want["over all"]["forward"][0]
     assert want["HSDP"]["backward"][0] == 2 * reduction // node_ranks
 
 
@@ -89,8 +99,10 @@ def states_over_all(rank: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def test_a_hybrid_step_sends_8_bytes_of_each_element_across_or_6_with_states_over_all_ranks(pool: Pool) -> None:
-    """bf16, of which a rank has Ψ/2 and sends half to its copy; inside, two gathers and a reduction of 2Ψ/2."""
-    elems = sum(param.numel() for param in nets.build("even").parameters())
+    """bf16, of which a rank has Ψ/2 and sends half to its copy; inside, two gathers, the second of blocks alone, and a
+    reduction of 2Ψ/2."""
+    elems, blocks = elems_and_blocks()
+    inside = (2 * elems + blocks) * 2 // 2
     for whole, parts in pool.run(states_over_all, 4):
-        assert whole == (8 * elems // 4, 3 * 2 * elems // 2)
-        assert parts == (6 * elems // 4, 3 * 2 * elems // 2)
+        assert whole == (8 * elems // 4, inside)
+        assert parts == (6 * elems // 4, inside)

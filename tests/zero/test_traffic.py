@@ -170,9 +170,14 @@ def traffic_by_hand(rank: int, ranks: int) -> list[list[tuple[str, int, int]]]:
 def test_the_numbers_of_the_table_written_out(pool: Pool) -> None:
     stage0, stage1, stage2, stage3 = pool.run(traffic_by_hand, 2)[0]
     block = 2 * 2 * 32 + 3 * 32 * 32 + (32 * 32 + 32) + (64 * 32 + 64) + (32 * 64 + 32)
-    elems = BLOCKS * block + 64 * 32 + 16 * 32 + 2 * 32 + 64 * 32
+    root = 64 * 32 + 16 * 32 + 2 * 32 + 64 * 32
+    elems = BLOCKS * block + root
     half = elems * 2 // 2  # what one of two ranks sends of Ψ bf16 elements
     assert stage0 == [("all_reduce", UNITS, 2 * half)]
     assert stage1 == [("reduce_scatter", UNITS, half), ("all_gather", UNITS, half)]
     assert stage2 == [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", UNITS, half)]
-    assert stage3 == [("reduce_scatter", 4 * UNITS, 4 * half), ("all_gather", 2 * 4 * UNITS, 8 * half)]
+    # Blocks are gathered for forward and for backward, the root once for both.
+    assert stage3 == [
+        ("reduce_scatter", 4 * UNITS, 4 * half),
+        ("all_gather", 4 * (2 * BLOCKS + 1), 8 * half - 4 * root),
+    ]

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import nets
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from dzero.zero.units import find_units
+from dzero.models.hf import HFDecoder
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
+from dzero.zero.units import OWN_UNIT_ELEMS, find_units, roots_of, shapes_of, slots_by_unit, units_of_roots
+
+LARGE, SMALL = OWN_UNIT_ELEMS // 64, OWN_UNIT_ELEMS // 64 - 1
+"""Words of a vocabulary whose embedding, of width 64, just is a unit of its own, or just is not."""
+BLOCKS = ["layers.0", "layers.1"]
+
+
+@pytest.fixture(autouse=True)
+def on_meta() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+def llama(vocab: int = LARGE, **sizes: Any) -> Llama:
+    return Llama(LlamaShape(vocab_size=vocab, hidden_size=64, layers=2, heads=4, kv_heads=2, ffn_size=64, **sizes))
+
+
+def transformers_model(kind: str, **sizes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    widths = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=LARGE, **widths, num_hidden_layers=2, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def names(model: nn.Module, classes: list[str] | None = None) -> list[str]:
@@ -70,3 +100,119 @@ def test_a_block_that_shares_a_weight_with_the_rest_is_left_to_the_root() -> Non
             self.layers[1].weight = self.embed.weight
 
     assert names(Model()) == ["layers.0", "layers.2"]
+
+
+def test_a_large_embedding_and_a_large_head_are_units_around_the_blocks() -> None:
+    assert names(llama()) == ["embedding", *BLOCKS, "head"]
+    assert names(llama(SMALL)) == BLOCKS, "a collective more would cost as much as it hides"
+
+
+def test_ends_that_share_a_weight_are_left_to_the_root_together() -> None:
+    assert names(llama(tied=True)) == BLOCKS
+
+
+def test_units_that_are_chosen_are_all_units() -> None:
+    assert names(llama(), ["Block"]) == BLOCKS
+    assert [name for name, _ in find_units(llama(), is_unit=lambda each: isinstance(each, nn.Linear))][-1] == "head"
+    assert [name for name, _ in find_units(llama(), is_unit=lambda each: each.__class__.__name__ == "Block")] == BLOCKS
+
+
+def test_a_head_in_tiles_is_its_tiles() -> None:
+    model = llama()
+    apply_blocks(model, BlockConfig(loss_tiles=2, compile=False), "cpu")
+    assert names(model) == ["head.tiles.0", "head.tiles.1", "embedding", *BLOCKS]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral"])
+def test_ends_of_transformers_models_are_found_by_what_these_say_of_themselves(kind: str) -> None:
+    model, blocks = transformers_model(kind, tie_word_embeddings=False), ["model.layers.0", "model.layers.1"]
+    assert names(model) == ["model.embed_tokens", *blocks, "lm_head"]
+    assert names(HFDecoder(model))[::3] == ["model.model.embed_tokens", "model.lm_head"]
+    assert names(transformers_model(kind, tie_word_embeddings=True)) == blocks
+    assert names(model.model) == ["embed_tokens", *BLOCKS], "has no head"
+
+
+def test_gpt2_ties_its_ends_and_its_positions_are_no_end() -> None:
+    model = transformers_model("gpt2")
+    assert names(model) == ["transformer.h.0", "transformer.h.1"]
+    assert names(HFDecoder(model)) == ["model.transformer.h.0", "model.transformer.h.1"]
+
+
+def forward_of_someone_else(self: Any, input_ids: Tensor) -> Tensor:
+    """As a fused loss: the head's weight is read outside of the head."""
+    hidden = self.model(input_ids)[0]
+    return nn.functional.linear(hidden, self.lm_head.weight)
+
+
+def patched(model: Any) -> nn.Module:
+    cls = type(model)
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward_of_someone_else})
+    return model  # type: ignore[no-any-return]
+
+
+def patched_alone(model: Any) -> nn.Module:
+    model.forward = forward_of_someone_else.__get__(model)
+    return model  # type: ignore[no-any-return]
+
+
+def patched_inside(model: Any) -> nn.Module:
+    return HFDecoder(patched(model))
+
+
+class Around(nn.Module):
+    """A user's own module: what it does with the model's weights is not known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [patched, patched_alone, patched_inside, Around])
+def test_a_model_whose_forward_is_not_that_of_who_vouches_keeps_its_ends_in_the_root(
+    change: Callable[[nn.Module], nn.Module],
+) -> None:
+    found = names(change(transformers_model("llama", tie_word_embeddings=False)))
+    assert [name.rpartition(".")[0].endswith("layers") for name in found] == [True, True]
+
+
+class Own(nn.Module):
+    """A user's model that vouches for its ends."""
+
+    def __init__(self, *, bias: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        self.look_up = nn.Embedding(LARGE, 64)
+        self.stack = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.out = nn.Linear(64, LARGE, bias=bias)
+        self.other = nn.Linear(64, LARGE, bias=False)
+        if shared:
+            self.other.weight = self.out.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.look_up
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.look_up(tokens)
+        for layer in self.stack:
+            x = layer(x)
+        out: Tensor = self.out(x)
+        return out
+
+
+def test_a_users_model_can_vouch_too_and_no_other_large_module_is_an_end() -> None:
+    assert names(Own()) == ["look_up", "stack.0", "stack.1", "out"]
+    assert names(Own(bias=True)) == ["look_up", "stack.0", "stack.1"], "its output would be a view"
+    assert names(Own(shared=True)) == ["look_up", "stack.0", "stack.1"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_root_and_the_head_close_forward(tied: bool) -> None:
+    model = llama(tied=tied)
+    roots, units = roots_of(model, None), units_of_roots(model, None, None, None, None)
+    closing = [shape.name for shape in shapes_of(slots_by_unit(model, units), units, roots) if shape.closes_forward]
+    assert closing == (["root"] if tied else ["head", "root"])
