@@ -100,6 +100,14 @@ def synchronize(event: Event, holding: Iterable[torch.Tensor] = ()) -> None:
         event.synchronize()
 
 
+def pin_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `tensor`, from the host, in page-locked memory, so that a copy to `device` need not block.
+
+    Its memory is given to others only when the copies from it are over: torch's allocator of it sees to that.
+    """
+    return tensor if device_module(device) is None else tensor.pin_memory()
+
+
 def is_over(event: Event) -> bool:
     """Return whether the device has come to `event`. From any thread."""
     return event is None or bool(event.query())

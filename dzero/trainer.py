@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from dzero.assembly import Assembled
 from dzero.config import RunConfig, as_yaml
+from dzero.data.ahead import BatchesAhead
 from dzero.data.corpus import Corpus, load
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
@@ -79,6 +80,7 @@ class Trainer:
             "ranks": assembled.readers,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        self.batches = BatchesAhead(self.stream, device)
         self.evaluation = partial(
             evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
         )
@@ -154,12 +156,12 @@ class Trainer:
     def _microbatches(self) -> torch.Tensor:
         """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
         if self.assembled.pipeline is not None:
-            batches = [self.stream.next() for _ in range(self.microbatches)]
+            batches = [self.batches.next() for _ in range(self.microbatches)]
             return self.assembled.pipelined(batches, self.optim.scale_loss)
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
             with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.assembled.losses():
-                loss = self.assembled.loss(*self.stream.next()) / self.microbatches
+                loss = self.assembled.loss(*self.batches.next()) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 total += local_of(loss.detach())

@@ -13,8 +13,8 @@ HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
-errors output limits hardware kernel_cache host terminal scratch data models
-streams meeting degrees mesh stopping launch
+errors output limits hardware kernel_cache host streams terminal scratch data models
+meeting degrees mesh stopping launch
 comm watch
 parallel
 zero

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import time
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
@@ -16,6 +18,7 @@ from pool import Pool
 from dzero import streams
 from dzero import watch as watching
 from dzero.comm.trail import Collective, Trail
+from dzero.launch import worker
 from dzero.watch import BEAT_S, Watch
 
 TIMEOUT_S = 3.0
@@ -66,6 +69,18 @@ def test_a_collective_that_the_device_waits_in_is_told_at_the_timeout(pool: Pool
     assert "rank 1 (pid" in said
     assert "is behind" in said
     assert "rank 1: #1 reduce_scatter of layers.0" in said
+
+
+def test_memory_of_cuda_grows_in_place_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in worker.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    worker.choose_allocator()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for name in worker.ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    worker.choose_allocator()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
 
 
 SCRIPT = """

@@ -62,14 +62,23 @@ class TokenStream:
 
     def __next__(self) -> Batch:
         """The next (inputs, targets), both int64 CPU tensors [microbatch_sequences, sequence_tokens]."""
-        first = self.samples + self.rank * self.microbatch_sequences
-        self.samples += self.ranks * self.microbatch_sequences
-        samples = np.arange(first, first + self.microbatch_sequences)
-        return read_windows(self.tokens, self._windows_of(samples), self.sequence_tokens)
+        batch = self.peek()
+        self.skip()
+        return batch
 
     def next(self) -> Batch:
         """The same as `next(stream)`."""
         return self.__next__()
+
+    def peek(self) -> Batch:
+        """The same, and stay where the stream is."""
+        first = self.samples + self.rank * self.microbatch_sequences
+        samples = np.arange(first, first + self.microbatch_sequences)
+        return read_windows(self.tokens, self._windows_of(samples), self.sequence_tokens)
+
+    def skip(self) -> None:
+        """Pass the next microbatch of all ranks."""
+        self.samples += self.ranks * self.microbatch_sequences
 
     @property
     def epoch(self) -> int:

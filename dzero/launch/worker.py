@@ -72,12 +72,27 @@ def group(config: LauncherConfig) -> Iterator[torch.device]:
     torch.set_num_threads(config.threads or max(1, available_cores() // local_ranks()))
     device = torch.device("cpu")
     if device_type(config) == "cuda":
+        choose_allocator()
         device = torch.device("cuda", local_rank())
         torch.cuda.set_device(device)
     with ExitStack() as joined:
         with user_errors():
             joined.enter_context(process_group(device, timeout=config.timeout))
         yield device
+
+
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names under which torch reads them; the second is the older one, which all supported releases know."""
+
+
+def choose_allocator() -> None:
+    """Let memory of CUDA grow in place, unless the user has settings of their own; before the first allocation.
+
+    Units of several sizes come and go at stage 3: with segments of fixed size a large unit finds gaps that are too
+    small for it (torchtitan sets the same).
+    """
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
 
 
 @contextmanager

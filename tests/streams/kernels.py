@@ -79,6 +79,12 @@ def patches(simulation: Simulation) -> list[Any]:
 def _memory(simulation: Simulation) -> list[Any]:
     synchronize, lend, release = streams.synchronize, streams.Loans.lend, Lease.release
 
+    def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy = tensor.clone()
+        if (block := simulation.block_of(copy)) is not None:
+            block.space, block.stream, block.history = Space.PINNED, None, []  # its allocator waits for copies itself
+        return copy
+
     def lent(self: streams.Loans, tensor: torch.Tensor) -> None:
         if not simulation.is_skipped("hold"):
             lend(self, tensor)
@@ -129,6 +135,7 @@ def _memory(simulation: Simulation) -> list[Any]:
 
     return [
         mock.patch.object(streams, "synchronize", synchronized),
+        mock.patch.object(streams, "pin_memory", pinned),
         mock.patch.object(streams.Loans, "lend", lent),
         mock.patch.object(torch.UntypedStorage, "resize_", resized),
         mock.patch.object(torch.Tensor, "record_stream", record_stream),

@@ -8,6 +8,9 @@ CAUGHT = {
     "comm/context_exchange.py ContextExchange._move: work.wait": "context parallel",
     "comm/exchange.py Exact._average: work.wait": "stage 1, M=1",
     "comm/exchange.py Exact.all_reduce: work.wait": "host, stage 0",
+    "data/ahead.py BatchesAhead._copied: streams.record_event": "context parallel",
+    "data/ahead.py BatchesAhead._copied: streams.wait_stream": "several microbatches",
+    "data/ahead.py BatchesAhead.next: streams.wait_event": "context parallel",
     "offload/activations.py Activations._use: streams.record_stream": "activations of two streams",
     "offload/attach.py Offload.await_updates: self.swap.drain": "checkpoints beside training",
     "offload/attach.py Offload.follow_brought: self.swap.follow": "half of it on the host",
@@ -46,6 +49,7 @@ CAUGHT = {
 """Call: scenario."""
 
 ORDERS_NOTHING = {
+    "comm/trail.py Trail.enqueued: streams.record_event": "asked whether the device has come to it (watch.py)",
     "comm/exchange.py Native.reduce_scatter: work.wait": (
         "gloo's: on a device with streams the call runs on the current one and gives no work"
     ),

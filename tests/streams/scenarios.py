@@ -277,6 +277,7 @@ def scenarios() -> dict[str, Scenario]:
         "zero.stage=1",
         "train.accumulate=4",
     )
+    train("several microbatches", 2, "zero.stage=2", "train.accumulate=4")
     train("muon", 2, "optim.rule=muon", "zero.stage=2")
     return found
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from frames import PACKAGE, Site
 
-ROOMS = ("comm", "zero", "offload", "optim", "parallel")
+ROOMS = ("comm", "zero", "offload", "optim", "parallel", "data")
 SEAM = {"record_event", "wait_event", "wait_stream", "synchronize", "record_stream", "synchronize_device"}
 KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 """What is left out of a call of streams.py, where that is not its wait."""

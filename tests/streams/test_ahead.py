@@ -1,0 +1,37 @@
+"""Microbatches that are copied ahead are those of the stream, which stands where they are taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from simulation import Simulation
+
+from dzero.data.ahead import BatchesAhead
+from dzero.data.stream import TokenStream
+
+CPU = torch.device("cpu")
+
+
+def stream() -> TokenStream:
+    return TokenStream(np.arange(200), sequence_tokens=7, microbatch_sequences=2, rank=1, ranks=2, seed=3)
+
+
+def test_they_are_the_streams_also_where_it_is_set_back() -> None:
+    plain, read = stream(), stream()
+    with Simulation().running() as simulation:
+        ahead = BatchesAhead(read, CPU)
+        assert read.samples == 0
+        for step in range(8):
+            if step == 5:
+                for each in (plain, read):
+                    each.load_state_dict({**each.state_dict(), "epoch": 0, "position": 4})
+            assert all(map(torch.equal, ahead.next(), plain.next()))
+            assert read.state_dict() == plain.state_dict()
+    assert [str(race) for race in simulation.races.values()] == []
+
+
+def test_without_streams_nothing_is_read_ahead() -> None:
+    plain, read = stream(), stream()
+    ahead = BatchesAhead(read, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(ahead.next(), plain.next(), strict=True))
+    assert ahead._coming is None

@@ -1,0 +1,39 @@
+"""Threads of a rank use its own device: a new thread of CUDA's uses the first, and takes half a gigabyte there."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from unittest import mock
+
+import torch
+from simulation import Simulation
+
+from dzero import streams
+from dzero.offload.pinned import Arena
+from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.swap import Swap
+
+
+def test_every_lane_uses_the_device_of_its_rank() -> None:
+    """Also one that was opened later, and before it does anything."""
+    chosen: dict[str, torch.device] = {}
+    worked: list[str] = []
+
+    def set_device(device: torch.device) -> None:
+        chosen[threading.current_thread().name] = device
+
+    kinds = [Kind.EVICT, Kind.FETCH, Kind.COMPUTE, Kind.LOAD, Kind.SPILL]
+    keys = [Key(kind, "work", "unit") for kind in kinds]
+    actions = tuple(Action(key, ("slot",)) for key in keys)
+    with Simulation().running(), mock.patch.object(streams, "set_device", set_device):
+        arena = Arena(4096)
+        swap = Swap(Schedule((Slot("slot", 4096),), actions[:2]), arena, torch.device("cpu"))
+        swap.add((), actions[2:], None)
+        futures: list[Future[None]] = [
+            swap.compute(key, lambda: worked.append(threading.current_thread().name)) for key in keys
+        ]
+        wait(futures)
+        swap.close()
+    assert len(set(worked)) == len(kinds)
+    assert {name: chosen.get(name) for name in worked} == dict.fromkeys(worked, torch.device("cpu", 0))
