@@ -49,8 +49,7 @@ class Staging:
             array[used:].view(column.dtype)[: column.size] = column.reshape(-1)
             used += -(-column.nbytes // 8)
         self._follow_stream()
-        self._device[:used].copy_(host[:used], non_blocking=True)
-        self._copied[self._turn] = streams.record_event(self._device.device)
+        self._copied[self._turn] = _enqueue_copy(self._device[:used], host[:used])
         return self._device
 
     def _follow_stream(self) -> None:
@@ -60,3 +59,9 @@ class Staging:
             streams.wait_stream(self._stream, self._device.device)
             streams.record_stream(self._device)  # freed early, its memory waits for this stream's launches as well
             self._stream = stream
+
+
+def _enqueue_copy(target: torch.Tensor, source: torch.Tensor) -> streams.Event:
+    """Copy without waiting; return the event that tells when `source` has been read, None if it has been."""
+    target.copy_(source, non_blocking=True)
+    return streams.record_event(target.device)

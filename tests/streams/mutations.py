@@ -40,7 +40,7 @@ CAUGHT = {
     "optim/parts.py AcrossParts._add_both: work.wait": "pipeline",
     "optim/staging.py Staging._follow_stream: streams.record_stream": "columns of a step",
     "optim/staging.py Staging._follow_stream: streams.wait_stream": "columns of a step",
-    "optim/staging.py Staging.send: streams.record_event": "columns of a step",
+    "optim/staging.py _enqueue_copy: streams.record_event": "columns of a step",
     "optim/staging.py Staging.send: streams.synchronize": "columns of a step",
     "optim/unit_grads.py UnitGrads.receive: self._sharded.loans.lend (hold)": "one rank",
     "optim/unit_grads.py UnitGrads.receive: self._sharded.loans.lend (record)": "one rank",
