@@ -137,7 +137,7 @@ class Recorder:
         for lane, use in lanes.items():
             self._lanes[lane] = self._lanes.get(lane, LaneUse()) + use
         if self._meter.steps <= LEARNING_STEPS or self._meter.steps % READING_STEPS == 0:
-            self._memory_read = self._memory_by_kind()
+            self._memory_read = self.memory_by_kind()
         decision = self._optim.last_decision
         assert decision is not None
         return StepRecord(
@@ -196,7 +196,7 @@ class Recorder:
         control = expected_control(*table, len(self._sharded.names))
         return {**moved, **control, **self._inside, **balance, **self._optim.traffic}
 
-    def _memory_by_kind(self) -> Mapping[str, int]:
+    def memory_by_kind(self) -> Mapping[str, int]:
         """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
 
         On a CPU machine the offload's arena lies in the same memory.
@@ -211,7 +211,7 @@ class Recorder:
         return self._memory.split(kinds)
 
     def _memory_of_ranks(self) -> list[dict[str, int]]:
-        memory = self._memory_by_kind()
+        memory = self.memory_by_kind()
         values = torch.tensor([*memory.values()], dtype=torch.float64, device=self._device)
         for gather in reversed(self._across):
             values = gather(values.flatten())

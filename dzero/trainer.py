@@ -26,6 +26,7 @@ from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
 from dzero.models.build import count
 from dzero.monitor.memory import MemoryMeter
+from dzero.monitor.out_of_memory import explained
 from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary
 from dzero.monitor.sink import Monitor
@@ -56,7 +57,10 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
         if trainer.done_steps >= config.train.steps:
             trainer.close()
         else:
-            trainer.run()
+            recorder = trainer.recorder
+            held, planned = recorder.memory_by_kind, lambda: recorder.planned_bytes
+            with explained(folder, dist.get_rank(), device, held, planned):
+                trainer.run()
 
 
 class Trainer:

@@ -23,6 +23,7 @@ from dzero.checkpoint.saver import Saver, all_see
 from dzero.checkpoint.selection import Origin, candidates, step_of
 from dzero.checkpoint.states import Put, States
 from dzero.optim.master import MasterOptimizer
+from dzero.streams import this_device
 from dzero.zero.shard import Sharded
 
 AUTO, LOCAL = "auto", "local."
@@ -56,6 +57,7 @@ class Checkpoints:
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
         self.config, self._optim, self._shares = config, optim, sharded.layout.shares > 1
         self._states = States(sharded, optim)
+        self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
         self._origin: Origin | None = None
         self._begun = False
@@ -69,7 +71,7 @@ class Checkpoints:
     def _open(self) -> Saver:
         """Take the folder for this run's saves."""
         if self._saver is None:
-            self._saver = self._undo.enter_context(Saver(self.config, self._ranks))
+            self._saver = self._undo.enter_context(Saver(self.config, self._ranks, self._device))
         return self._saver
 
     def begin(self) -> None:

@@ -45,13 +45,13 @@ Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
 class Saver:
-    """A run's checkpoints. Collective: every rank makes one.
+    """A run's checkpoints. Collective: every rank makes one. device: where its states may lie.
 
     Raises CheckpointError where another run saves there, or a rank does not see the folder.
     """
 
-    def __init__(self, config: CheckpointConfig, ranks: Agreement) -> None:
-        self._config, self._ranks, self._shelf = config, ranks, Shelf(config.folder)
+    def __init__(self, config: CheckpointConfig, ranks: Agreement, device: torch.device | None = None) -> None:
+        self._config, self._ranks, self._shelf, self._device = config, ranks, Shelf(config.folder), device
         self._rank = dist.get_rank()
         self._buffers: Buffers | None = None
         self._touched: Future[None] | None = None
@@ -168,7 +168,7 @@ class Saver:
         block_bytes = min(BLOCK_BYTES, self._config.staging_bytes // (2 * ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         count = min(max(2, self._config.staging_bytes // block_bytes), needed // block_bytes + 2)
         if self._buffers is None or self._buffers.count < count:
-            self._buffers = Buffers(count, block_bytes=block_bytes)
+            self._buffers = Buffers(count, block_bytes=block_bytes, device=self._device)
         return self._buffers
 
 

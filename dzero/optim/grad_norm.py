@@ -75,7 +75,7 @@ class DataParallelSums:
             return sums.cpu(), is_edited
         header = checksum + EDITED * is_edited
         if not self._is_sliced(sums.numel(), self._ranks):
-            found = torch.cat([sums.new_tensor([header]), sums])
+            found = torch.cat([sums.new_full((1,), header), sums])  # a kernel: a copy from the host would wait for it
             for axis in (REPLICATE, SHARD):
                 found = self._gather[axis](found).flatten()
             found = found.view(self._ranks, -1).cpu()

@@ -12,7 +12,10 @@ from dzero.optim.cuda_sums import CudaSums
 
 
 class SquareSums:
-    """The sums of one unit, fp64 by `names`, of what was `found` on the device and on the host; others are zero."""
+    """The sums of one unit, fp64 by `names`, of what was `found` on the device and on the host; others are zero.
+
+    has_host: whether some were on the host beside a GPU.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = tuple(names)
@@ -24,6 +27,7 @@ class SquareSums:
     def clear(self) -> None:
         """Forget all."""
         self.found: set[str] = set()
+        self.has_host = False
         self.values = [torch.zeros(len(self._names), dtype=torch.float64, device=device) for device in self._devices]
 
     def find(self, grads: Mapping[str, torch.Tensor]) -> None:
@@ -35,6 +39,7 @@ class SquareSums:
         names = tuple(names)
         self.drop(names)
         where = [device.type for device in self._devices].index(values.device.type)
+        self.has_host = self.has_host or where > 0
         if names == self._names:
             self.values[where] = values
         elif names:

@@ -157,9 +157,13 @@ class Gradients:
         return Decision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
 
     def _own_sums(self) -> torch.Tensor:
-        """Return this rank's sums of squares, fp64 [owned], on the device; in one copy those found on the host."""
-        found = [torch.cat(each) for each in zip(*(unit.sums.values for unit in self._units), strict=True)]
-        return torch.stack([each.to(self._device) for each in found]).sum(0)[self._at]
+        """Return this rank's sums of squares, fp64 [owned], on the device; those found on the host, if any, in one
+        copy, which waits for the device."""
+        sums = [unit.sums for unit in self._units]
+        found = torch.cat([each.values[0] for each in sums])
+        if any(each.has_host for each in sums):
+            found = found + torch.cat([each.values[1] for each in sums]).to(self._device)
+        return found[self._at]
 
     def _check_copies(self) -> None:
         """Check that copies of a shard, if there are any, have equal gradients after an edit; all ranks call this."""

@@ -16,12 +16,14 @@ from safetensors import safe_open
 from shelves import PAGE, bits, cut, entry, mixed, raw, scattered, write, write_rank
 from storage_cases import recorded
 
+from dzero import streams
 from dzero.checkpoint.boxes import Box, covered
 from dzero.checkpoint.buffers import Buffers
 from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import data_name
 from dzero.checkpoint.writer import ShardWriter
+from dzero.offload import pinned
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "storage_cases.py"
@@ -110,6 +112,17 @@ def test_a_put_out_of_turn_too_many_or_left_out_is_an_error(tmp_path: Path) -> N
             with pytest.raises(ValueError, match="t1 was not put"):
                 writer.finish()
         assert blocks.free.qsize() == 2
+
+
+def test_beside_a_gpu_touched_buffers_are_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the device of the rank, which the background thread that touches them has to choose first."""
+    done: list[object] = []
+    monkeypatch.setattr(streams, "set_device", lambda device: done.append(device))
+    monkeypatch.setattr(pinned, "_page_lock", lambda memory: done.append(memory.numel()) or False)
+    Buffers(2, block_bytes=PAGE, device=torch.device("cuda", 1)).touch()
+    assert done == [torch.device("cuda", 1), pinned.HUGE_PAGE_BYTES]
+    Buffers(2, block_bytes=PAGE, device=torch.device("cpu")).touch()
+    assert len(done) == 3
 
 
 def test_the_same_step_saved_again_sorts_behind_what_is_there(tmp_path: Path) -> None:

@@ -115,9 +115,16 @@ def _memory(simulation: Simulation) -> list[Any]:
     def waited(read: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         @wraps(read)
         def waits(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if type(tensor) is torch.Tensor:
-                simulation.run("a copy to the host", [tensor], [], blocks=True)
-            return read(tensor, *args, **kwargs)
+            if type(tensor) is not torch.Tensor:
+                return read(tensor, *args, **kwargs)
+            was_there = simulation.space_of(tensor) in (Space.DEVICE, None)
+            simulation.run("a copy to the host", [tensor], [], blocks=True)
+            if read is not to_cpu or not was_there:
+                return read(tensor, *args, **kwargs)
+            copy = tensor.detach().clone()
+            if (block := simulation.block_of(copy)) is not None:
+                block.space, block.stream, block.history = Space.HOST, None, []
+            return copy
 
         return waits
 

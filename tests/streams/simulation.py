@@ -81,7 +81,10 @@ class SimulatedEvent:
 
 
 class Simulation:
-    """One rank's streams, threads and memory while `running`; `races` are what was found.
+    """One rank's streams, threads and memory while `running`.
+
+    `races` are what was found, `stops` what made a thread wait
+    for a stream: results that the host reads, and copies that block.
 
     without: a wait, a record or a held reference in dzero/ that is left out, to see whether that is noticed.
     """
@@ -102,6 +105,7 @@ class Simulation:
         self.default = SimulatedStream(self, "the default stream")
         self._local = threading.local()
         self._communication: dict[str, SimulatedStream] = {}
+        self.stops: list[str] = []
         self._streams = 0
         self._results: dict[int, Clock] = {}
 
@@ -217,6 +221,7 @@ class Simulation:
                 start, end = extent(tensor)
                 self.memory.touch(block, Access(by, number, start, end, is_write, what, where), by.clock)
             if blocks and not is_here:
+                self.stops.append(f"{what} at {where}")
                 thread.join(stream.clock)
 
     def made(self, storage: torch.UntypedStorage, space: Space, what: str) -> None:

@@ -1,0 +1,54 @@
+"""What a device held when its memory ran out, for the user to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from dzero.errors import RunError
+from dzero.hardware import format_bytes
+
+SNAPSHOT = "out_of_memory_rank_*.pickle"
+REPAIRS = (
+    "Needs less: block.activation_checkpoint=full, fewer train.microbatch_sequences (and more train.accumulate), "
+    "block.loss_tiles, zero.stage=3 on more ranks, offload=host. zero=auto looks for what fits; `dzero "
+    "plan` with the same settings shows when each kind is largest"
+)
+
+
+@contextmanager
+def explained(
+    folder: Path,
+    rank: int,
+    device: torch.device,
+    held: Callable[[], Mapping[str, int]],
+    planned: Callable[[], int | None],
+) -> Iterator[None]:
+    """Turn torch's OutOfMemoryError into a RunError that says what held the memory, beside what was planned.
+
+    Args:
+        folder: Where the allocator's snapshot goes; of CUDA alone.
+        rank: This one.
+        device: Whose memory it is.
+        held: Bytes of this rank at its peak, by kind.
+        planned: The planned peak in bytes; None where nobody planned, as before the first step's end.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in held().items() if count)
+        plan = "" if (peak := planned()) is None else f"; planned were {format_bytes(peak)} in all"
+        lines = [
+            f"rank {rank} ran out of memory on {device}: {str(error).splitlines()[0]}",
+            f"at its peak it held {kinds}{plan}",
+            REPAIRS,
+        ]
+        if device.type == "cuda":
+            path = folder / SNAPSHOT.replace("*", str(rank))
+            with suppress(OSError, RuntimeError):  # the message matters more
+                torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+                lines.append(f"the allocator's blocks are in {path}, for https://pytorch.org/memory_viz")
+        raise RunError("\n".join(lines)) from error

@@ -1,0 +1,43 @@
+"""Memory that runs out is told with what held it, and what needs less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from pool import Pool
+from training import settled, write_text
+
+from dzero.assembly import Assembled
+from dzero.config import RunConfig
+from dzero.errors import RunError
+from dzero.trainer import train
+
+
+def run_out(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
+    """Run out of memory in the third microbatch; return what the user reads."""
+    loss, calls = Assembled.loss, iter(range(100))
+
+    def third(self: Assembled, *batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
+        return loss(self, *batch)
+
+    with (
+        mock.patch.object(Assembled, "loss", third),
+        mock.patch("dzero.trainer.Watch", mock.MagicMock()),
+        pytest.raises(RunError) as told,
+    ):
+        train(run, folder, torch.device("cpu"))
+    return str(told.value)
+
+
+def test_it_says_what_held_the_memory(pool: Pool, tmp_path: Path) -> None:
+    text = write_text(tmp_path / "words.txt")
+    (said,) = pool.run(run_out, 1, settled(text, "launch.workers=1"), tmp_path)
+    assert said.startswith("rank 0 ran out of memory on cpu: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    assert "at its peak it held param " in said
+    assert "moments " in said
+    assert "Needs less: block.activation_checkpoint=full" in said

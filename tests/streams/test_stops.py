@@ -1,0 +1,49 @@
+"""How often a step makes the host wait for the device: once, where all ranks decide what becomes of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nets
+import pytest
+import torch.distributed as dist
+from loops import sharded_net
+from memory import Space
+from pool import Pool
+from simulation import Simulation
+
+from dzero import AdamW
+
+
+def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
+    """Return what the host waited for in each of three steps."""
+    told = []
+    with Simulation().running() as simulation:
+        sharded = sharded_net(**net)
+        optimizer = AdamW(sharded, lr=1e-3, max_norm=1.0)
+        counts = simulation.block_of(optimizer._steps)
+        assert counts is not None
+        counts.space = Space.HOST  # where it is beside a GPU, too
+        layout = sharded.layout
+        drawn = nets.batches("even", steps=3, ranks=layout.ranks, microbatches=layout.microbatches)
+        for of_step in drawn:
+            simulation.stops.clear()
+            batches = of_step[dist.get_rank()]
+            for index, batch in enumerate(batches):
+                with sharded.microbatch(is_last=index == len(batches) - 1):
+                    (nets.loss_fn(sharded.model, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            told.append([*simulation.stops])
+    return told
+
+
+@pytest.mark.parametrize(
+    "net",
+    [{"stage": 2}, {"stage": 3, "microbatches": 2}, {"stage": 0, "reduction": "native"}],
+    ids=["stage 2", "stage 3, M=2", "native, stage 0"],
+)
+def test_a_step_stops_the_host_once(pool: Pool, net: dict[str, Any]) -> None:
+    for of_rank in pool.run(stops, 2, net):
+        for of_step in of_rank[1:]:
+            assert len(of_step) == 1, "\n".join(of_step)
+            assert "dzero/optim/grad_norm.py" in of_step[0]
