@@ -83,10 +83,9 @@ class SimulatedEvent:
 class Simulation:
     """One rank's streams, threads and memory while `running`.
 
-    `races` are what was found, `stops` what made a thread wait
-    for a stream: results that the host reads, and copies that block.
-
-    without: a wait, a record or a held reference in dzero/ that is left out, to see whether that is noticed.
+    `races` are what was found, `stops` what made a thread wait for a stream: results that the host reads, and copies
+    that block. without: a wait, a record or a held reference in dzero/ that is left out, to see whether that is
+    noticed.
     """
 
     _now: Simulation | None = None
@@ -105,8 +104,8 @@ class Simulation:
         self.default = SimulatedStream(self, "the default stream")
         self._local = threading.local()
         self._communication: dict[str, SimulatedStream] = {}
+        self._made: list[SimulatedStream] = []
         self.stops: list[str] = []
-        self._streams = 0
         self._results: dict[int, Clock] = {}
 
     # Who
@@ -270,8 +269,9 @@ class Simulation:
     def make_stream(self, priority: int = 0, device: object = None) -> SimulatedStream:
         """As `torch.cuda.Stream`, named after the lines that make it."""
         del priority, device
-        self._streams += 1
-        return SimulatedStream(self, f"stream {self._streams} ({where_called()})")
+        stream = SimulatedStream(self, f"stream {len(self._made) + 1} ({where_called()})")
+        self._made.append(stream)
+        return stream
 
     @contextmanager
     def use(self, stream: SimulatedStream | None) -> Iterator[None]:
@@ -284,8 +284,9 @@ class Simulation:
             self._local.stream = before
 
     def synchronize(self) -> None:
-        """As `torch.cuda.synchronize`, for the streams that anybody waited for or ran on."""
-        self.order(self.thread, self.default.now())
+        """As `torch.cuda.synchronize`: the thread waits for all streams."""
+        for stream in (self.default, *self._communication.values(), *self._made):
+            self.order(self.thread, stream.now())
 
     @contextmanager
     def running(self) -> Iterator[Simulation]:
