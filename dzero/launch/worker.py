@@ -110,7 +110,7 @@ def reported(report: Callable[[Exception], None]) -> Iterator[None]:
         os._exit(1)
 
     def in_thread(told: threading.ExceptHookArgs) -> None:
-        if isinstance(told.exc_value, RunError | ToldElsewhere):
+        if isinstance(told.exc_value, RunError):
             leave(told.exc_value)
         before(told)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,8 +14,8 @@ from dzero.hardware import format_bytes
 SNAPSHOT = "out_of_memory_rank_*.pickle"
 REPAIRS = (
     "Needs less: block.activation_checkpoint=full, fewer train.microbatch_sequences (and more train.accumulate), "
-    "block.loss_tiles, zero.stage=3 on more ranks, offload=host. zero=auto looks for what fits; `dzero "
-    "plan` with the same settings shows when each kind is largest"
+    "block.loss_tiles, zero.stage=3 on more ranks, offload=host. zero=auto looks for what fits; `dzero plan` with the "
+    "same settings shows when each kind is largest"
 )
 
 
@@ -48,7 +48,9 @@ def explained(
         ]
         if device.type == "cuda":
             path = folder / SNAPSHOT.replace("*", str(rank))
-            with suppress(OSError, RuntimeError):  # the message matters more
+            try:
                 torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
                 lines.append(f"the allocator's blocks are in {path}, for https://pytorch.org/memory_viz")
+            except (OSError, RuntimeError) as unwritten:
+                lines.append(f"the allocator's blocks could not be written to {path}: {unwritten}")
         raise RunError("\n".join(lines)) from error
