@@ -19,25 +19,28 @@ from dzero import streams
 from dzero import watch as watching
 from dzero.comm.trail import Collective, Trail
 from dzero.launch import worker
-from dzero.watch import BEAT_S, Watch
+from dzero.watch import Watch
 
 TIMEOUT_S = 3.0
 CPU = torch.device("cpu")
 
 
-class Never:
-    """An event that the device does not come to."""
+class Event:
+    """An event that the device has come to, or does not come to."""
+
+    def __init__(self, is_over: bool) -> None:
+        self._is_over = is_over
 
     def record(self, stream: object) -> None:
         """Nothing comes behind it."""
 
     def query(self) -> bool:
-        return False
+        return self._is_over
 
 
 def stand(rank: int, ranks: int) -> str:
     """Rank 0's device waits in a collective that rank 1 never begins; return what rank 0's thread said."""
-    module = mock.Mock(Event=lambda blocking: Never())
+    module = mock.Mock(Event=lambda blocking: Event(is_over=rank != 0))
     store = dist.PrefixStore("watch", dist.distributed_c10d._get_default_store())  # torchrun's is not there
     told: list[str] = []
     with (
@@ -54,11 +57,13 @@ def stand(rank: int, ranks: int) -> str:
         if rank == 0:
             with trail.within(Collective.of("all_gather", "layers.1", "shard", 64, torch.float32), dist.group.WORLD):
                 pass
-            until_s = time.monotonic() + 10 * TIMEOUT_S
+            until_s = time.monotonic() + 20 * TIMEOUT_S
             while not told and time.monotonic() < until_s:
                 time.sleep(0.05)
+            store.set("rank 0 has told", "")
         else:
-            time.sleep(TIMEOUT_S + 4 * BEAT_S)  # after which it would tell as well
+            while not store.check(["rank 0 has told"]):  # a wait would hold the connection that the beats need
+                time.sleep(0.05)
     return told[0] if told else ""
 
 
