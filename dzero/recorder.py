@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
+from dzero import streams
 from dzero.assembly import Assembled
 from dzero.comm import tensor_exchange
 from dzero.comm.collectives import GatherScalars
@@ -28,8 +30,13 @@ from dzero.zero.account import expected_control, expected_traffic, peak_bytes, r
 
 @dataclass(frozen=True)
 class Shared:
-    """What all ranks know before the update. `loss`: their mean, nats; `culprit`: the last rank whose own is no number,
-    or None; `stop`: a rank was asked to stop after this step."""
+    """What all ranks know before the update.
+
+    Attributes:
+        loss: The mean over the ranks, nats.
+        culprit: The last rank whose own loss is not finite, or None.
+        stop: Whether a rank was asked to stop after this step.
+    """
 
     loss: float
     culprit: int | None
@@ -110,17 +117,34 @@ class Recorder:
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
-    def share(self, loss: torch.Tensor, *, stop: bool) -> Shared:
-        """One small gather along every axis; `loss`: this rank's, on the device; where another rank of its pipeline has
-        it, what this one's parts add to that, or 0."""
+    def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], Shared]:
+        """Share the loss and the wish to stop with all ranks, in one small gather along every axis.
+
+        Args:
+            loss: This rank's, a scalar on the device; where another rank of its pipeline has it, what this one's parts
+                add to that, or 0.
+            stop: Whether this rank was asked to stop after this step.
+
+        Returns:
+            What reads the result. It waits for the device, so call it where the host has to wait for the step anyway.
+        """
         bad = torch.where(loss.isfinite(), -1, dist.get_rank())
         asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
         values = torch.stack([loss.double(), bad.double(), asked.double(), counts.double()])
         for gather in self._across:
             every = gather(values)
             values = torch.stack([every[:, 0].sum(), every[:, 1].max(), every[:, 2].max(), every[:, 3].sum()])
-        total, culprit, stopping, losses = values.tolist()
-        return Shared(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
+        on_host = streams.pin_memory(torch.empty(values.shape, dtype=values.dtype), self._device)
+        on_host.copy_(values, non_blocking=True)
+        copied = streams.record_event(self._device)
+
+        @cache
+        def read() -> Shared:
+            streams.synchronize(copied, holding=[values])
+            total, culprit, stopping, losses = on_host.tolist()
+            return Shared(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
+
+        return read
 
     def end_step(self, step: int, mean_loss: float) -> StepRecord:
         """The record of `step`; `mean_loss`: of all ranks."""

@@ -145,11 +145,11 @@ class Trainer:
         first = step == self.done_steps + 1
         with self.assembled.counted() if first else nullcontext():
             loss = self._microbatches()
-        shared = self.recorder.share(loss, stop=stop)
+        read_shared = self.recorder.share(loss, stop=stop)
         self.recorder.before_update()
-        if shared.culprit is not None:
-            self._check_loss(step, shared)
+        self.optim.refuse_step(lambda: self._nonfinite_loss(step, read_shared().culprit))
         self.optim.step()
+        shared = read_shared()
         self.schedule.step()
         self._after_update(step, monitor)
         monitor.step(self.recorder.end_step(step, shared.loss))
@@ -171,15 +171,18 @@ class Trainer:
                 total += local_of(loss.detach())
         return total
 
-    def _check_loss(self, step: int, shared: Shared) -> None:
-        """A loss that is no number can have finite gradients, which would be applied."""
-        whose = f"the loss of rank {shared.culprit}"
+    def _nonfinite_loss(self, step: int, culprit: int | None) -> str:
+        """Name the loss of rank `culprit`, if any: though not finite, it can have finite gradients, which would be
+        applied. Raises TrainingStopped where train.on_nan=stop."""
+        if culprit is None:
+            return ""
+        whose = f"the loss of rank {culprit}"
         if self.config.train.on_nan == "stop":
             raise TrainingStopped(
                 f"step {step}: {whose} is not finite, and train.on_nan=stop. The step was not made; train.on_nan=skip "
                 "leaves such steps out. Lower optim.lr, or look at the data"
             )
-        self.optim.refuse_step(whose)
+        return whose
 
     def _stop(self, step: int, monitor: Monitor, stop: StopRequest, *, saved: bool) -> None:
         """All ranks are here, and the run is saved, or its failure told."""

@@ -86,7 +86,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self.consecutive_skips = 0
         self._loss_was_scaled = not fp16
-        self._refused = ""
+        self._refusal: Callable[[], str] | None = None
         self._check_groups(named)
         if sharded.parts is None:
             refuse_unknown(sharded.model, named.values())
@@ -200,9 +200,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._loss_was_scaled = True
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
-    def refuse_step(self, why: str) -> None:
-        """The next `step` changes nothing, as if a gradient of `why` were not finite. On all ranks alike."""
-        self._refused = why
+    def refuse_step(self, why: Callable[[], str]) -> None:
+        """Let the next `step` change nothing, as if a gradient were not finite. On all ranks alike.
+
+        Args:
+            why: Called once the ranks have decided upon the gradients, when the host has waited for the device anyway.
+                Returns what is not finite, or nothing where the step may be made.
+        """
+        self._refusal = why
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -220,9 +225,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._sharded.reshard()
         with span("step decide"):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
-        if self._refused:
-            decision = replace(decision, finite=False, culprits=(self._refused, *decision.culprits))
-            self._refused = ""
+        why, self._refusal = self._refusal() if self._refusal is not None else "", None
+        if why:
+            decision = replace(decision, finite=False, culprits=(why, *decision.culprits))
         grads = self.gradients.arriving()
         if not grads:
             self._without_gradients()

@@ -30,6 +30,10 @@ class Agent:
             if self.clock.get(agent, 0) < count:
                 self.clock[agent] = count
 
+    def knows(self, other: Clock) -> bool:
+        """Return whether all that `other` says to be done is known to be."""
+        return all(self.clock.get(agent, 0) >= count for agent, count in other.items())
+
     def now(self) -> Clock:
         """Return what has to be done before whoever waits for this moment goes on."""
         return dict(self.clock)

@@ -71,6 +71,8 @@ class SimulatedEvent:
             self.clock = stream.now()
 
     def synchronize(self) -> None:
+        if not self.simulation.thread.knows(self.clock):
+            self.simulation.stops.append(f"synchronize at {where_called()}")
         self.simulation.order(self.simulation.thread, self.clock)
 
     def wait(self, stream: SimulatedStream | None = None) -> None:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import nets
 import pytest
+import torch
 import torch.distributed as dist
+import training
 from loops import sharded_net
 from memory import Space
 from pool import Pool
 from simulation import Simulation
 
 from dzero import AdamW
+from dzero.optim.master import MasterOptimizer
+from dzero.trainer import Trainer
+
+
+def keep_counts_on_the_host(simulation: Simulation, optimizer: MasterOptimizer) -> None:
+    """Put the numbers of steps where they are beside a GPU, too."""
+    counts = simulation.block_of(optimizer._steps)
+    assert counts is not None
+    counts.space = Space.HOST
 
 
 def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
@@ -21,9 +33,7 @@ def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
     with Simulation().running() as simulation:
         sharded = sharded_net(**net)
         optimizer = AdamW(sharded, lr=1e-3, max_norm=1.0)
-        counts = simulation.block_of(optimizer._steps)
-        assert counts is not None
-        counts.space = Space.HOST  # where it is beside a GPU, too
+        keep_counts_on_the_host(simulation, optimizer)
         layout = sharded.layout
         drawn = nets.batches("even", steps=3, ranks=layout.ranks, microbatches=layout.microbatches)
         for of_step in drawn:
@@ -45,5 +55,38 @@ def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
 def test_a_step_stops_the_host_once(pool: Pool, net: dict[str, Any]) -> None:
     for of_rank in pool.run(stops, 2, net):
         for of_step in of_rank[1:]:
+            assert len(of_step) == 1, "\n".join(of_step)
+            assert "dzero/optim/grad_norm.py" in of_step[0]
+
+
+class Watched(Trainer):
+    """A trainer that notes what the host waited for in each step."""
+
+    simulation: Simulation
+    told: list[list[str]]
+
+    def step(self, *args: Any, **more: Any) -> Any:
+        self.simulation.stops.clear()
+        shared = super().step(*args, **more)
+        self.told.append([*self.simulation.stops])
+        return shared
+
+
+def stops_of_trainer(rank: int, ranks: int, folder: Path) -> list[list[str]]:
+    """Return what the host waited for in each step of train.py."""
+    text = training.write_text(folder / f"text_{rank}.txt", words=2000)
+    words = (f"launch.workers={ranks}", "train.steps=4", "train.evaluate_batches=0")
+    run = training.settled(text, *words)
+    with Simulation().running() as simulation:
+        trainer = Watched(run, folder, torch.device("cpu"))
+        trainer.simulation, trainer.told = simulation, []
+        keep_counts_on_the_host(simulation, trainer.optim)
+        trainer.run()
+    return trainer.told
+
+
+def test_a_step_of_the_trainer_stops_the_host_once(pool: Pool, tmp_path: Path) -> None:
+    for of_rank in pool.run(stops_of_trainer, 2, tmp_path):
+        for of_step in of_rank[2:]:
             assert len(of_step) == 1, "\n".join(of_step)
             assert "dzero/optim/grad_norm.py" in of_step[0]
