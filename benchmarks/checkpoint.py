@@ -47,16 +47,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
-from dzero.checkpoint.buffers import BLOCK_BYTES
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.io_buffers import BLOCK_BYTES
+from dzero.checkpoint.store import Shelf
 from dzero.checkpoint.writer import THREADS
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
-from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
+from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
+from dzero.offload.memory_pool import Arena
 from dzero.zero.offload_config import DiskConfig
 
 RANKS, STALL, OF_RAW, RESTART_S = 2, 0.05, 0.8, 10.0

@@ -23,7 +23,7 @@ from hydra import compose, initialize_config_dir
 from report import append_row, plot_lines, table, write_table
 
 from dzero import config
-from dzero.trainer import Trainer
+from dzero.trainer.trainer import Trainer
 
 CONF = Path(__file__).parents[1] / "conf"
 SIDES = {

@@ -34,9 +34,9 @@ import torch
 from report import append_row, table, write_table
 from stats import Goal, judge, ratio_of_medians
 
-from dzero.offload.direct import Direction
+from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
+from dzero.offload.memory_pool import Arena
 from dzero.zero.offload_config import DiskConfig
 
 GOALS = (

@@ -15,7 +15,7 @@ from gpu_1b import matmul_ceiling
 from gpu_findings import Findings
 from report import circumstances, plot_bars
 
-from dzero.offload.pinned import Arena
+from dzero.offload.memory_pool import Arena
 
 SMI = "name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.current,pcie.link.width.current"
 MIB = 1 << 20

@@ -7,7 +7,7 @@ and with gradients, masters and moments on the host. One rank, nccl, blocks reco
 model on the device keeps 2-byte remainders and moments: with fp32 states it would not fit 139 GB. Measured: the
 allocator's counter of allocated bytes (its cache and its fragmentation are not in it), over what was allocated before
 the model. Host bytes must be exact. Goal: every peak within 5 %. `step`: predicted from rates that this GPU
-showed first (plan/probes.py), against the median; it has no goal here.
+showed first (estimate/probes.py), against the median; it has no goal here.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import torch
 from devices import Device
 from omegaconf import OmegaConf
 from report import append_row, results_kept, table, write_table
+from simulator.measured_memory import Taking, host_bytes
 from torch import nn
 from workload import CONF, loss_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.measure_hardware import combine, key_of
+from dzero.estimate.memory import memory_of
+from dzero.estimate.microbatch_costs import costs_of
+from dzero.estimate.probes import Effort, probe
+from dzero.estimate.step_time import pace_of
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.plan.analytic import memory_of
-from dzero.plan.costs import costs_of
-from dzero.plan.machine import HardwareConfig
-from dzero.plan.measure import combine, key_of
-from dzero.plan.pace import pace_of
-from dzero.plan.probes import Effort, probe
-from dzero.plan.taken import Taking, host_bytes
 
 BOUND, STEPS = 0.05, 5
 BLOCK = BlockConfig(activation_checkpoint="full", compile=False)

@@ -41,9 +41,9 @@ from report import append_row, plot_bars, table, write_table
 from stats import Goal, judge, ratio_of_medians
 from torch.testing import assert_close
 
-from dzero.optim.rules import Coefficients
-from dzero.optim.update import AdamWUpdater, ParamStates, Update
-from dzero.zero.working import join, split
+from dzero.optim.adamw_math import Coefficients
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
+from dzero.zero.rounding import join, split
 
 GOALS = (
     Goal("speed", "dzero", "torch_fused", 1.5),

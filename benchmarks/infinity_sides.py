@@ -20,9 +20,9 @@ from sides import ADAM
 from torch import nn
 
 from dzero import AdamW, ZeroConfig, shard
-from dzero.offload.direct import Direction
+from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena, aligned
+from dzero.offload.memory_pool import Arena, aligned
 
 WIDTH = 2048
 UNDER_WAY = 2

@@ -34,7 +34,7 @@ from workload import Batches, Workload, loss_of
 from dzero import AdamW, ZeroConfig, shard
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
-from dzero.offload.direct import Direction
+from dzero.offload.direct_io import Direction
 
 FILL_STEPS = 1
 TIERS = ("device", "host", "disk", "all_disk")

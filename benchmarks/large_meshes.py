@@ -78,12 +78,12 @@ def cells(rows: list[dict[str, Any]], axes: list[str]) -> list[list[Any]]:
 def simulated(run: Run) -> dict[str, Any]:
     """In this process, which imports only now what it then simulates with."""
     import yaml
+    from simulator.scenario import Scenario
+    from simulator.simulate import simulate
 
-    from dzero.degrees import MeshConfig
+    from dzero.mesh_config import MeshConfig
     from dzero.models.config import ModelConfig
     from dzero.parallel.config import BlockConfig
-    from dzero.plan.scenario import Scenario
-    from dzero.plan.simulate import simulate
     from dzero.zero.config import ZeroConfig
 
     began = time.perf_counter()

@@ -31,8 +31,8 @@ from report import append_row, plot_bars, table, write_table
 from stats import ratio_of_medians
 
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
-from dzero.optim.rules import Coefficients
-from dzero.optim.update import AdamWUpdater, ParamStates, Update
+from dzero.optim.adamw_math import Coefficients
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
 
 PARAM_ELEMS = 1 << 22
 OPTIONS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

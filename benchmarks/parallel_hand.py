@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dzero.models.moe import Experts
-from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.tensor_plans import plan_for
+from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.tensor.plans import plan_for
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 

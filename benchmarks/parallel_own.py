@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
-from dzero.parallel.context import ContextParallel
-from dzero.parallel.parts import Parts, cut_parts
-from dzero.parallel.pipeline import Pipeline
-from dzero.parallel.schedules import Hidden
+from dzero.parallel.context.parallelize import ContextParallel
+from dzero.parallel.pipeline.run import Pipeline
+from dzero.parallel.pipeline.schedule import Hidden
+from dzero.parallel.pipeline.split import Parts, cut_parts
 from dzero.zero.sequences import parallelize_context
 
 

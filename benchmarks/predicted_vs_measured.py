@@ -5,10 +5,10 @@
 
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
 peak is the high-water mark in a step of the storages of all tensors since before the model was made, with host memory,
-the same memory here; host is what the arena leased, disk the sizes of open scratch files (plan/taken.py). `resident`
-beside it is how much the process grew from before the model to its high-water mark in the steps. Rates are measured by
-the same processes before and after each configuration (plan/probes.py), since a shared machine drifts; times are
-predicted from nothing of a run, the mean of both rates'.
+the same memory here; host is what the arena leased, disk the sizes of open scratch files
+(benchmarks/simulator/measured_memory.py). `resident` beside it is how much the process grew from before the model to
+its high-water mark in the steps. Rates are measured by the same processes before and after each configuration
+(estimate/probes.py), since a shared machine drifts; times are predicted from nothing of a run, the mean of both rates'.
 
 Goals: peak within 5 %, bytes exact, step time with a median error of at most 20 %.
 """
@@ -32,24 +32,24 @@ import torch.distributed as dist
 from children import Children, process_group
 from report import append_row, plot_pairs, table, write_table
 from sides import ADAM
+from simulator.measured_memory import Taking
 from torch import nn
 from workload import loss_of
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.measure_hardware import combine, key_of
+from dzero.estimate.memory import memory_of
+from dzero.estimate.microbatch_costs import costs_of
+from dzero.estimate.probes import Effort, probe
+from dzero.estimate.step_time import pace_of
+from dzero.estimate.transfers import moved_of
 from dzero.hardware import give_back_freed_memory, peak_rss_bytes, reset_peak_rss, rss_bytes
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.plan.analytic import memory_of
-from dzero.plan.costs import costs_of
-from dzero.plan.machine import HardwareConfig
-from dzero.plan.measure import combine, key_of
-from dzero.plan.moves import moved_of
-from dzero.plan.pace import pace_of
-from dzero.plan.probes import Effort, probe
-from dzero.plan.taken import Taking
-from dzero.zero.account import expected_traffic
+from dzero.zero.cost_model import expected_traffic
 from dzero.zero.offload_config import DiskConfig
 
 RANKS, PEAK, TIME = 2, 0.05, 0.20

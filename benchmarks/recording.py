@@ -25,9 +25,9 @@ from report import append_row, table, write_table
 
 from dzero import config
 from dzero.data.stream import TokenStream
-from dzero.monitor.sink import Monitor
-from dzero.recorder import Recorder
-from dzero.trainer import Trainer
+from dzero.monitor.sinks import Monitor
+from dzero.trainer.metrics import Recorder
+from dzero.trainer.trainer import Trainer
 
 CONF = Path(__file__).parents[1] / "conf"
 WARMUP = 10

@@ -74,13 +74,13 @@ def in_a_process(model: str, ranks: int) -> dict[str, Any]:
 def simulated(options: argparse.Namespace, model: str, ranks: int) -> dict[str, Any]:
     """In this process, which imports only now what it then simulates with."""
     from omegaconf import OmegaConf
+    from simulator.scenario import Scenario
+    from simulator.simulate import simulate
+    from simulator.storage_meter import KINDS
 
     from dzero.hardware import peak_rss_bytes
     from dzero.models.config import ModelConfig
     from dzero.parallel.config import BlockConfig
-    from dzero.plan.scenario import Scenario
-    from dzero.plan.simulate import simulate
-    from dzero.plan.storages import KINDS
     from dzero.zero.config import ZeroConfig
 
     settings: Any = ONE_T if model == "llama_1t" else OmegaConf.to_container(OmegaConf.load(CONF / f"{model}.yaml"))

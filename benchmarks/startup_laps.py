@@ -22,17 +22,17 @@ def lap(name: str) -> None:
 
 
 def main() -> None:
-    from dzero import command_line, config
+    from dzero import config, overrides
 
     lap("launcher: import Hydra and the settings' types")
     config.register()
-    run = command_line.composed([*sys.argv[1:], "launch.workers=1"], config.CONF)
+    run = overrides.composed([*sys.argv[1:], "launch.workers=1"], config.CONF)
     lap("launcher: compose and check the settings")
     import torch  # noqa: F401
 
     lap("warm process: import torch")
-    from dzero.fitting import prepared
-    from dzero.trainer import Trainer
+    from dzero.plan.preflight import prepared
+    from dzero.trainer.trainer import Trainer
 
     lap("warm process: import the trainer")
     run, _ = prepared(run, sys.argv[1:])
@@ -40,7 +40,7 @@ def main() -> None:
     ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(ours, MASTER_PORT="29517", GLOO_SOCKET_IFNAME="lo")
     from dzero.launch.worker import group
-    from dzero.monitor.sink import Monitor
+    from dzero.monitor.sinks import Monitor
 
     with tempfile.TemporaryDirectory() as folder, group(run.launch) as device:
         lap("worker: join the group")

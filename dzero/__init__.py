@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dzero.mesh import make_mesh
     from dzero.optim.adamw import AdamW
-    from dzero.parallel.experts import parallelize_experts
-    from dzero.parallel.tensor import parallelize
+    from dzero.parallel.expert.dispatch import parallelize_experts
+    from dzero.parallel.tensor.parallelize import parallelize
     from dzero.zero.config import PrecisionConfig, ZeroConfig
     from dzero.zero.offload_config import OffloadConfig
     from dzero.zero.shard import Sharded, shard
@@ -34,8 +34,8 @@ _HOMES = {
     "Sharded": "dzero.zero.shard",
     "ZeroConfig": "dzero.zero.config",
     "make_mesh": "dzero.mesh",
-    "parallelize": "dzero.parallel.tensor",
-    "parallelize_experts": "dzero.parallel.experts",
+    "parallelize": "dzero.parallel.tensor.parallelize",
+    "parallelize_experts": "dzero.parallel.expert.dispatch",
     "shard": "dzero.zero.shard",
 }
 

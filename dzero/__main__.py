@@ -13,8 +13,8 @@ from pathlib import Path
 from dzero import __version__
 from dzero.errors import RunError, user_errors
 from dzero.launch.config import launched
-from dzero.launch.warm import Warm
-from dzero.output import outlast_readers
+from dzero.launch.warm_process import Warm
+from dzero.utils.stdout import outlast_readers
 
 HELP = {"-h", "--help"}
 SHOWS = {*HELP, "-c", "--cfg", "-i", "--info", "--hydra-help", "--version", "-sc", "--shell-completion"}
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    command = import_module(f"dzero.commands.{options.command.replace('-', '_')}")
+    command = import_module(f"dzero.cli.{options.command.replace('-', '_')}")
     with user_errors():
         command.run(options)
 
@@ -48,16 +48,16 @@ def train() -> None:
     if "--version" in flags:
         print(f"dzero {__version__}")
     elif flags & HELP:
-        _guarded(lambda: import_module("dzero.settings_help").show())
+        _guarded(lambda: import_module("dzero.cli.settings_help").show())
     elif launched() or flags & SHOWS:
-        _guarded(lambda: import_module("dzero.entry").train(None))
+        _guarded(lambda: import_module("dzero.cli.train").train(None))
     else:
         _guarded(_train_warm)
 
 
 def _train_warm() -> None:
     with Warm() as warm:  # imports torch while this process imports Hydra and reads the settings
-        import_module("dzero.entry").train(warm)
+        import_module("dzero.cli.train").train(warm)
 
 
 def _guarded(run: Callable[[], object]) -> None:
@@ -95,9 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     _export(commands.add_parser("export", help="write a checkpoint as safetensors that transformers loads"))
     _hardware(commands.add_parser("hardware", help="measure this machine once, for predictions"))
     _disk_bench(commands.add_parser("disk-bench", help="measure scratch disks, and find the settings that suit them"))
-    _papers(
-        commands.add_parser("papers", help="show the ZeRO papers' tables from their assumptions, beside dzero's bytes")
-    )
     return parser
 
 
@@ -146,10 +143,6 @@ def _disk_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory on each disk; default: .")
     parser.add_argument("--mib", type=_whole, default=512, help="MiB written and read at a time")
     parser.add_argument("--rounds", type=_whole, default=3)
-
-
-def _papers(parser: argparse.ArgumentParser) -> None:
-    del parser
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The whole configuration of a run: the owners' dataclasses under one roof, and what must agree between them.
 
-Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides `entry.py`, `command_line.py` and
-`run_names.py`, no other file knows Hydra.
+Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides `cli/train.py`, `overrides.py`
+and `monitor/run_names.py`, no other file knows Hydra.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dzero import run_names
 from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
+from dzero.compatibility import Together, check_together
 from dzero.data.config import DataConfig
-from dzero.degrees import MeshConfig
 from dzero.errors import RunError
+from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.launch.config import LauncherConfig
-from dzero.limits import check, whole
+from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
+from dzero.monitor import run_names
 from dzero.monitor.config import MonitorConfig, ProfileConfig
 from dzero.optim.config import OptimConfig
-from dzero.optim.scaler import ScalerConfig
-from dzero.optim.schedule import ScheduleConfig
+from dzero.optim.loss_scaler import ScalerConfig
+from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
-from dzero.plan.machine import HardwareConfig
-from dzero.together import Together, check_together
+from dzero.utils.ranges import check, whole
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import OffloadConfig
 

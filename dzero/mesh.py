@@ -10,7 +10,7 @@ The first two are the data-parallel ranks, N = replicate x shard = dp x cp: each
 placement in the table (`zero/layout.py`) is a pair over them. Ranks of the others see the same tokens.
 
 cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
-part of every one (parallel/context.py). ZeRO takes no notice of it, only what reads sequences does.
+part of every one (parallel/context/parallelize.py). ZeRO takes no notice of it, only what reads sequences does.
 
 Nor is ep an axis of that mesh: ep neighbours share the experts of a mixture, each has 1/ep of them whole, and states of
 experts are placed over the others, by a mesh of their own (`expert_mesh`), which with pp is that of the ranks with the
@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dzero.degrees import factorings
 from dzero.errors import RunError
-from dzero.limits import divisors
-from dzero.meeting import meet
+from dzero.mesh_config import factorings
+from dzero.rendezvous import meet
+from dzero.utils.ranges import divisors
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
@@ -64,7 +64,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
     """Join the group that the environment (torchrun's variables) describes; always leave it again.
 
     CPU tensors travel over gloo, CUDA tensors over nccl, in one group. nccl gets `LATER` besides: it would end the
-    process before the ranks have told where they are (watch.py).
+    process before the ranks have told where they are (launch/watchdog.py).
     """
     check_interfaces()
     timeout += LATER if device.type == "cuda" else timedelta()

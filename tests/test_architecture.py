@@ -13,19 +13,19 @@ HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
-errors output limits hardware kernel_cache host streams terminal scratch data models
-meeting degrees mesh stopping launch
-comm watch
+errors hardware streams rendezvous utils
+data models mesh_config mesh
+comm launch
 parallel
 zero
 offload
 optim
+estimate checkpoint monitor
+compatibility config overrides
 plan
-checkpoint
-monitor
-together run_names config command_line
-run_layout assembly theory recorder saves sources on_a_rank planning trainer choosing fitting verify
-commands entry settings_help
+trainer
+verify
+cli
 __main__
 """
 ORDER = LEVELS.split()

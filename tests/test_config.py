@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dzero import command_line, config
+from dzero import config, overrides
 from dzero.config import ConfigError, RunConfig, TrainConfig
 from dzero.errors import RunError
-from dzero.run_layout import check_all_here
+from dzero.plan.run_layout import check_all_here
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -198,7 +198,7 @@ MISTAKES = {
 def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: str) -> None:
     words = line.replace(": ", ":").split()
     with pytest.raises(RunError) as refused:
-        check_all_here(command_line.check(words, CONF))
+        check_all_here(overrides.check(words, CONF))
     assert told in str(refused.value)
     assert "reference_type" not in str(refused.value)
 
@@ -235,7 +235,7 @@ def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: 
     ],
 )
 def test_what_is_right_passes(line: str) -> None:
-    check_all_here(command_line.check(line.split(), CONF))
+    check_all_here(overrides.check(line.split(), CONF))
 
 
 def test_the_settings_of_a_run_are_the_owners_dataclasses() -> None:
@@ -262,11 +262,11 @@ def test_a_step_takes_what_the_batch_arithmetic_says() -> None:
 def test_workers_and_sweeps_are_refused_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_all_here(command_line.check(["zero.stage=3"], CONF))
+    check_all_here(overrides.check(["zero.stage=3"], CONF))
     with pytest.raises(RunError, match=r"launch\.workers=4 has no effect under torchrun"):
-        check_all_here(command_line.check(["launch.workers=4"], CONF))
+        check_all_here(overrides.check(["launch.workers=4"], CONF))
     with pytest.raises(ConfigError, match="leave torchrun away"):
-        command_line.check(["-m", "zero.stage=0,1"], CONF)
+        overrides.check(["-m", "zero.stage=0,1"], CONF)
 
 
 @pytest.mark.parametrize(
@@ -290,18 +290,18 @@ def test_the_home_folder_is_meant_by_a_tilde_that_the_shell_left(monkeypatch: py
     monkeypatch.setenv("HOME", "/home/me")
     disk = "offload.disk.paths=[~/a,'~/b','/c~/d']"
     words = ["checkpoint.folder=~/saved", "checkpoint.every=1", "resume=~/old", "offload=disk", disk]
-    found = command_line.composed(words, CONF)
+    found = overrides.composed(words, CONF)
     assert (found.checkpoint.folder, found.resume.source) == ("/home/me/saved", "/home/me/old")
     assert found.offload.disk.paths == ["/home/me/a", "/home/me/b", "/c~/d"]
-    of_a_group = command_line.composed(['checkpoint={folder: "~/saved", every: 1}'], CONF)
+    of_a_group = overrides.composed(['checkpoint={folder: "~/saved", every: 1}'], CONF)
     assert of_a_group.checkpoint.folder == "/home/me/saved"
 
 
 def test_resume_is_short_for_the_source_of_its_group_wherever_settings_are_given() -> None:
     words = ["resume=auto,null", "++resume=runs/a", "resume={source:auto}", "resume.strict=true", "train.steps=3"]
-    assert command_line.spelt_out(words) == ["resume.source=auto,null", "++resume.source=runs/a", *words[2:]]
-    found = command_line.composed(["resume=auto", "resume.strict=true"], CONF).resume
+    assert overrides.spelt_out(words) == ["resume.source=auto,null", "++resume.source=runs/a", *words[2:]]
+    found = overrides.composed(["resume=auto", "resume.strict=true"], CONF).resume
     assert (found.source, found.strict) == ("auto", True)
-    assert command_line.composed(["resume=null"], CONF).resume.source is None
+    assert overrides.composed(["resume=null"], CONF).resume.source is None
     with pytest.raises(ConfigError, match=r"resume\.strict=true has no effect without resume=auto"):
-        command_line.composed(["resume.strict=true"], CONF)
+        overrides.composed(["resume.strict=true"], CONF)

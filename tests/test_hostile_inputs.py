@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typed import ROOT, Ended, as_torchrun, in_a_process, refused, typed
+from typed_commands import ROOT, Ended, as_torchrun, in_a_process, refused, typed
 
 from dzero.data.config import DataConfig
 from dzero.errors import RunError, user_errors
-from dzero.models.stored import StoredTensor
+from dzero.models.safetensors_reader import StoredTensor
 
 SMALL = [
     "train.steps=1",

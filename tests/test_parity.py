@@ -1,14 +1,15 @@
 """Every stage trains exactly as plain single-process training does: parameters, masters, moments, norms, to the bit.
 
-The oracle follows the same numerics contract (rank-ordered fp32 sums, where a stage accumulates, tests/reference.py),
-so nothing here needs a tolerance, not even between stages 1 and 2 at M > 1: each is compared with its own order.
+The oracle follows the same numerics contract (rank-ordered fp32 sums, where a stage accumulates,
+tests/support/reference.py), so nothing here needs a tolerance, not even between stages 1 and 2 at M > 1: each is
+compared with its own order.
 """
 
 from __future__ import annotations
 
-import cells
+import parity_cells
 import pytest
-from cells import Cell
+from parity_cells import Cell
 from pool import Pool
 
 
@@ -17,29 +18,31 @@ def name(cell: Cell) -> str:
 
 
 def check(pool: Pool, cell: Cell) -> None:
-    result, (want,) = cells.train_beside_oracles(pool, cell)
-    assert cells.differences(result, want) == []
+    result, (want,) = parity_cells.train_beside_oracles(pool, cell)
+    assert parity_cells.differences(result, want) == []
 
 
-@pytest.mark.parametrize("cell", cells.pairwise_cover(), ids=name)
+@pytest.mark.parametrize("cell", parity_cells.pairwise_cover(), ids=name)
 def test_stage_parity(pool: Pool, cell: Cell) -> None:
     check(pool, cell)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", cells.full_product(), ids=name)
+@pytest.mark.parametrize("cell", parity_cells.full_product(), ids=name)
 def test_stage_parity_full_product(pool: Pool, cell: Cell) -> None:
     check(pool, cell)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_stages_agree_to_the_bit_at_one_microbatch(pool: Pool, precision: str) -> None:
-    runs = [pool.run(cells.train, 2, Cell(stage, precision, 1, "fp32", "uneven", 2))[0] for stage in (0, 1, 2, 3)]
+    runs = [
+        pool.run(parity_cells.train, 2, Cell(stage, precision, 1, "fp32", "uneven", 2))[0] for stage in (0, 1, 2, 3)
+    ]
     for other in runs[1:]:
-        assert cells.same_numbers(other["norms"], runs[0]["norms"])
+        assert parity_cells.same_numbers(other["norms"], runs[0]["norms"])
         assert all((a == b).all() for a, b in zip(runs[0]["params"].values(), other["params"].values(), strict=True))
 
 
 def test_cover_has_every_pair_of_values() -> None:
-    every = set().union(*(cells.pairs(cell) for cell in cells.full_product()))
-    assert set().union(*(cells.pairs(cell) for cell in cells.pairwise_cover())) == every
+    every = set().union(*(parity_cells.pairs(cell) for cell in parity_cells.full_product()))
+    assert set().union(*(parity_cells.pairs(cell) for cell in parity_cells.pairwise_cover())) == every

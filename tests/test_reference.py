@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from nets import SHAPES, batches, build, loss_fn
 from reference import AdamW, LossScale, Numerics, global_norm, to_working, train, update
+from small_decoders import SHAPES, batches, build, loss_fn
 from torch import Tensor, nn
 
 STEPS = 6

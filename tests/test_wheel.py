@@ -9,7 +9,7 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
-from training import ROOT, write_text
+from small_runs import ROOT, write_text
 
 from dzero import __version__
 

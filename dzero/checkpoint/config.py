@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dzero.limits import MOST_BYTES, SECONDS, check, whole
+from dzero.utils.ranges import MOST_BYTES, SECONDS, check, whole
 
 
 @dataclass(frozen=True, kw_only=True)

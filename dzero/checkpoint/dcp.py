@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import checkpoint_at
 from dzero.checkpoint.format import DTYPES, MANIFEST
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.states import values_of
-from dzero.zero.working import to_working
+from dzero.checkpoint.store import checkpoint_at
+from dzero.zero.rounding import to_working
 
 
 class Reader(StorageReader):

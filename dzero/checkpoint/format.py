@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from dzero.checkpoint.boxes import Box, covered
+from dzero.checkpoint.box import Box, covered
 from dzero.checkpoint.errors import CheckpointError, Damaged
 from dzero.checkpoint.lineage import Lineage, Segment
 from dzero.hardware import FILE_DTYPES
-from dzero.offload.pinned import ALIGNMENT_BYTES
+from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
 VERSION = 1
 MANIFEST = "manifest.json"

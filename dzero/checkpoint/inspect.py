@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Shelf, is_there
 from dzero.checkpoint.format import DTYPES, MANIFEST, Part, data_name
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.store import Shelf, is_there
 from dzero.hardware import dtype_name, format_bytes, format_count
-from dzero.terminal import DAMAGED, OK, Table
+from dzero.utils.terminal import DAMAGED, OK, Table
 
 UNKNOWN = "unknown"
 UNREAD = "not verified"

@@ -1,147 +1,191 @@
-"""Reads the ranks' files: only the blocks that hold what is wanted, each verified before a byte of it is used."""
+"""A checkpoint that is opened: what it holds, and any box of it, from whichever ranks wrote it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.errors import Damaged
-from dzero.checkpoint.folder import Folder, told
-from dzero.checkpoint.format import Index, data_name, digest
-from dzero.offload.direct import Direction, make_direct, transfer
+from dzero.checkpoint.block_reader import Files, Want
+from dzero.checkpoint.box import Box, is_slab
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import (
+    DTYPES,
+    MANIFEST,
+    MOST_INDEX_BYTES,
+    Index,
+    Part,
+    check_together,
+    index_name,
+    unseal,
+)
+from dzero.checkpoint.store import Folder, read_manifest
+from dzero.offload.memory_pool import aligned
 
-THREADS = 4
-
-Want = tuple[int, torch.Tensor]
-"""Where it starts in the file's data, and the uint8 tensor on the CPU to fill from there."""
-Block = tuple[int, int]
-"""Of which rank's file, and its number there."""
+COLUMNS_BYTES = 64 << 20
+"""Of whole rows that are read at a time where only some columns are wanted."""
 
 
-class Files:
-    """The files of `indexes`, by rank, in `folder`; each is opened, and its size checked, when it is first needed.
+class Checkpoint:
+    """Everything about a checkpoint but its tensors, which `read` gives. Raises CheckpointError; nothing is trusted.
 
-    buffers: to read through, free and as large as every block; None for own ones. Raises CheckpointError for a file
-    that is missing or of another size, and for a block that is damaged.
+    check_files: raise now for files of ranks that are missing or of another size, not when they are read.
     """
 
-    def __init__(self, folder: Folder, indexes: Mapping[int, Index], buffers: Buffers | None = None) -> None:
-        self._folder, self._indexes, self._buffers = folder, indexes, buffers
-        self._fds: dict[int, int] = {}
-        self._kept: tuple[Block, torch.Tensor] | None = None
-        self._undo = ExitStack()
-        self._pool = self._undo.enter_context(ThreadPoolExecutor(THREADS, "checkpoint read"))
+    def __init__(self, path: Path | str, *, check_files: bool = True) -> None:
+        self.path = Path(path)
+        with ExitStack() as undo:
+            self._folder = undo.enter_context(Folder(self.path))
+            self.manifest = read_manifest(self._folder)
+            self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
+            self._checked(MANIFEST, lambda: check_together(self.indexes))
+            self._files = undo.enter_context(Files(self._folder, dict(enumerate(self.indexes))))
+            for rank in range(self.manifest.ranks if check_files else 0):
+                self._files.check_size(rank)
+            self._undo = undo.pop_all()
+        self._where: dict[str, list[tuple[int, str, Part]]] = {}
+        for index in self.indexes:
+            for entry, part in index.parts.items():
+                if part.of is not None:
+                    self._where.setdefault(part.of, []).append((index.rank, entry, part))
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._undo.close()
 
-    def read(self, wanted: Mapping[int, Sequence[Want]]) -> None:
-        """Fill all of `wanted`, by rank; every block is read once."""
-        by_block: dict[Block, list[Want]] = {}
-        for rank, wants in wanted.items():
-            index = self._indexes[rank]
-            for start, out in wants:
-                first, size = index.data_start + start, index.block_bytes
-                for number in range(first // size, -(-(first + out.numel()) // size) if out.numel() else 0):
-                    by_block.setdefault((rank, number), []).append((first, out))
-        for _ in self._serve_all(by_block, keep=True):
-            pass
+    @property
+    def names(self) -> Collection[str]:
+        """Of the tensors that ranks share."""
+        return self._where.keys()
 
-    def verify(self, rank: int) -> None:
-        """Read all of a file. Raises CheckpointError for the first block that is not what was written."""
-        for _ in self.verifying(rank):
-            pass
+    def moments(self, param: str) -> list[str]:
+        """Keys of an optimizer's states of a parameter besides the master; one for the parts of an 8-bit one."""
+        kinds = {kind for kind, _, of in (name.partition(".") for name in self.names) if of == param}
+        return sorted({kind.removesuffix("_codes") for kind in kinds} - {"master", "param"})
 
-    def verifying(self, rank: int) -> Iterator[int]:
-        """As `verify`, block by block; yields the bytes of each."""
-        return self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))}, keep=False)
-
-    def _serve_all(self, by_block: Mapping[Block, Sequence[Want]], *, keep: bool) -> Iterator[int]:
-        """Copy what is wanted out of each block, and yield its bytes. keep: the last, where the next read goes on."""
-        blocks = sorted(by_block)
-        for rank in {rank for rank, _ in blocks}:
-            self._open(rank)
-        if self._buffers is None:
-            most = max(min(index.block_bytes, index.file_bytes) for index in self._indexes.values())
-            self._buffers = Buffers(THREADS + 1, block_bytes=most)
-        kept = blocks[-1] if keep and blocks else None
-        ends = [self._pool.submit(self._serve, self._buffers, b, by_block[b], keep=b == kept) for b in blocks]
-        try:
-            for block, end in zip(blocks, ends, strict=True):
-                if (buffer := end.result()) is not None:
-                    if self._kept is not None:
-                        self._buffers.free.put(self._kept[1])
-                    self._kept = block, buffer
-                yield self._span(block)[1]
-        finally:  # after an error nobody reads on, from a file that is closed by then
-            for end in ends:
-                end.cancel()
-            wait(ends)
-
-    def _serve(self, buffers: Buffers, block: Block, wanted: Sequence[Want], *, keep: bool) -> torch.Tensor | None:
-        """Copy what is wanted out of a block; the buffer it is in, if it is to be kept."""
-        begin, count = self._span(block)
-        if wanted and self._kept is not None and self._kept[0] == block:
-            _copy(self._kept[1][:count], begin, wanted)
-            return None
-        buffer = buffers.free.get()
-        try:
-            self._fill(buffer[:count], *block, begin)
-            _copy(buffer[:count], begin, wanted)
-        except BaseException:
-            buffers.free.put(buffer)
-            raise
-        if keep:
-            return buffer
-        buffers.free.put(buffer)
-        return None
-
-    def _span(self, block: Block) -> tuple[int, int]:
-        """Where it begins in its file, and its bytes."""
-        index = self._indexes[block[0]]
-        begin = block[1] * index.block_bytes
-        return begin, min(index.block_bytes, index.file_bytes - begin)
-
-    def _fill(self, block: torch.Tensor, rank: int, number: int, begin: int) -> None:
-        data, path, sums = block.numpy(), self._folder.path / data_name(rank), self._indexes[rank].sums
-        with told(path):
-            transfer(Direction.READ, self._fds[rank], begin, data)
-        if (found := digest(data.data)) != sums[number]:
-            raise Damaged(
-                str(path),
-                f"block {number}, {data.size} bytes at offset {begin}, is not what was written (xxh3 {found} for "
-                f"{sums[number]}): the file was damaged; take another checkpoint",
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError where a tensor has another shape."""
+        if self.part(name).shape != shape:
+            saved = list(self.part(name).shape)
+            raise CheckpointError(
+                str(self.path), f"{name} is {saved}, this model's {list(shape)}: it was saved from another model"
             )
 
-    def _open(self, rank: int) -> None:
-        if rank in self._fds:
-            return
-        self.check_size(rank)
-        path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)
-        self._undo.callback(os.close, fd)
-        with told(path):
-            make_direct(fd, Direction.READ)
-        self._fds[rank] = fd
-
     def check_size(self, rank: int) -> None:
-        """Raises CheckpointError for a file that is missing, or of another size."""
-        said = self._indexes[rank].file_bytes
-        if (size := self._folder.size(data_name(rank))) != said:
-            what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
-            raise Damaged(str(self._folder.path / data_name(rank)), what)
+        """Raises CheckpointError for a rank's file that is missing or cut short."""
+        self._files.check_size(rank)
+
+    def part(self, name: str) -> Part:
+        """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
+        return self._parts(name)[0][2]
+
+    def boxes(self, name: str) -> list[Box]:
+        """The parts that ranks wrote of a tensor."""
+        return [part.box for _, _, part in self._parts(name)]
+
+    def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
+        """Rank, entry and part of all that hold something of a box of a tensor."""
+        return [each for each in self._parts(name) if each[2].box.common(box) is not None]
+
+    def _parts(self, name: str) -> list[tuple[int, str, Part]]:
+        if name not in self._where:
+            raise CheckpointError(str(self.path), f"it holds no {name}: it was saved from another model or optimizer")
+        return self._where[name]
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, in its dtype, on the CPU."""
+        return self.read_all([(name, box)])[0]
+
+    def bytes_of(self, boxes: Sequence[tuple[str, Box]]) -> int:
+        """Of the `room` that they need."""
+        return sum(aligned(box.elems * DTYPES[self.part(name).dtype].itemsize) for name, box in boxes)
+
+    def read_all(self, boxes: Sequence[tuple[str, Box]], room: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Several at once: a block of a file that holds parts of several is read once. room: uint8 to put them into."""
+        found = []
+        for name, box in boxes:
+            dtype = DTYPES[self.part(name).dtype]
+            if room is None:
+                found.append(torch.empty(box.size, dtype=dtype))
+            else:
+                count = box.elems * dtype.itemsize
+                found.append(room[:count].view(dtype).view(box.size))
+                room = room[aligned(count) :]
+        wanted: dict[int, list[Want]] = {}
+        for (name, box), out in zip(boxes, found, strict=True):
+            self._check_box(name, box)
+            for rank, _, part in self._where[name]:
+                if (common := part.box.common(box)) is None:
+                    continue
+                if is_slab(common, part.box) and is_slab(common, box):
+                    first, last = common.rows(box)
+                    data = _bytes(out.view(-1)[first:last])
+                    wanted.setdefault(rank, []).append((_start(part, common), data))
+                else:
+                    self._read_columns(rank, part, common, out[common.slices(box)])
+        self._files.read(wanted)
+        return found
+
+    def read_entries(self, rank: int, entries: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Entries of a rank's file, whole. Raises CheckpointError for one that is not there."""
+        parts = {name: self._entry(rank, name) for name in entries}
+        found = {name: torch.empty(part.size, dtype=DTYPES[part.dtype]) for name, part in parts.items()}
+        self._files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
+        return found
+
+    def verify(self) -> Iterator[int]:
+        """Read everything, one rank's file after the other, and yield the bytes that were. Raises CheckpointError."""
+        for index in self.indexes:
+            yield from self.verify_file(index.rank)
+
+    def verify_file(self, rank: int) -> Iterator[int]:
+        """Read all of a rank's file, and yield the bytes that were. Raises CheckpointError."""
+        return self._files.verifying(rank)
+
+    def _read_columns(self, rank: int, part: Part, common: Box, out: torch.Tensor) -> None:
+        """A box that is not whole rows of what was written: the rows that hold it, some at a time."""
+        row_bytes = math.prod(part.size[1:]) * DTYPES[part.dtype].itemsize
+        most_rows = max(1, COLUMNS_BYTES // row_bytes)
+        for first in range(0, common.size[0], most_rows):
+            rows = common.narrow(first, min(most_rows, common.size[0] - first))
+            wide = Box((rows.offset[0], *part.offset[1:]), (rows.size[0], *part.size[1:]))
+            found = torch.empty(wide.size, dtype=DTYPES[part.dtype])
+            self._files.read({rank: [(_start(part, wide), _bytes(found))]})
+            out[first : first + rows.size[0]] = found[rows.slices(wide)]
+
+    def _index(self, rank: int, sealed: str) -> Index:
+        name = index_name(rank)
+        index = unseal(self._folder.read(name, MOST_INDEX_BYTES), Index, str(self.path / name), sealed)
+        self._checked(name, lambda: index.check(rank))
+        return index
+
+    def _check_box(self, name: str, box: Box) -> None:
+        shape = self.part(name).shape
+        if len(shape) != len(box.size) or Box.whole(shape).common(box) not in (box, None):
+            raise CheckpointError(str(self.path), f"{name} is {list(shape)}; {box} is not within it")
+
+    def _entry(self, rank: int, name: str) -> Part:
+        if name not in self.indexes[rank].parts:
+            raise CheckpointError(str(self.path / index_name(rank)), f"it holds no {name}")
+        return self.indexes[rank].parts[name]
+
+    def _checked(self, name: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except ValueError as error:
+            raise CheckpointError(str(self.path / name), str(error)) from error
 
 
-def _copy(block: torch.Tensor, begin: int, wanted: Sequence[Want]) -> None:
-    """Out of the file's bytes from `begin` on."""
-    for first, out in wanted:
-        low, high = max(first, begin), min(first + out.numel(), begin + block.numel())
-        out[low - first : high - first].copy_(block[low - begin : high - begin])
+def _start(part: Part, box: Box) -> int:
+    """Where the first of `box`, whole rows of `part`, lies in the file's data."""
+    return part.start + box.rows(part.box)[0] * DTYPES[part.dtype].itemsize
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -9,8 +9,8 @@
                                                                                      remove what is too old
     the next step asks      <--            done, or what went wrong
 
-The ranks agree over a group of their own (agreement.py). One that dies meanwhile leaves a partial folder, which the
-next run removes; the checkpoint before is untouched.
+The ranks agree over a group of their own (rank_consensus.py). One that dies meanwhile leaves a partial folder, which
+the next run removes; the checkpoint before is untouched.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.agreement import Agreement
-from dzero.checkpoint.buffers import BLOCK_BYTES, Buffers
+from dzero.checkpoint.block_reader import Files
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Folder, Shelf
 from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, Part, index_name, seal
+from dzero.checkpoint.io_buffers import BLOCK_BYTES, Buffers
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.reader import Files
+from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.selection import Origin, keep, refuse_foreign
+from dzero.checkpoint.store import Folder, Shelf
 from dzero.checkpoint.writer import ShardWriter
-from dzero.offload.pinned import ALIGNMENT_BYTES
+from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
 Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import STEP, Folder, Shelf, read_manifest
 from dzero.checkpoint.lineage import Lineage
+from dzero.checkpoint.store import STEP, Folder, Shelf, read_manifest
 
 
 class Member(NamedTuple):

@@ -7,7 +7,7 @@
     param.<parameter>                   working dtype  of what has no master; with overlap=delayed what forward uses
     buffer.<name>                       its own        persistent buffers, which every rank has alike
 
-The master says it all: a working copy is the master rounded (zero/working.py), a remainder what that leaves. So any
+The master says it all: a working copy is the master rounded (zero/rounding.py), a remainder what that leaves. So any
 stage, tier, kind of master, mesh and tiling reads what any other wrote.
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, Part
-from dzero.checkpoint.moments import SCALE
-from dzero.checkpoint.places import Place, Places
-from dzero.checkpoint.taking import Taking
+from dzero.checkpoint.load_unit import Taking
+from dzero.checkpoint.quantized_moments import SCALE
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.shard_boxes import Place, Places
 from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, PIPELINE
-from dzero.optim.master import MasterOptimizer
-from dzero.optim.shards import read
-from dzero.zero.placed import local_of
+from dzero.optim.base import MasterOptimizer
+from dzero.optim.state_placement import read
+from dzero.zero.dtensors import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 

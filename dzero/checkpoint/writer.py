@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import torch
 
-from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.folder import Folder, told
 from dzero.checkpoint.format import DTYPES, Index, Part, data_name, digest
-from dzero.offload.direct import Direction, make_direct, transfer, whole_pages
+from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.store import Folder, told
+from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 
 THREADS = 4
 

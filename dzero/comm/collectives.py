@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from dzero import streams
-from dzero.comm.exchange import Exchange, all_gather_single
+from dzero.comm.collective_log import Collective, Trail
 from dzero.comm.ledger import Ledger
+from dzero.comm.reduction import Exchange, all_gather_single
 from dzero.comm.spans import span
-from dzero.comm.trail import Collective, Trail
 
 
 class _Buffers:

@@ -4,7 +4,7 @@
     gather    part                 [ranks, *part]                    (ranks - 1) * part    all_gather
     turn      [ranks, *part]       [ranks, *part], one from each     (ranks - 1) * part    all_to_all
     add       [ranks, *part]       part, the sum over ranks          (ranks - 1) * part    reduce_scatter
-    ring      part                 torch moves it (parallel/ring.py) of each hop a part    permute
+    ring      part                 torch moves it (parallel/context/ring.py) of each hop a part    permute
 
 Sums are made here, in fp32 (fp64 of fp64), and rounded once. Every call returns when its result may be used.
 """
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dzero.comm.exchange import Exchange
+from dzero.comm.collective_log import Collective
 from dzero.comm.ledger import Ledger
+from dzero.comm.reduction import Exchange
 from dzero.comm.spans import span
-from dzero.comm.trail import Collective
 
 
 class ContextExchange:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dzero.comm.collective_log import Collective
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
 from dzero.comm.spans import span
-from dzero.comm.trail import Collective
 
 PHASE = "experts"
 

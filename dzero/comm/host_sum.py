@@ -13,7 +13,7 @@ import numba
 import numpy as np
 import torch
 
-from dzero.host import JIT, as_array, from_bf16, has_memory
+from dzero.utils.numba_views import JIT, as_array, from_bf16, has_memory
 
 TILE_ELEMS = 2048
 DTYPES = (torch.float32, torch.bfloat16)

@@ -4,7 +4,7 @@
     bytes  = payload that one rank must send, with n ranks that own e elements each (padded to the largest):
              all_gather, reduce_scatter   (n - 1) * e * wire bytes
              all_reduce                   (n - 1) * e * (wire bytes out + bytes back)
-             all_to_all                   what it has for each of the others; they may differ (optim/owners.py)
+             all_to_all                   what it has for each of the others; they may differ (optim/rank_assignment.py)
 
 These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
 An entry costs one dictionary addition per *collective* (not per operator), with no synchronisation.
@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import torch
 
-from dzero.comm.trail import Trail
+from dzero.comm.collective_log import Trail
 
 EXCEPTIONAL = "exceptional"
 """The phase of what few steps send: to name parameters whose gradients are not finite, or edited apart on copies."""

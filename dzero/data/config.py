@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dzero.limits import BELOW_1, check, whole
+from dzero.utils.ranges import BELOW_1, check, whole
 
 TEXT = frozenset({"tokenizer", "separator"})
 SETTINGS = {

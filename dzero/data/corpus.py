@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dzero.data.codec import ByteCodec, Codec, TokenizerCodec, encode_split
 from dzero.data.config import DataConfig
 from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
 from dzero.data.files import TOKEN_SUFFIXES, Found, find
+from dzero.data.tokenizer import ByteCodec, Codec, TokenizerCodec, encode_split
 from dzero.data.tokens import Tokens, largest_id, map_tokens
 
 

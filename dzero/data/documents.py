@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dzero.data.extras import require
 from dzero.data.files import Found
+from dzero.data.optional_packages import require
 from dzero.errors import converting
 
 ROWS = 1024

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dzero.data.order import shuffled
+from dzero.data.shuffle import shuffled
 from dzero.data.tokens import Array, Tokens
 
 FINGERPRINT_WINDOWS = 64

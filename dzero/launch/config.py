@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-from dzero.limits import MOST_RANKS, SECONDS, check, whole
+from dzero.utils.ranges import MOST_RANKS, SECONDS, check, whole
 
 MOST_THREADS = 1024
 

@@ -1,4 +1,4 @@
-"""Workers for a plain `python train.py`: forks of one warm process (warm.py), one per GPU, or two on a CPU.
+"""Workers for a plain `python train.py`: forks of one warm process (warm_process.py), one per GPU, or two on a CPU.
 
 This process starts them, waits, and says how it ended; it needs no torch for that. Under torchrun (RANK is set) nothing
 is launched: the process joins the group it is given.
@@ -32,8 +32,8 @@ from typing import Any, NoReturn, Protocol
 
 from dzero.errors import RunError
 from dzero.launch.config import LauncherConfig, launched
-from dzero.launch.warm import PASSED_ON, Ended, Said, Warm, found
-from dzero.stopping import EXIT_SAVED, SAME_S, UNWIND_S
+from dzero.launch.signals import EXIT_SAVED, SAME_S, UNWIND_S
+from dzero.launch.warm_process import PASSED_ON, Ended, Said, Warm, found
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
@@ -256,7 +256,7 @@ def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, Ended]], ende
     """Return why the run failed: a worker that a signal from elsewhere killed, else the earliest report.
 
     Args:
-        reports: What workers said before they left (`dzero.launch.warm.Report`).
+        reports: What workers said before they left (`dzero.launch.warm_process.Report`).
         killed: Process id and end of each rank that was killed, but not by this launcher.
         ended: The end of every rank that failed.
     """

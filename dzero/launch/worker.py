@@ -28,9 +28,9 @@ from dzero.errors import RunError, ToldElsewhere, user_errors
 from dzero.hardware import available_cores
 from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type
-from dzero.launch.warm import PASSED_ON, Report, found
+from dzero.launch.signals import UNWIND_S, pass_over
+from dzero.launch.warm_process import PASSED_ON, Report, found
 from dzero.mesh import local_rank, local_ranks, process_group
-from dzero.stopping import UNWIND_S, pass_over
 
 LINGER_S = 0.5
 """For a worker that failed because another was killed: it outlives the moment in which the launcher learns of that."""

@@ -11,10 +11,10 @@ from torch import nn
 from dzero.models.config import ModelConfig
 from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
-from dzero.models.materialise import Materialiser
+from dzero.models.meta_init import Materialiser
 from dzero.models.moe import MoE
+from dzero.models.safetensors_reader import StoredTensor
 from dzero.models.shapes import MoEShape
-from dzero.models.stored import StoredTensor
 from dzero.models.weights import local_weights
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dzero.limits import check, divisors, positive, whole
+from dzero.utils.ranges import check, divisors, positive, whole
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("auxiliary-loss-free", "loss", "none")

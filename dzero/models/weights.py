@@ -13,8 +13,8 @@ from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 from dzero.models.published import llama_config, published_name
+from dzero.models.safetensors_reader import StoredTensor, stored_tensors
 from dzero.models.shapes import LlamaShape
-from dzero.models.stored import StoredTensor, stored_tensors
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """What every llama of ours is."""

@@ -9,8 +9,8 @@ from rich.table import Column
 
 from dzero.hardware import format_bytes, format_seconds
 from dzero.monitor.records import RunSummary, StepRecord
-from dzero.monitor.tables import summary_tables
-from dzero.terminal import plain, rich_table
+from dzero.monitor.summary import summary_tables
+from dzero.utils.terminal import plain, rich_table
 
 SEPARATOR = " · "
 WIDE_COLUMNS, WIDE_BAR, NARROW_BAR = 110, 20, 10

@@ -34,7 +34,7 @@ TRACES, SNAPSHOTS = "profile/rank*.pt.trace.json.gz", "profile/rank*.memory_snap
 """Of all ranks, in the run's folder."""
 SNAPSHOT_EVENTS = 100_000
 LANE = "offload "
-"""Before the names of the offload's threads (offload/swap.py)."""
+"""Before the names of the offload's threads (offload/executor.py)."""
 PROCESS = '"name": "process_name"'
 EVENTS = '"traceEvents": ['
 THREAD = {"ph": "M", "name": "thread_name", "ts": 0}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.monitor.meter import Speed
-from dzero.offload.swap import LaneUse
+from dzero.offload.executor import LaneUse
 
 
 @dataclass(frozen=True, kw_only=True)

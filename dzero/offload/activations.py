@@ -9,12 +9,12 @@ so they see what the checkpoint saves and not what it recomputes.
                loaded from disk, where they went there
     freed      the graph drops k: its seat is free for the next save
 
-waiting_room.py has the seats: host memory, and the disk behind it.
+activation_pool.py has the seats: host memory, and the disk behind it.
 
 The newest, and any that has not left yet, is used where it is. Inputs that need no gradient (tables, masks) are shared
 by the blocks and stay, as do parameters, small or strided tensors, and everything else that is saved.
 
-Why no copy meets freed or rewritten memory: as in swap.py, with two additions.
+Why no copy meets freed or rewritten memory: as in executor.py, with two additions.
     source        is referenced from here until its copy has ended, so nobody else is given its memory. Who changes it
                   in place before that makes backward raise; later it does not matter: the host has what was saved
     destination   is made on the stream that is current when its copy starts, perhaps for a block on another stream:
@@ -36,9 +36,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dzero import streams
-from dzero.offload.pinned import ALIGNMENT_BYTES
-from dzero.offload.waiting_room import Seat, WaitingRoom
-from dzero.parallel.methods import wrap_method
+from dzero.offload.activation_pool import Seat, WaitingRoom
+from dzero.offload.memory_pool import ALIGNMENT_BYTES
+from dzero.parallel.forward_wrapping import wrap_method
 
 LEAST_BYTES = ALIGNMENT_BYTES
 """Smaller tensors stay on the device: a slot takes as much at least."""

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from dzero.hardware import format_bytes
-from dzero.offload.direct import Bytes, Direction
+from dzero.offload.direct_io import Bytes, Direction
 from dzero.offload.disk_file import DiskFile, DiskUse
 from dzero.offload.disk_transfer import Move, Transfer
-from dzero.offload.pinned import ALIGNMENT_BYTES
+from dzero.offload.memory_pool import ALIGNMENT_BYTES
 from dzero.offload.striping import stripe
 from dzero.zero.offload_config import DiskConfig
 

@@ -1,4 +1,4 @@
-"""The scratch file of one path: whole blocks in and out by direct I/O (direct.py), and what they cost."""
+"""The scratch file of one path: whole blocks in and out by direct I/O (direct_io.py), and what they cost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from dzero.offload.direct import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
-from dzero.offload.run_folder import RunFolder
-from dzero.scratch import DiskError, telling
+from dzero.offload.direct_io import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
+from dzero.offload.scratch_dir import RunFolder
+from dzero.utils.scratch_paths import DiskError, telling
 
 
 @dataclass(frozen=True)

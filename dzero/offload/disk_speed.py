@@ -11,8 +11,8 @@ import torch
 
 from dzero.hardware import format_bytes
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
-from dzero.scratch import try_folder
+from dzero.offload.memory_pool import Arena
+from dzero.utils.scratch_paths import try_folder
 from dzero.zero.offload_config import DiskConfig
 
 SAMPLE_BYTES = 512 << 20

@@ -14,9 +14,9 @@ from threading import Lock
 
 import xxhash
 
-from dzero.offload.direct import Bytes, Direction
+from dzero.offload.direct_io import Bytes, Direction
 from dzero.offload.disk_file import DiskFile
-from dzero.scratch import DiskError
+from dzero.utils.scratch_paths import DiskError
 
 
 @dataclass(frozen=True, slots=True)

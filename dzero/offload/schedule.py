@@ -24,7 +24,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from dzero.hardware import format_bytes
-from dzero.offload.pinned import aligned
+from dzero.offload.memory_pool import aligned
 
 
 class Kind(StrEnum):

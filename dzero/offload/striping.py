@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dzero.offload.pinned import aligned
+from dzero.offload.memory_pool import aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from dzero.offload.pinned import aligned
-from dzero.offload.places import Places
+from dzero.offload.buffer_layout import Places
+from dzero.offload.disk_staging import Staging
+from dzero.offload.executor import Swap
+from dzero.offload.memory_pool import aligned
 from dzero.offload.schedule import Key, Kind
-from dzero.offload.staging import Staging
-from dzero.offload.swap import Swap
 
 
 class Undo:

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dzero.offload.swap import copy_all
-from dzero.optim.ahead import Ahead
-from dzero.optim.master import Carried, MasterOptimizer, State
-from dzero.optim.rules import Coefficients
-from dzero.optim.scaler import ScalerConfig
-from dzero.optim.shards import Homes, device_bytes, read
-from dzero.optim.storage import MOMENTS, Initial, Stored
-from dzero.optim.tiered import Pending, TieredUpdates, work_of
-from dzero.optim.torch_states import check_torchs, is_torchs, take_torchs
-from dzero.optim.update import AdamWUpdater, Update
-from dzero.zero.placed import local_of
+from dzero.offload.executor import copy_all
+from dzero.optim.adamw_math import Coefficients
+from dzero.optim.base import Carried, MasterOptimizer, State
+from dzero.optim.flat_update import AdamWUpdater, Update
+from dzero.optim.loss_scaler import ScalerConfig
+from dzero.optim.offloaded_step import Pending, TieredUpdates, work_of
+from dzero.optim.param_state import MOMENTS, Initial, Stored
+from dzero.optim.speculative_step import Ahead
+from dzero.optim.state_placement import Homes, device_bytes, read
+from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
+from dzero.zero.dtensors import local_of
+from dzero.zero.rounding import to_working
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
-from dzero.zero.working import to_working
 
 Value = TypeVar("Value")
 How = dict[str, tuple[int, Any]]

@@ -11,11 +11,11 @@ from torch import nn
 
 from dzero.errors import converting
 from dzero.optim.adamw import AdamW
+from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import BETAS, EPS, OURS, OptimConfig
-from dzero.optim.master import MasterOptimizer
+from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon, check_muon, matrices_of, split_by_rule
-from dzero.optim.scaler import ScalerConfig
-from dzero.optim.torch_rule import TorchOptimizer, check_rule, mixes
+from dzero.optim.torch_optimizer import TorchOptimizer, check_rule, mixes
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from dzero.limits import BELOW_1, check, number, positive, whole
+from dzero.utils.ranges import BELOW_1, check, number, positive, whole
 
 SCALES = ("rms", "original")
 BETAS, EPS = (0.9, 0.95), 1e-8

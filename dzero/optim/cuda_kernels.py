@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dzero.host import Array
-from dzero.optim.staging import Staging
+from dzero.optim.column_upload import Staging
 from dzero.optim.update_table import States, Variant, chunks_by_variant, states_table
+from dzero.utils.numba_views import Array
 
 BLOCK_ELEMS = 1024
 """Elements that one program updates: 8 per thread of 4 warps, so 16 bytes of bf16 in one access, of fp32 in two.

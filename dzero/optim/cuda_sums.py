@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dzero.host import Array
+from dzero.optim.column_upload import Staging
+from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
 from dzero.optim.cuda_kernels import NAMES, kernels
-from dzero.optim.host_kernels import CHUNK_ELEMS, LANES
-from dzero.optim.staging import Staging
 from dzero.optim.update_table import chunks_of
+from dzero.utils.numba_views import Array
 
 SUMS = "dzero.optim.sums_triton"
 """The module that is the kernels' source."""

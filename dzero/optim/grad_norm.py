@@ -18,8 +18,8 @@ parameters on 16,384 ranks. Slices are two, of O(parameters + ranks) bytes: with
     shard       all-to-all  (shard - 1) * replicate * (w + 1) * 8       all-gather  (shard - 1) * w * 8
 
 `zero.account.sums_are_sliced` decides between them; the bits are the same. The one more is a checksum of the rank's
-collectives (comm/trail.py), sent with every slice: so every rank has the checksums of all. Which rank has a non-finite
-gradient is gathered in a step that is skipped, and only there.
+collectives (comm/collective_log.py), sent with every slice: so every rank has the checksums of all. Which rank has a
+non-finite gradient is gathered in a step that is skipped, and only there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dzero.comm.collectives import AllToAllScalars, GatherScalars
 from dzero.comm.ledger import EXCEPTIONAL, Ledger
 from dzero.mesh import REPLICATE, SHARD
-from dzero.zero.account import sums_are_sliced
+from dzero.zero.cost_model import sums_are_sliced
 
 ALIKE = 1e-2
 """Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from dzero.host import has_memory
-from dzero.optim import host_kernels
+from dzero.optim import cpu_kernels
 from dzero.optim.cuda_sums import CudaSums
+from dzero.utils.numba_views import has_memory
 
 
 class SquareSums:
@@ -68,7 +68,7 @@ def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _sum_squares(grads: Sequence[torch.Tensor], on_cuda: CudaSums) -> torch.Tensor:
     if not grads or not grads[0].is_cuda:
-        return host_kernels.sum_squares(grads)
+        return cpu_kernels.sum_squares(grads)
     if not has_memory(grads[0]):
         return torch.zeros(len(grads), dtype=torch.float64, device=grads[0].device)
     return on_cuda.sum_squares(grads)

@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dzero.zero.hosted import HostMemory, HostShard
-from dzero.zero.placed import local_of
-from dzero.zero.watched import WatchedTensor, Watcher
+from dzero.zero.dtensors import local_of
+from dzero.zero.offloaded_param import HostMemory, HostShard
+from dzero.zero.watched_tensor import WatchedTensor, Watcher
 
 USED_UP = "its gradient was used up by step(), or dropped; clone what is to stay"
 
@@ -92,7 +92,7 @@ class GradMaker:
     def of(self, grad: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
         """Return the DTensor over a gradient on the device, flat or of the shard's shape."""
         local = grad if grad.shape == self._shape else grad.view(self._shape)
-        if type(local) is torch.Tensor:  # not a simulated one (plan/simulate.py), which is a subclass already
+        if type(local) is torch.Tensor:  # not a simulated one, which is a subclass already
             local = WatchedTensor(local, use)
         return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)  # __init__ only costs time
 

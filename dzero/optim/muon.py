@@ -1,8 +1,8 @@
 """Muon beside AdamW, by parameter group, in one optimizer: one decision, one step, one set of states.
 
     rule of a group   its parameters                                  states                     update
-    muon              matrices: 2-D, but no embedding and no head     master, step, exp_avg      optim/matrices.py
-    adamw             all others                                      as AdamW's                 optim/update.py
+    muon              matrices: 2-D, but no embedding and no head     master, step, exp_avg      optim/matrix_gather.py
+    adamw             all others                                      as AdamW's                 optim/flat_update.py
 
 The momentum is kept as `exp_avg`, the average of gradients that AdamW's first moment is too, placed and stored as the
 table's moments; it is carried, saved and loaded as that is. Matrices are orthogonalised whole, whatever they are cut
@@ -21,12 +21,12 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.hardware import dtype_of
 from dzero.optim.adamw import AdamW, How
 from dzero.optim.config import MuonConfig
-from dzero.optim.matrices import MatrixUpdates
-from dzero.optim.orthogonal import MatrixCoefficients
-from dzero.optim.scaler import ScalerConfig
-from dzero.optim.storage import MOMENTS, Stored
-from dzero.optim.tiered import Pending
-from dzero.optim.whole import check_whole
+from dzero.optim.loss_scaler import ScalerConfig
+from dzero.optim.matrix_gather import MatrixUpdates
+from dzero.optim.newton_schulz import MatrixCoefficients
+from dzero.optim.offloaded_step import Pending
+from dzero.optim.param_state import MOMENTS, Stored
+from dzero.optim.requires_unsharded import check_whole
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import KINDS
 from dzero.zero.shard import Sharded

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from dzero.offload.attach import Offload
-from dzero.optim import host_kernels
+from dzero.offload.manager import Offload
+from dzero.optim import cpu_kernels
 from dzero.optim.grad_sums import SquareSums
 from dzero.zero.unit import Unit
 
@@ -53,7 +53,7 @@ class OffloadedGrads:
         landing = {name: self._offload.view(name, "landing", piece.numel()) for name, piece in pieces.items()}
         self._offload.evict("landing", self._unit, [(landing[name], piece) for name, piece in pieces.items()])
         accs = [homes[name] for name in landing]
-        work = partial(host_kernels.accumulate, accs, [*landing.values()])
+        work = partial(cpu_kernels.accumulate, accs, [*landing.values()])
         self._additions.append(([*landing], self._offload.accumulate(self._unit, work)))
 
     def put_sums(self, sums: SquareSums) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD
 from dzero.optim.grad_views import GradMaker, GradUse, flat_of
-from dzero.zero.placed import local_of
+from dzero.zero.dtensors import local_of
 from dzero.zero.unit import Unit
 
 Named = dict[str, torch.Tensor]
@@ -101,7 +101,7 @@ class ShownGrads:
     def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
         """Return this rank's part of what was left in `.grad`, flat.
 
-        shared_out: whether that is its share of a shard whose states copies share out (zero/shares.py).
+        shared_out: whether that is its share of a shard whose states copies share out (zero/replica_shards.py).
         """
         shares = self._unit.shares if shared_out else None
         if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dzero.host import Array
+from dzero.utils.numba_views import Array
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of gradients, and of working copies."""

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.methods import checkpointed, wrap_method
-from dzero.parallel.tiled_loss import tile_loss
-from dzero.parallel.tiling import MLPS, find_tiles, is_mlp, tile_all
+from dzero.parallel.forward_wrapping import checkpointed, wrap_method
+from dzero.parallel.tiling.loss import tile_loss
+from dzero.parallel.tiling.tile import MLPS, find_tiles, is_mlp, tile_all
 
 KEPT = [
     torch.ops.aten.mm.default,
@@ -72,7 +72,7 @@ def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:
         raise ValueError(
             f"block.tiles={config.tiles}: the blocks of {type(model).__name__} have no MLP of three nn.Linear named "
             f"as in {[[*widening, narrowing] for widening, narrowing in MLPS]}; take block.tiles=1, or tile modules of "
-            "your choice with dzero.parallel.tiling.tile before shard()"
+            "your choice with dzero.parallel.tiling.tile.tile before shard()"
         )
     tile_all([*mlps], config.tiles, recompute=config.activation_checkpoint == "full")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dzero.limits import check, whole
+from dzero.utils.ranges import check, whole
 
 ACTIVATIONS = ("none", "selective", "full")
 MOST_TILES = 2**16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dzero.degrees import PARTS_OF_A_RANK
-from dzero.limits import divisors
+from dzero.mesh_config import PARTS_OF_A_RANK
+from dzero.utils.ranges import divisors
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     panel          what it shows                                                      drawn by
     tiers          a stacked bar per tier: bytes by kind, and the tier's capacity     _draw_tiers
     the device     the same kinds while each unit is at work                          _draw_moments
-    a step         lanes over seconds (timeline.py)                                   picture_timeline.py
+    a step         lanes over seconds (estimate/timeline.py)                                   picture_timeline.py
 
 A kind of state has one colour everywhere, and what moves or updates it has it too. matplotlib is an extra of the
 installation, so it is imported where it is used.
@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dzero.errors import RunError
+from dzero.estimate.forecast import DEVICE, TIERS, Forecast
+from dzero.estimate.memory import Moment
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD
 from dzero.hardware import dtype_name, format_bytes, format_count
-from dzero.plan.analytic import Moment
 from dzero.plan.colours import HOST, INK, RED, colour_of, hatch_of
-from dzero.plan.costs import BACKWARD, FORWARD
-from dzero.plan.forecast import DEVICE, TIERS, Forecast
 from dzero.plan.picture_timeline import draw_timeline, height_of
 from dzero.plan.tables import tables
-from dzero.terminal import plain
+from dzero.utils.terminal import plain
 from dzero.zero.units import ROOT
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from dzero.estimate.forecast import Forecast
+from dzero.estimate.timeline import KINDS, LANES, Bar, Timeline
 from dzero.hardware import format_count
 from dzero.plan.colours import INK, WORK
-from dzero.plan.forecast import Forecast
-from dzero.plan.timeline import KINDS, LANES, Bar, Timeline
 
 GAP = 0.05
 """Of the width, for the microbatches that are left out."""

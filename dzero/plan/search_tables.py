@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dzero.estimate.candidates import STAGE, Settings
+from dzero.estimate.forecast import DEVICE, DISK, HOST, Tier
+from dzero.estimate.search import HEADROOM, Fits, Ranking, Refused, room_bytes, short_bytes
 from dzero.hardware import format_bytes, format_count, format_seconds
-from dzero.plan.candidates import STAGE, Settings
-from dzero.plan.forecast import DEVICE, DISK, HOST, Tier
-from dzero.plan.search import HEADROOM, Fits, Ranking, Refused, room_bytes, short_bytes
-from dzero.terminal import Table
+from dzero.utils.terminal import Table
 from dzero.zero.offload_config import KINDS
 
 REFUSED = 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from dzero.estimate.durations import link_of
+from dzero.estimate.forecast import TIERS, Forecast
 from dzero.hardware import format_bytes, format_count
 from dzero.mesh import EXPERT
-from dzero.plan.durations import link_of
-from dzero.plan.forecast import TIERS, Forecast
-from dzero.terminal import OK, Table
+from dzero.utils.terminal import OK, Table
 
 
 def tables(forecast: Forecast) -> list[Table]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.box import Box
 from dzero.verify.trace import LOSS, MEAN, NORM, SCALE, Mark, Trace, of_all_ranks, squared
 from dzero.zero.units import ROOT
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dzero.config import RunConfig
-from dzero.degrees import MeshConfig
-from dzero.limits import check, whole
+from dzero.mesh_config import MeshConfig
+from dzero.utils.ranges import check, whole
 
 
 @dataclass(frozen=True, kw_only=True)

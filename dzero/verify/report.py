@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dzero.terminal import DIFFERS, OK, Table
+from dzero.utils.terminal import DIFFERS, OK, Table
 from dzero.verify.compare import Apart, Gap
 from dzero.verify.ladder import BASELINE, Rung
 from dzero.verify.trace import GRAD, LOSS, MASTER, MEAN, NORM, PARAM, READ, SCALE

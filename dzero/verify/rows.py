@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dzero.checkpoint.places import AsBuilt, Held
+from dzero.checkpoint.shard_boxes import AsBuilt, Held
 from dzero.mesh import AXES, PIPELINE
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import ParamShape, rows_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
+from dzero.zero.unit_shapes import ParamShape, rows_of
 
 Cut = tuple[int, int]
 """(rank, ranks), of the rows that are left, or of copies."""

@@ -34,14 +34,14 @@ from torch import nn
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
-from dzero.degrees import MeshConfig
-from dzero.monitor.sink import Monitor
+from dzero.mesh_config import MeshConfig
+from dzero.monitor.sinks import Monitor
 from dzero.optim.grad_sums import sum_squares
-from dzero.optim.shards import read
-from dzero.trainer import Trainer
+from dzero.optim.state_placement import read
+from dzero.trainer.trainer import Trainer
 from dzero.verify.rows import Placed, Rows
+from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
-from dzero.zero.placed import local_of
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.units import ROOT
 

@@ -21,19 +21,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dzero.choosing import chosen
-from dzero.command_line import composed
 from dzero.config import CONF
 from dzero.errors import RunError, user_errors
 from dzero.launch.launcher import start
-from dzero.run_layout import check_all_here, workers_of
-from dzero.terminal import show
+from dzero.launch.watchdog import Watch
+from dzero.overrides import composed
+from dzero.plan.auto import chosen
+from dzero.plan.run_layout import check_all_here, workers_of
+from dzero.utils.terminal import show
 from dzero.verify.compare import Apart, by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import Rung, ladder, layout_of
 from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
 from dzero.verify.trace import Followed, Mark, Trace
-from dzero.watch import Watch
 
 AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dzero.host import has_memory
-from dzero.zero.placed import local_of
-from dzero.zero.registered import put_gathered, put_shards
+from dzero.utils.numba_views import has_memory
+from dzero.zero.dtensors import local_of
+from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
 
 

@@ -7,7 +7,7 @@
     moments   stage 0 whole, stage 1-3 Shard(0)              fp32 | bf16 | int8            8, 4 or about 2
 
 With `zero.states_over=all` master and moments are `Shard(0)` over the replicate axis too: each copy of a shard owns a
-part of it (zero/shares.py).
+part of it (zero/replica_shards.py).
 
 Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), which is why no row needs to
 ask for the stage again: `Layout` is the table filled in, and the FSDP2 switches, the cadence of microbatches, the
@@ -23,11 +23,11 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dzero.hardware import dtype_of
-from dzero.limits import divisors
 from dzero.mesh import expert_degrees
+from dzero.utils.ranges import divisors
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import KINDS, OffloadConfig
-from dzero.zero.shapes import UnitShape
+from dzero.zero.unit_shapes import UnitShape
 
 
 @dataclass(frozen=True)

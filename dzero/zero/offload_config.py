@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dzero.limits import FRACTION, MOST_BYTES, check, positive, whole
+from dzero.utils.ranges import FRACTION, MOST_BYTES, check, positive, whole
 
 TIERS = ("device", "host", "disk")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.mesh import context_group
-from dzero.parallel.context import ContextParallel
+from dzero.parallel.context.parallelize import ContextParallel
 from dzero.zero.shard import Sharded
 
 

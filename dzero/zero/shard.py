@@ -8,7 +8,7 @@
     gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
     all_reduce_hook               Unit.deliver                   called on the reduced shard, even where none is reduced
 
-A unit's gradients leave through `Unit.deliver`, all of its trained parameters in one buffer (zero/whole_buffers.py).
+A unit's gradients leave through `Unit.deliver`, all of its trained parameters in one buffer (zero/reduce_buffers.py).
 Without a consumer the buffer is averaged over the copies in place and FSDP2's ordinary `.grad` is right.
 """
 
@@ -29,37 +29,37 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
-from dzero.comm.exchange import Exact, Exchange, Native
 from dzero.comm.ledger import Ledger
+from dzero.comm.reduction import Exact, Exchange, Native
 from dzero.hardware import give_back_freed_memory
 from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups, take_mesh
-from dzero.parallel.experts import ExpertParallel
-from dzero.parallel.parts import Parts
-from dzero.parallel.tiling import fill_tiles, find_tiles
+from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.tiling.tile import fill_tiles, find_tiles
 from dzero.streams import Loans, exist
-from dzero.zero.cadence import Microbatches
-from dzero.zero.cold import ColdRoom
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
+from dzero.zero.deferred_grads import collect, follow_root, has_failed, unsharded_params
 from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, refuse_outside_forward
-from dzero.zero.hosted import Home, InMemory, put_on_host
-from dzero.zero.hosted_dicts import hook_state_dicts
-from dzero.zero.in_place import use_shards
-from dzero.zero.inputs import cast_first_input, own_output
-from dzero.zero.late import collect, follow_root, has_failed, unsharded_params
+from dzero.zero.init_on_disk import ColdRoom
+from dzero.zero.init_params import Materialise, Values
 from dzero.zero.layout import Layout
+from dzero.zero.microbatch_count import Microbatches
 from dzero.zero.offload_config import OffloadConfig
-from dzero.zero.older import follow_outputs, recover
-from dzero.zero.partial_numbers import watch_numbers
-from dzero.zero.refused import check_experts, check_splits, check_tables
-from dzero.zero.registered import drop_waiting, follow_shards
-from dzero.zero.scalars import Places, narrow_in_forward, widen
-from dzero.zero.shapes import UnitShape
-from dzero.zero.shares import Shares
+from dzero.zero.offloaded_param import Home, InMemory, put_on_host
+from dzero.zero.offloaded_state_dicts import hook_state_dicts
+from dzero.zero.partial_scalars import watch_numbers
+from dzero.zero.reduce_buffers import reduce_whole
+from dzero.zero.registered_params import drop_waiting, follow_shards
+from dzero.zero.replica_shards import Shares
+from dzero.zero.scalar_params import Places, narrow_in_forward, widen
+from dzero.zero.split_rules import check_experts, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
+from dzero.zero.torch_compat import follow_outputs, recover
 from dzero.zero.unit import Unit, as_module
+from dzero.zero.unit_inputs import cast_first_input, own_output
+from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import Slot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
-from dzero.zero.values import Materialise, Values
-from dzero.zero.whole_buffers import reduce_whole
+from dzero.zero.unsharded_in_place import use_shards
 
 
 class Claimant(Protocol):

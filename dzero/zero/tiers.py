@@ -2,7 +2,7 @@
 
     tier      what it is
     device    the memory that computes the model: the GPU's, or on a CPU machine the process's own
-    host      the offload arena (offload/pinned.py)
+    host      the offload arena (offload/memory_pool.py)
     disk      scratch files (offload/disk.py); host memory then holds what is in use, and what comes next
 
 A parameter is updated on the device if its master lives there, else on the host; its gradient and moments travel there
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dzero.zero.offload_config import KINDS
-from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 
 def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:

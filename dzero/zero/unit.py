@@ -23,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies
-from dzero.zero.hosted import Home, HostMemory, memory_of
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import UnitShape
-from dzero.zero.shares import Shares
-from dzero.zero.watched import watch
+from dzero.zero.offloaded_param import Home, HostMemory, memory_of
+from dzero.zero.replica_shards import Shares
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.watched_tensor import watch
 
 
 class Consumer(Protocol):

@@ -2,8 +2,9 @@
 
 A *unit* is a list of modules that share one collective. By default these are the transformer blocks, of which those
 that share weights are one, and a large input embedding and output head. What no unit holds (final norm, small or tied
-ends) belongs to the last unit, the root. Tiles (parallel/tiling.py) and experts that ranks share (parallel/experts.py)
-are units inside units: gathered for their own forward and backward alone, and listed before the unit around them.
+ends) belongs to the last unit, the root. Tiles (parallel/tiling/tile.py) and experts that ranks share
+(parallel/expert/dispatch.py) are units inside units: gathered for their own forward and backward alone, and listed
+before the unit around them.
 
 Note: ends. A weight that somebody reads outside of its module's own forward, as a loss made from `head.weight` does,
 cannot be a unit of its own: it is a shard there. Whether a model does that cannot be seen from outside, so an end is a
@@ -32,11 +33,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
-from dzero.parallel.conv1d import FusedProjection, RowsProjection
-from dzero.parallel.parts import Parts
-from dzero.parallel.tiling import find_tiles
-from dzero.zero.placed import local_of
-from dzero.zero.shapes import ParamShape, Split, UnitShape
+from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
+from dzero.parallel.tiling.tile import find_tiles
+from dzero.zero.dtensors import local_of
+from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
 INPUT, OUTPUT = "get_input_embeddings", "get_output_embeddings"

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.folder import Folder
 from dzero.checkpoint.format import MANIFEST, NAMES, VERSION, Manifest, Part, index_name, seal
+from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.store import Folder
 from dzero.checkpoint.writer import ShardWriter
 
 

@@ -16,22 +16,22 @@ from typing import Any
 import by_hand
 import torch
 import torch.distributed as dist
-from loops import sharded_net
 from shelves import entry, write
+from training_loops import sharded_net
 
-import dzero.commands.export
-import dzero.commands.inspect  # noqa: F401  # as `main` does when it has a command, while this user may still read them
+import dzero.cli.export
+import dzero.cli.inspect  # noqa: F401  # as `main` does when it has a command, while this user may still read them
 from dzero import AdamW
 from dzero.__main__ import main
-from dzero.checkpoint.agreement import Agreement
-from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.box import Box
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.contents import Checkpoint
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import LATEST, Shelf
 from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
+from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
+from dzero.checkpoint.store import LATEST, Shelf
 
 MIB = 1 << 20
 PUBLISHED = {"kind": "hf", "config": "{}"}

@@ -21,10 +21,10 @@ import torch
 from shelves import PAGE, bits, entry, write
 from storage_cases import grown
 
-from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.folder import LATEST, Shelf
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.format import MANIFEST, VERSION, data_name, digest, index_name, seal
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.store import LATEST, Shelf
 
 DATA, INDEX = data_name(0), index_name(0)
 STEP = "step_00000001"

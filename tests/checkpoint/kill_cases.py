@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 from shelves import entry, raw
 
-from dzero.checkpoint.agreement import Agreement
-from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.folder import LATEST, LOCK, Shelf
 from dzero.checkpoint.format import MANIFEST
+from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
 from dzero.checkpoint.selection import Origin, candidates
+from dzero.checkpoint.store import LATEST, LOCK, Shelf
 
 RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
 Say = Callable[[Any], None]

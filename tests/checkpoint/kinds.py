@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import whole
-from loops import masters_of, params_of, sharded_net, train
+from parity_cells import whole
 from torch import Tensor
+from training_loops import masters_of, params_of, sharded_net, train
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.zero.offload_config import DiskConfig
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dzero.checkpoint.boxes import Box
-from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.folder import Folder, Shelf
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.format import DTYPES, MANIFEST, NAMES, VERSION, Index, Manifest, Part, index_name, seal
+from dzero.checkpoint.io_buffers import Buffers
 from dzero.checkpoint.lineage import Lineage
+from dzero.checkpoint.store import Folder, Shelf
 from dzero.checkpoint.writer import ShardWriter
 
 PAGE = 4096

@@ -14,10 +14,10 @@ import torch
 from shelves import entry, write
 from torch import Tensor
 
-from dzero.checkpoint.agreement import Agreement
-from dzero.checkpoint.boxes import Box
+from dzero.checkpoint.box import Box
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.contents import Checkpoint
+from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
 
 MIB = 1 << 20

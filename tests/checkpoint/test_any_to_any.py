@@ -11,7 +11,7 @@ from kinds import Kind, every_kind, loaded, saved
 from pool import Pool
 from torch import Tensor
 
-from dzero.zero.working import to_working
+from dzero.zero.rounding import to_working
 
 STATES = {"master": "remainder", "moments": "bf16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from loops import params_of, sharded_net, train, unequal
 from pool import Pool
 from torch import nn
+from training_loops import params_of, sharded_net, train, unequal
 
 from dzero import AdamW, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 
 

@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import by_hand
-import nets
 import pytest
+import small_decoders
 import torch
 import torch.distributed.checkpoint as dcp
-from cells import whole
-from loops import masters_of, params_of, sharded_net, train
+from parity_cells import whole
 from pool import Pool
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
+from training_loops import masters_of, params_of, sharded_net, train
 
 from dzero import AdamW
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.dcp import Reader
 from dzero.checkpoint.errors import CheckpointError
@@ -82,7 +82,7 @@ def test_torchs_loader_and_ours_read_the_same_bits_for_any_cut(pool: Pool, tmp_p
 
 def plain_program(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
     """FSDP2 without dzero, in bf16."""
-    model = nets.build("uneven", seed=9).bfloat16()
+    model = small_decoders.build("uneven", seed=9).bfloat16()
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)

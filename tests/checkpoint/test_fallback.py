@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool, WorkerError
-from runs import SMALLEST
-from training import ROOT, Told, settled, train, write_text
+from small_runs import ROOT, Told, settled, train, write_text
+from train_runs import SMALLEST
 
 from dzero.checkpoint import saver
 from dzero.checkpoint.config import ResumeConfig
-from dzero.checkpoint.folder import LATEST, Shelf
 from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
+from dzero.checkpoint.store import LATEST, Shelf
 from dzero.config import RunConfig
-from dzero.trainer import Trainer
+from dzero.trainer.trainer import Trainer
 
 SECONDS, BLOCK = 400.0, 4096
 SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "checkpoint.every=1", "checkpoint.keep=9"]

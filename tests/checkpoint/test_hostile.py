@@ -15,9 +15,9 @@ from hostile_cases import CLAIMS, DATA, INDEX, KINDS, POINTERS, STEP, claim, hon
 from shelves import RUN
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import LATEST, LOCK, Shelf
 from dzero.checkpoint.format import MANIFEST, seal
 from dzero.checkpoint.selection import keep
+from dzero.checkpoint.store import LATEST, LOCK, Shelf
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "hostile_cases.py"
@@ -58,7 +58,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         change(root / str(number) / "shelf")
     shelves = [f"{number}/shelf" for number in range(len(changes))]
     before = listed(root)
-    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}"}
     command = [sys.executable, str(CASES), str(root), *shelves]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

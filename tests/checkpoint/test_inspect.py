@@ -10,13 +10,13 @@ from pathlib import Path
 import by_hand
 import pytest
 import torch
+from in_process import dzero
 from pool import Pool
-from tools import dzero
-from training import settled, train, write_text
+from small_runs import settled, train, write_text
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.inspect import inspect
-from dzero.terminal import plain
+from dzero.utils.terminal import plain
 
 CONFIG = {
     "zero": {"stage": 3},

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from runs import SMALLEST, TORCHRUN
 from shelves import write
-from training import ROOT, settled, train, write_text
+from small_runs import ROOT, settled, train, write_text
+from train_runs import SMALLEST, TORCHRUN
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import LATEST, LOCK, Shelf
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.selection import Origin, candidates, keep, refuse_foreign
+from dzero.checkpoint.store import LATEST, LOCK, Shelf
 
 SECONDS = 400.0
 SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "zero.stage=3"]

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cells import whole
-from loops import masters_of, params_of, sharded_net, snapshot, train, unequal
+from parity_cells import whole
 from pool import Pool
+from small_runs import Told, settled, write_text
+from small_runs import train as train_run
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from training import Told, settled, write_text
-from training import train as train_run
+from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, Sharded
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import MuonConfig
-from dzero.optim.master import MasterOptimizer
 from dzero.optim.muon import Muon
 
 KEYS = ("exp_avg", "exp_avg_sq", "exp_avg_codes", "exp_avg_scale", "step")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import LATEST, Shelf
 from dzero.checkpoint.format import data_name, index_name
+from dzero.checkpoint.store import LATEST, Shelf
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "damage_cases.py"
@@ -26,7 +26,7 @@ def case(*words: object, before: str = "") -> Any:
     command = [sys.executable, str(CASES), *map(str, words)]
     if before:
         command = ["unshare", "-rm", "sh", "-c", f'set -e; {before}; exec "$@"', "sh", *command]
-    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests'}"}
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from training import Told, settled, train, write_text
+from small_runs import Told, settled, train, write_text
 
-from dzero.run_layout import workers_of
+from dzero.plan.run_layout import workers_of
 
 STEPS, STOP = 6, 3
 RUNS = {

@@ -6,14 +6,14 @@ import shutil
 import socket
 from pathlib import Path
 
-from loops import sharded_net
 from pool import Pool
+from training_loops import sharded_net
 
 from dzero import AdamW
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.store import Shelf
 
 HOST = socket.gethostname()
 

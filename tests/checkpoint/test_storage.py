@@ -17,13 +17,13 @@ from shelves import PAGE, bits, cut, entry, mixed, raw, scattered, write, write_
 from storage_cases import recorded
 
 from dzero import streams
-from dzero.checkpoint.boxes import Box, covered
-from dzero.checkpoint.buffers import Buffers
-from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.folder import Folder, Shelf
+from dzero.checkpoint.box import Box, covered
 from dzero.checkpoint.format import data_name
+from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.store import Folder, Shelf
 from dzero.checkpoint.writer import ShardWriter
-from dzero.offload import pinned
+from dzero.offload import memory_pool
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "storage_cases.py"
@@ -118,9 +118,9 @@ def test_beside_a_gpu_touched_buffers_are_page_locked(monkeypatch: pytest.Monkey
     """For the device of the rank, which the background thread that touches them has to choose first."""
     done: list[object] = []
     monkeypatch.setattr(streams, "set_device", lambda device: done.append(device))
-    monkeypatch.setattr(pinned, "_page_lock", lambda memory: done.append(memory.numel()) or False)
+    monkeypatch.setattr(memory_pool, "_page_lock", lambda memory: done.append(memory.numel()) or False)
     Buffers(2, block_bytes=PAGE, device=torch.device("cuda", 1)).touch()
-    assert done == [torch.device("cuda", 1), pinned.HUGE_PAGE_BYTES]
+    assert done == [torch.device("cuda", 1), memory_pool.HUGE_PAGE_BYTES]
     Buffers(2, block_bytes=PAGE, device=torch.device("cpu")).touch()
     assert len(done) == 3
 
@@ -152,7 +152,7 @@ def test_a_put_tensor_may_change_at_once(tmp_path: Path) -> None:
 
 def test_a_writer_and_a_reader_hold_their_blocks_however_large_the_states_are(tmp_path: Path) -> None:
     """256 MiB in all. The writer has 2 blocks of a MiB, the reader one for each of 4 threads."""
-    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests'}:{CASES.parent}"}
+    environment = os.environ | {"PYTHONPATH": f"{HOUSE}:{HOUSE / 'tests' / 'support'}:{CASES.parent}"}
     command = [sys.executable, str(CASES), str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dzero.data.order import shuffled
+from dzero.data.shuffle import shuffled
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.data.tokens import Tokens
 

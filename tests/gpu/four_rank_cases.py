@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import nets
 import reference
+import small_decoders
 import torch
 import torch.distributed as dist
-from cells import DTYPES, master_of, whole
+from parity_cells import DTYPES, master_of, whole
 from staged_group import BACKEND, staged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
-from dzero.optim import host_kernels
+from dzero.optim import cpu_kernels
 
 RANKS, STEPS, LR, CLIP, NET = 4, 10, 3e-3, 0.5, "uneven"
 
@@ -66,7 +66,7 @@ def train(
     with staged_world(rank, ranks, rendezvous, device):
         replicate = ranks if run.stage == 0 else run.replicate
         sharded = shard(
-            nets.build(NET),
+            small_decoders.build(NET),
             ZeroConfig(stage=run.stage, reduction=run.reduction),
             precision=PrecisionConfig(param=run.precision),
             offload=run.offload,
@@ -74,10 +74,10 @@ def train(
             microbatches=run.microbatches,
         )
         optim, norms = AdamW(sharded, lr=LR, max_norm=CLIP), []
-        for of_step in nets.batches(NET, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
+        for of_step in small_decoders.batches(NET, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
             for index, batch in enumerate(of_step[rank]):
                 with sharded.microbatch(is_last=index == run.microbatches - 1):
-                    loss = nets.loss_fn(sharded.model, batch.to(device)) / run.microbatches
+                    loss = small_decoders.loss_fn(sharded.model, batch.to(device)) / run.microbatches
                     optim.scale_loss(loss).backward()
             optim.step()
             assert optim.last_decision is not None
@@ -89,12 +89,12 @@ def train(
 
 
 def oracle(run: Run) -> reference.History:
-    """The same run by tests/reference.py, on the CPU."""
+    """The same run by tests/support/reference.py, on the CPU."""
     working = DTYPES[run.precision]
     return reference.train(
-        lambda: nets.build(NET),
-        nets.batches(NET, steps=STEPS, ranks=RANKS, microbatches=run.microbatches),
-        nets.loss_fn,
+        lambda: small_decoders.build(NET),
+        small_decoders.batches(NET, steps=STEPS, ranks=RANKS, microbatches=run.microbatches),
+        small_decoders.loss_fn,
         lrs=[LR] * STEPS,
         numerics=reference.Numerics(
             working=working,
@@ -103,5 +103,5 @@ def oracle(run: Run) -> reference.History:
             early=run.stage >= 2 and run.microbatches > 1,
         ),
         clip=CLIP,
-        sum_squares=lambda chunk: host_kernels.sum_squares([chunk.contiguous()]).item(),
+        sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
     )

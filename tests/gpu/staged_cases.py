@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dzero.comm.exchange import Exact, Native
+from dzero.comm.reduction import Exact, Native
 
 Group = dist.ProcessGroup
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -120,7 +120,7 @@ def broadcasts(group: Group) -> dict[str, Tensor]:
 
 
 def exchanges(group: Group) -> dict[str, Tensor]:
-    """dzero's own, as `comm/exchange.py` calls the group."""
+    """dzero's own, as `comm/reduction.py` calls the group."""
     found, ranks = {}, group.size()
     for kind in (Exact(group), Native(group)):
         name = type(kind).__name__

@@ -1,4 +1,4 @@
-"""One CUDA device, a group of one rank: streams, compiled update, checkpointing. Run with `pytest -m gpu`."""
+"""One CUDA device, a group of one rank: streams, compiled flat_update, checkpointing. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import nets
 import pytest
+import small_decoders
 import torch
 import torch.distributed as dist
-from cells import master_of, whole
+from parity_cells import master_of, whole
 from pool_worker import forget_meshes
 from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.optim import rules, update
+from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.offload_config import KINDS, DiskConfig
-from dzero.zero.working import split, to_working
+from dzero.zero.rounding import split, to_working
 
 pytestmark = pytest.mark.gpu
 STEPS = 10
@@ -61,7 +61,7 @@ def train(
     samples: int = 2,
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Masters on the CPU and norms after STEPS steps of the uneven net; delays before an offload's actions."""
-    model = nets.build("uneven")
+    model = small_decoders.build("uneven")
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, compile=False), device_type)
     sharded = shard(
         model,
@@ -74,10 +74,10 @@ def train(
     optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
     chance = random.Random(0)
     optim.offload.swap.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
-    for of_step in nets.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
+    for of_step in small_decoders.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
         for index, batch in enumerate(of_step[0]):
             with sharded.microbatch(is_last=index == microbatches - 1):
-                loss = nets.loss_fn(sharded.model, batch.to(device_type)) / microbatches
+                loss = small_decoders.loss_fn(sharded.model, batch.to(device_type)) / microbatches
                 optim.scale_loss(loss).backward()
         optim.step()
         assert optim.last_decision is not None
@@ -147,11 +147,11 @@ def test_states_on_disk_give_the_bits_of_states_on_the_host(tmp_path: Path, para
 def test_a_run_resumed_with_states_on_the_host_has_the_bits_of_one_never_stopped(tmp_path: Path, overlap: str) -> None:
     warmup = {"delay_warmup_steps": 1} if overlap == "delayed" else {}
     offload = OffloadConfig(grad="host", master="host", moments="host", overlap=overlap, **warmup)
-    drawn = nets.batches("uneven", steps=STEPS, ranks=1, microbatches=2)
+    drawn = small_decoders.batches("uneven", steps=STEPS, ranks=1, microbatches=2)
 
     def run(first: int, last: int, folder: Path, which: str | None) -> dict[str, torch.Tensor]:
         """Steps [first, last) from a checkpoint, and one at their end; masters on the CPU."""
-        sharded = shard(nets.build("uneven"), ZeroConfig(stage=3), offload=offload, microbatches=2)
+        sharded = shard(small_decoders.build("uneven"), ZeroConfig(stage=3), offload=offload, microbatches=2)
         optim = AdamW(sharded, lr=3e-3, max_norm=0.5)
         with Checkpoints(CheckpointConfig(every=1, folder=str(folder)), sharded, optim) as checkpoints:
             if which is not None:
@@ -159,7 +159,7 @@ def test_a_run_resumed_with_states_on_the_host_has_the_bits_of_one_never_stopped
             for of_step in drawn[first:last]:
                 for index, batch in enumerate(of_step[0]):
                     with sharded.microbatch(is_last=index == 1):
-                        (nets.loss_fn(sharded.model, batch.cuda()) / 2).backward()
+                        (small_decoders.loss_fn(sharded.model, batch.cuda()) / 2).backward()
                 optim.step()
             checkpoints.save(last, {})
             checkpoints.finish()
@@ -279,14 +279,14 @@ def test_the_update_on_a_gpu_is_slice_invariant_and_has_the_bits_of_the_cpu(mome
     work, low = to_working(master, torch.bfloat16), split(master)[1]
     m, v = torch.zeros(2, length, dtype=moments)
     grad = torch.randn(length).bfloat16()
-    c = rules.Coefficients.of(step=1, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, scale=0.5)
-    states = update.ParamStates("w", 0, work, None, low, m, v)
+    c = adamw_math.Coefficients.of(step=1, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, scale=0.5)
+    states = flat_update.ParamStates("w", 0, work, None, low, m, v)
     keys = ("work", "remainder", "m", "v")
 
-    def run(cut: int, device: str) -> update.ParamStates:
+    def run(cut: int, device: str) -> flat_update.ParamStates:
         own = replace(states, **{key: getattr(states, key).to(device, copy=True) for key in keys})
-        for piece in update.Update(own, grad.to(device), c, 1).chunks(cut):
-            update.AdamWUpdater(threads=1).run([piece])
+        for piece in flat_update.Update(own, grad.to(device), c, 1).chunks(cut):
+            flat_update.AdamWUpdater(threads=1).run([piece])
         return own
 
     once, cut, host = run(length, "cuda"), run(33_331, "cuda"), run(length, "cpu")
@@ -296,11 +296,11 @@ def test_the_update_on_a_gpu_is_slice_invariant_and_has_the_bits_of_the_cpu(mome
 
 
 def test_overflow_skips_and_names_the_parameter() -> None:
-    sharded = shard(nets.build("even"), ZeroConfig(stage=3), mesh=make_mesh("cuda"))
+    sharded = shard(small_decoders.build("even"), ZeroConfig(stage=3), mesh=make_mesh("cuda"))
     optim = AdamW(sharded)
     before = {name: whole(p).clone() for name, p in sharded.named_params().items()}
-    batch = nets.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0].cuda()
-    (nets.loss_fn(sharded.model, batch) * float("inf")).backward()
+    batch = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0].cuda()
+    (small_decoders.loss_fn(sharded.model, batch) * float("inf")).backward()
     optim.step()
     assert optim.last_decision is not None
     assert not optim.last_decision.finite

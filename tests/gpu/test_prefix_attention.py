@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dzero.parallel.attention import TILE_TOKENS, Masks, over_prefix
+from dzero.parallel.context.attention import TILE_TOKENS, Masks, over_prefix
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from dzero.comm.context_exchange import ContextExchange
-from dzero.comm.exchange import Native
 from dzero.comm.ledger import Ledger
-from dzero.parallel.ring import Ring
+from dzero.comm.reduction import Native
+from dzero.parallel.context.ring import Ring
 
 pytestmark = pytest.mark.gpu
 

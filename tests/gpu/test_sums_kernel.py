@@ -12,10 +12,10 @@ import pytest
 import torch
 from sums_cases import DTYPES, LONG, SIZES, gradient, gradients, same_bits
 
-from dzero.optim import host_kernels
+from dzero.optim import cpu_kernels
+from dzero.optim.cpu_kernels import CHUNK_ELEMS
 from dzero.optim.cuda_sums import BLOCK_CHUNKS, CudaSums
 from dzero.optim.grad_sums import SquareSums, sum_squares
-from dzero.optim.host_kernels import CHUNK_ELEMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,19 +38,19 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gpu_has_the_bits_of_the_cpu_kernel(dtype: torch.dtype) -> None:
     grads = gradients(dtype, (*SIZES, *LONG, 3 * CHUNK_ELEMS + 5))
-    assert same_bits(sum_squares([grad.to(GPU) for grad in grads]), host_kernels.sum_squares(grads))
+    assert same_bits(sum_squares([grad.to(GPU) for grad in grads]), cpu_kernels.sum_squares(grads))
 
 
 def test_more_chunks_than_are_added_at_once_are_added_in_order() -> None:
     grads = [gradient(BLOCK_CHUNKS * CHUNK_ELEMS + 300, torch.bfloat16), gradient(1000, torch.bfloat16)]
-    assert same_bits(sum_squares([grad.to(GPU) for grad in grads]), host_kernels.sum_squares(grads))
+    assert same_bits(sum_squares([grad.to(GPU) for grad in grads]), cpu_kernels.sum_squares(grads))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unaligned_gradients_have_the_same_sums(dtype: torch.dtype) -> None:
     grads = gradients(dtype)
     shifted = [torch.empty(grad.numel() + 1, dtype=dtype, device=GPU)[1:].copy_(grad) for grad in grads]
-    assert same_bits(sum_squares(shifted), host_kernels.sum_squares(grads))
+    assert same_bits(sum_squares(shifted), cpu_kernels.sum_squares(grads))
 
 
 def test_a_host_that_runs_ahead_changes_no_bit_and_torch_sees_it_wait_for_nothing() -> None:
@@ -66,7 +66,7 @@ def test_a_host_that_runs_ahead_changes_no_bit_and_torch_sees_it_wait_for_nothin
     with no_waiting():
         found = [sums.sum_squares(grads) for grads in on_gpu]
     for ours, grads in zip(found, steps, strict=True):
-        assert same_bits(ours, host_kernels.sum_squares(grads))
+        assert same_bits(ours, cpu_kernels.sum_squares(grads))
 
 
 def test_another_stream_takes_over_and_tables_may_be_dropped() -> None:
@@ -83,13 +83,13 @@ def test_another_stream_takes_over_and_tables_may_be_dropped() -> None:
     scribbles = [torch.full((1 << 10,), -1, device=GPU) for _ in range(100)]  # into the memory of what was freed
     torch.cuda.synchronize()
     assert len(scribbles) == 100
-    assert same_bits(first, host_kernels.sum_squares(grads[0]))
-    assert same_bits(second, host_kernels.sum_squares(grads[1]))
+    assert same_bits(first, cpu_kernels.sum_squares(grads[0]))
+    assert same_bits(second, cpu_kernels.sum_squares(grads[1]))
 
 
 def test_sums_are_found_on_the_device_by_name() -> None:
     grads = {"a": gradient(300, torch.bfloat16), "b": gradient(5000, torch.bfloat16)}
     sums = SquareSums(["b", "other", "a"], GPU)
     sums.find({name: grad.to(GPU) for name, grad in grads.items()})
-    a, b = host_kernels.sum_squares([*grads.values()]).tolist()
+    a, b = cpu_kernels.sum_squares([*grads.values()]).tolist()
     assert sums.values[0].tolist() == [b, 0.0, a]

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import nets
+import small_decoders
 import torch
 import torch.distributed as dist
-from loops import sharded_net
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from training_loops import sharded_net
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.optim.master import MasterOptimizer
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.base import MasterOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
 
 STEPS, RATE = 4, 1e-3
 OPTIONS = {"lr": RATE, "betas": (0.9, 0.95), "eps": 1e-3, "weight_decay": 0.1}
@@ -143,14 +143,14 @@ HABITS: dict[str, Callable[[Step, str], None]] = {
 
 def in_torch(habit: str, ranks: int, microbatches: int, net: str = "even") -> dict[str, Tensor]:
     """The parameters that one process of plain torch ends with, on the batches of all ranks."""
-    model = nets.build(net)
+    model = small_decoders.build(net)
     optim = torch.optim.AdamW(model.parameters(), **OPTIONS)  # type: ignore[arg-type]
     step, do = Step(model, microbatches), HABITS[habit]
-    for of_step in nets.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches):
+    for of_step in small_decoders.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches):
         optim.zero_grad()
         for index in range(microbatches):
             do(step, "before forward")
-            losses = [nets.loss_fn(model, of_step[rank][index]) for rank in range(ranks)]
+            losses = [small_decoders.loss_fn(model, of_step[rank][index]) for rank in range(ranks)]
             do(step, "after forward")
             _backward(step, torch.stack(losses).mean())
         do(step, "before step")
@@ -166,12 +166,12 @@ def in_dzero(
     sharded = sharded_net(net, stage=stage, microbatches=microbatches, param="fp32", offload=tiers)
     optim = AdamW(sharded, **OPTIONS)  # type: ignore[arg-type]
     step, do = Step(sharded.model, microbatches), HABITS[habit]
-    for of_step in nets.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches):
+    for of_step in small_decoders.batches(net, steps=STEPS, ranks=ranks, microbatches=microbatches):
         optim.zero_grad()
         for index in range(microbatches):
             with sharded.microbatch(is_last=index == microbatches - 1):
                 do(step, "before forward")
-                loss = nets.loss_fn(sharded.model, of_step[dist.get_rank()][index])
+                loss = small_decoders.loss_fn(sharded.model, of_step[dist.get_rank()][index])
                 do(step, "after forward")
                 _backward(step, loss)
         do(step, "before step")
@@ -207,13 +207,13 @@ def edited(
         tiers = OffloadConfig(**offload) if offload else None
         sharded = sharded_net(stage=stage, offload=tiers, **precision)
         optim = build_rule(sharded, rule)
-        drawn = nets.batches("even", steps=4, ranks=ranks, microbatches=1)
+        drawn = small_decoders.batches("even", steps=4, ranks=ranks, microbatches=1)
         for number, of_step in enumerate(drawn):
             if number == 2:
                 with torch.no_grad():
                     for param in sharded.model.parameters():
                         do(param)
-            nets.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()  # type: ignore[no-untyped-call]
+            small_decoders.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()  # type: ignore[no-untyped-call]
             optim.step()
         optim.synchronize()
         found[edit] = {name: whole(param.detach()).clone() for name, param in sharded.named_params().items()}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from loops import unequal
 from loops_of_torch import HABITS, HOST, LIMIT, RATE, edited, in_dzero, in_torch
 from pool import Pool
+from training_loops import unequal
 
 TOLERANCE = 1e-6
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 import two_optimizers
-from loops import sharded_net, train, unequal
 from loops_of_torch import whole
 from pool import Pool
 from torch import Tensor
+from training_loops import sharded_net, train, unequal
 from two_optimizers import optimizers_of, sharded_judged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.optim.master import MasterOptimizer
-from dzero.optim.torch_rule import TorchOptimizer
-from dzero.zero.placed import local_of
-from dzero.zero.working import join
+from dzero.optim.base import MasterOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero.zero.dtensors import local_of
+from dzero.zero.rounding import join
 
 RULES: dict[str, Any] = {
     "adamw": AdamW,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import snapshot, unequal
 from loops_of_torch import OPTIONS, whole
 from models_of_torch import LOOPS, Boxed, Net, Training, batches_of, build, sharded_of
 from pool import Pool
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
+from training_loops import snapshot, unequal
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 

@@ -15,7 +15,7 @@ from loops_of_torch import OPTIONS, whole
 from torch import Tensor, nn
 
 from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
 
 WIDTH, STEPS, MAX_NORM = 8, 4, 0.05
 MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}

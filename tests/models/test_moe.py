@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from mixtures import SHAPE, TokenByToken
+from moe_reference import SHAPE, TokenByToken
 
 from dzero.models.build import build, count, flops_per_token, materialiser
 from dzero.models.config import ModelConfig

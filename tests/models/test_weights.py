@@ -16,7 +16,7 @@ from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
 from dzero.models.published import llama_config, published_name
-from dzero.models.stored import stored_tensors
+from dzero.models.safetensors_reader import stored_tensors
 from dzero.models.weights import local_weights
 
 safetensors_torch = pytest.importorskip("safetensors.torch")

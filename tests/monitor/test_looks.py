@@ -14,8 +14,8 @@ import sys
 import termios
 from pathlib import Path
 
+from small_runs import write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training import write_text
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from pool import Pool
-from training import settled, write_text
+from small_runs import settled, write_text
 
-from dzero.assembly import Assembled
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.trainer import train
+from dzero.trainer.build import Assembled
+from dzero.trainer.trainer import train
 
 
 def run_out(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
@@ -27,7 +27,7 @@ def run_out(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
 
     with (
         mock.patch.object(Assembled, "loss", third),
-        mock.patch("dzero.trainer.Watch", mock.MagicMock()),
+        mock.patch("dzero.trainer.trainer.Watch", mock.MagicMock()),
         pytest.raises(RunError) as told,
     ):
         train(run, folder, torch.device("cpu"))

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from dzero.offload import run_folder
+from dzero.offload import scratch_dir
 from dzero.offload.disk import DiskConfig, DiskStore
-from dzero.offload.pinned import Arena
-from dzero.offload.run_folder import RunFolder
-from dzero.scratch import DiskError
+from dzero.offload.memory_pool import Arena
+from dzero.offload.scratch_dir import RunFolder
+from dzero.utils.scratch_paths import DiskError
 
 MIB = 1 << 20
 
@@ -68,14 +68,14 @@ def full(small: str, large: str) -> dict[str, Any]:
                 before[0] - free(large),
             )
         # Somebody else takes the space just after it was looked up: blocks are taken until there are none.
-        tell, looked_up = run_folder._available, iter([1 << 40])
-        run_folder._available = lambda parent: next(looked_up, None) or tell(parent)
+        tell, looked_up = scratch_dir._available, iter([1 << 40])
+        scratch_dir._available = lambda parent: next(looked_up, None) or tell(parent)
         try:
             RunFolder(small, 5 * MIB)
         except DiskError as error:
             seen["unforeseen"] = told(error)
             seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
-        run_folder._available = tell
+        scratch_dir._available = tell
         with DiskStore(DiskConfig(paths=[small]), {"a": 2 * MIB}) as third:
             for store, value, count in ((first, 1, 5 * MIB), (third, 2, 2 * MIB)):
                 store.write("a", buffer(count, value)).result()

@@ -13,25 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
+import small_runs
 import torch
 import torch.distributed as dist
-import training
-from loops import params_of, snapshot, unequal
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training_loops import params_of, snapshot, unequal
 
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
-from dzero.offload import waiting_room
+from dzero.offload import activation_pool
+from dzero.offload.activation_pool import WaitingRoom
 from dzero.offload.activations import Activations
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
+from dzero.offload.executor import OffloadError, Swap
+from dzero.offload.memory_pool import Arena
 from dzero.offload.schedule import Key, Schedule
-from dzero.offload.swap import OffloadError, Swap
-from dzero.offload.waiting_room import WaitingRoom
 from dzero.parallel.blocks import apply_blocks, find_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.offload_config import KINDS, DiskConfig
@@ -41,7 +41,7 @@ WITH_STATES = OffloadConfig(activations="host", grad="host", master="host", mome
 SAMPLES, TOKENS = 8, 16
 DEEP = 7
 """Blocks enough for those on disk to come and go: with `on_disk`, host memory has room for the inputs of three."""
-LAYERS, WIDTH = nets.SHAPES["even"].layers, nets.SHAPES["even"].width
+LAYERS, WIDTH = small_decoders.SHAPES["even"].layers, small_decoders.SHAPES["even"].width
 BLOCK_BYTES = SAMPLES * TOKENS * WIDTH * 2  # bf16
 
 
@@ -59,7 +59,7 @@ def net(
     layers: int | None = None,
     **block: bool,
 ) -> tuple[Sharded, AdamW]:
-    model = nets.build("even", layers=layers)
+    model = small_decoders.build("even", layers=layers)
     apply_blocks(model, BlockConfig(activation_checkpoint=keep, **{"compile": False, **block}), "cpu")
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     sharded = shard(model, ZeroConfig(stage=stage), offload=offload, mesh=mesh, microbatches=microbatches)
@@ -69,7 +69,9 @@ def net(
 def batches(steps: int, microbatches: int = 1) -> list[list[Tensor]]:
     """`[step][microbatch]` of this rank."""
     ranks = dist.get_world_size()
-    drawn = nets.batches("even", steps=steps, ranks=ranks, microbatches=microbatches, samples=SAMPLES, tokens=TOKENS)
+    drawn = small_decoders.batches(
+        "even", steps=steps, ranks=ranks, microbatches=microbatches, samples=SAMPLES, tokens=TOKENS
+    )
     return [of_step[dist.get_rank()] for of_step in drawn]
 
 
@@ -79,12 +81,12 @@ def train(sharded: Sharded, optim: AdamW, steps: int, *, interrupted: bool = Fal
     for of_step in batches(steps, microbatches):
         for index, batch in enumerate(of_step):
             with sharded.microbatch(is_last=index == microbatches - 1):
-                (nets.loss_fn(sharded.model, batch) / microbatches).backward()  # type: ignore[no-untyped-call]
+                (small_decoders.loss_fn(sharded.model, batch) / microbatches).backward()  # type: ignore[no-untyped-call]
         optim.step()
         if interrupted:
             with torch.no_grad():
-                nets.loss_fn(sharded.model, of_step[0])
-            nets.loss_fn(sharded.model, of_step[0])
+                small_decoders.loss_fn(sharded.model, of_step[0])
+            small_decoders.loss_fn(sharded.model, of_step[0])
             sharded.reshard()
     optim.synchronize()
 
@@ -246,7 +248,7 @@ def ordered(
 
     for index, (_, block) in enumerate(find_blocks(sharded.model)):
         block.get_submodule("norm1").register_forward_pre_hook(lambda _, args, index=index: at_work(index, *args))
-    loss = nets.loss_fn(sharded.model, batches(1)[0][0])
+    loss = small_decoders.loss_fn(sharded.model, batches(1)[0][0])
     alive = [storage() is not None for storage in inputs]
     events.clear()
     loss.backward()  # type: ignore[no-untyped-call]
@@ -274,7 +276,7 @@ def dropped(rank: int, ranks: int, offload: OffloadConfig, layers: int) -> list[
     """Seats come back however a forward ends; what is still alive when all has been dropped."""
     sharded, optim = net(offload, stage=3, layers=layers)
     (one,), (two,) = batches(2)
-    first, second = nets.loss_fn(sharded.model, one), nets.loss_fn(sharded.model, two)
+    first, second = small_decoders.loss_fn(sharded.model, one), small_decoders.loss_fn(sharded.model, two)
     assert held(optim) == 2 * layers
     del second
     assert held(optim) == layers
@@ -307,7 +309,7 @@ def orphaned(rank: int, ranks: int, hosted: OffloadConfig, lanes: set[str]) -> N
     for offload in (None, hosted):
         sharded, optim = net(offload, layers=DEEP)
         swap = optim.offload.swap
-        loss = nets.loss_fn(sharded.model, batch)
+        loss = small_decoders.loss_fn(sharded.model, batch)
         optim.synchronize()
         swap.take_use()
         del optim
@@ -317,7 +319,7 @@ def orphaned(rank: int, ranks: int, hosted: OffloadConfig, lanes: set[str]) -> N
         losses.append({name: grad.to_local().clone() for name, grad in grads.items()})  # type: ignore[attr-defined]
         if offload is not None:
             assert swap.take_use().keys() == lanes
-        nets.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
+        small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
         assert swap.take_use() == {}
     assert losses[0]
     assert unequal(*losses) == []
@@ -543,7 +545,7 @@ def test_what_stays_is_checked_as_autograd_does() -> None:
 def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Root()
     moving, _ = watched(root)
-    monkeypatch.setattr(waiting_room, "host_available_bytes", lambda: X.nbytes - 1)
+    monkeypatch.setattr(activation_pool, "host_available_bytes", lambda: X.nbytes - 1)
     with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
         grads(root)
     assert moving.room.host_bytes == 0
@@ -551,12 +553,12 @@ def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path, tier: str) -> None:
-    text = training.write_text(tmp_path / "text.txt")
+    text = small_runs.write_text(tmp_path / "text.txt")
     full = ["zero.stage=3", "train.accumulate=2", "block.activation_checkpoint=full", "block.compile=false"]
     full.append(f"model.layers={DEEP}")
     offload = [f"offload.activations={tier}"] + ([f"offload.disk.paths=[{tmp_path}]"] if tier == "disk" else [])
     runs = [
-        pool.run(training.train, 2, training.settled(text, *full, *each), tmp_path / f"{len(each)}")[0]
+        pool.run(small_runs.train, 2, small_runs.settled(text, *full, *each), tmp_path / f"{len(each)}")[0]
         for each in ([], offload)
     ]
     assert runs[0].losses == runs[1].losses
@@ -566,4 +568,4 @@ def test_the_trainer_has_the_losses_of_a_run_without(pool: Pool, tmp_path: Path,
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_the_trainer_refuses_it_without_checkpointing(tmp_path: Path, tier: str) -> None:
     with pytest.raises(ConfigError, match=rf"offload\.activations={tier} with block\.activation_checkpoint=none"):
-        training.settled(training.write_text(tmp_path / "text.txt"), f"offload.activations={tier}")
+        small_runs.settled(small_runs.write_text(tmp_path / "text.txt"), f"offload.activations={tier}")

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from dzero.offload import run_folder
-from dzero.offload.direct import Direction
+from dzero.offload import scratch_dir
+from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import Speed, bench, chosen, measure
 from dzero.offload.disk_transfer import Transfer
-from dzero.offload.pinned import Arena, aligned
-from dzero.scratch import DiskError
+from dzero.offload.memory_pool import Arena, aligned
+from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
@@ -145,7 +145,7 @@ def test_a_store_without_room_for_more_stays_as_it_was(tmp_path: Path, monkeypat
         data = Buffers().take(4 * PAGE, seed=1)
         store.write("a", data).result()
         with monkeypatch.context() as patched:
-            patched.setattr(run_folder, "_available", lambda parent: 3 * PAGE)
+            patched.setattr(scratch_dir, "_available", lambda parent: 3 * PAGE)
             with pytest.raises(DiskError, match=r"rank 2 needs 16\.0 KiB more of scratch space; 12\.0 KiB are") as told:
                 store.add("b", 8 * PAGE)
             assert (told.value.errno, told.value.filename) == (errno.ENOSPC, store.files[0].path)

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from tools import dzero
+from in_process import dzero
 
 from dzero.offload.disk import DiskStore
-from dzero.offload.pinned import Arena
-from dzero.offload.run_folder import holders
-from dzero.scratch import DiskError
+from dzero.offload.memory_pool import Arena
+from dzero.offload.scratch_dir import holders
+from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import DiskConfig
 
 CASES = Path(__file__).parent / "disk_cases.py"

@@ -15,18 +15,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
-from loops import backward, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
+from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, OffloadConfig
-from dzero.offload.run_folder import holders
+from dzero.offload.executor import OffloadError
 from dzero.offload.schedule import Key, Kind
-from dzero.offload.swap import OffloadError
-from dzero.scratch import DiskError
-from dzero.zero.cold import Cold
+from dzero.offload.scratch_dir import holders
+from dzero.utils.scratch_paths import DiskError
+from dzero.zero.init_on_disk import Cold
 from dzero.zero.offload_config import KINDS, DiskConfig
 
 
@@ -87,13 +87,13 @@ def repaired(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, 
     orders = [[0, 1, 2], [2, 0], [1], [0, 2, 1], [0, 1, 2], [0, 1, 2]]
     whole, kept = [*layers], {}
     for step, order in enumerate(orders):
-        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
+        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
         layers._modules.clear()
         layers._modules.update({str(index): whole[index] for index in order})
         backward(sharded, optim, batch)
         optim.step()
         with torch.no_grad():
-            kept[f"loss {step}"] = nets.loss_fn(sharded.model, batch[0]).clone()
+            kept[f"loss {step}"] = small_decoders.loss_fn(sharded.model, batch[0]).clone()
     layers._modules.clear()
     layers._modules.update({str(index): layer for index, layer in enumerate(whole)})
     optim.synchronize()
@@ -178,9 +178,9 @@ def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[
     for step in range(8):
         if step % 3 == 1:
             norm.forward = lambda x: x
-        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
+        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=step)[0][rank]
         with sharded.microbatch():
-            loss = nets.loss_fn(sharded.model, batch[0]) * (float("nan") if step == 5 else 1.0)
+            loss = small_decoders.loss_fn(sharded.model, batch[0]) * (float("nan") if step == 5 else 1.0)
             loss.backward()  # type: ignore[no-untyped-call]
         norm.__dict__.pop("forward", None)
         optim.step()
@@ -235,8 +235,8 @@ DYING = """
 import json, os, sys, time
 import torch.distributed as dist
 sys.path[:0] = json.loads(sys.argv[4])
-import nets
-from loops import sharded_net, train
+import small_decoders
+from training_loops import sharded_net, train
 from dzero import AdamW, OffloadConfig
 from dzero.zero.offload_config import KINDS, DiskConfig
 

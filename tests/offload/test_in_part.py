@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loops import unequal
-from parity import STRESSED, Cell, on_disk, run
+from offload_parity import STRESSED, Cell, on_disk, run
 from pool import Pool
+from training_loops import unequal
 
 from dzero import OffloadConfig
 

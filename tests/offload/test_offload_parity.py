@@ -10,7 +10,7 @@ from typing import Any
 
 import pairwise
 import pytest
-from parity import FACTORS, STRESSED, Cell, Family, allowed, check_family, compare, cost, name
+from offload_parity import FACTORS, STRESSED, Cell, Family, allowed, check_family, compare, cost, name
 from pool import Pool
 
 from dzero.zero.offload_config import KINDS

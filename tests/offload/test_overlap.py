@@ -9,19 +9,19 @@ import time
 from collections import Counter
 from typing import Any
 
-import cells
-import nets
+import parity_cells
 import pytest
+import small_decoders
 import torch
-from cells import Cell
-from loops import backward, params_of, sharded_net, snapshot, train, unequal
+from parity_cells import Cell
 from pool import Pool
+from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.offload.swap import OffloadError
-from dzero.optim.master import MasterOptimizer
-from dzero.optim.torch_rule import TorchOptimizer
-from dzero.zero.placed import local_of
+from dzero.offload.executor import OffloadError
+from dzero.optim.base import MasterOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
+from dzero.zero.dtensors import local_of
 
 HOST: dict[str, Any] = {"grad": "host", "master": "host", "moments": "host"}
 DELAYED = [
@@ -42,9 +42,9 @@ DELAYED = [
 )
 def test_delayed_is_the_one_step_stale_reference_to_the_bit(pool: Pool, cell: Cell, warmup: int) -> None:
     offload = OffloadConfig(**HOST, overlap="delayed", delay_warmup_steps=warmup)
-    result, (late, prompt) = cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))
-    assert cells.differences(result, late) == []
-    assert cells.differences(result, prompt) != []
+    result, (late, prompt) = parity_cells.train_beside_oracles(pool, cell, offload, delays=(warmup, None))
+    assert parity_cells.differences(result, late) == []
+    assert parity_cells.differences(result, prompt) != []
 
 
 def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], bool]:
@@ -115,8 +115,8 @@ def second_backward(rank: int, ranks: int) -> list[str]:
         train(sharded, optim, steps=2)
         optim.synchronize()
         before = snapshot(sharded, optim)
-        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=9)[0][rank][0]
-        loss = nets.loss_fn(sharded.model, batch)
+        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=9)[0][rank][0]
+        loss = small_decoders.loss_fn(sharded.model, batch)
         loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="gradients after those of the step's last microbatch"):
             loss.backward()
@@ -138,7 +138,7 @@ def in_between(rank: int, ranks: int, overlap: str) -> list[str]:
         sharded = sharded_net("uneven", offload=offload)
         optim = AdamW(sharded, lr=1e-2)
         seen = []
-        for of_step in nets.batches("uneven", steps=4, ranks=ranks, microbatches=1):
+        for of_step in small_decoders.batches("uneven", steps=4, ranks=ranks, microbatches=1):
             backward(sharded, optim, of_step[rank])
             optim.state_dict()
             seen.append(snapshot(sharded, optim))
@@ -210,9 +210,9 @@ def dropped(rank: int, ranks: int, stage: int) -> list[bool]:
         if waits:
             optim.synchronize()
         del optim
-        batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
+        batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1, seed=7)[0][rank][0]
         with torch.no_grad():
-            equal.append(nets.loss_fn(sharded.model, batch).item())
+            equal.append(small_decoders.loss_fn(sharded.model, batch).item())
         other = AdamW(sharded)
         train(sharded, other, steps=1)
         other.synchronize()

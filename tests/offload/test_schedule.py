@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
-from dzero.offload.actions import schedule_of
-from dzero.offload.pinned import aligned
-from dzero.offload.places import Places
+from dzero.offload.buffer_layout import Places
+from dzero.offload.build_schedule import schedule_of
+from dzero.offload.memory_pool import aligned
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import ParamShape, UnitShape
+from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 HOST = {"grad": "host", "master": "host", "moments": "host"}
 UNITS = [

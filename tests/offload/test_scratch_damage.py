@@ -8,8 +8,8 @@ import re
 import time
 from pathlib import Path
 
-from runs import SECONDS, running
-from training import write_text
+from small_runs import write_text
+from train_runs import SECONDS, running
 
 
 def damage(pid: int) -> None:

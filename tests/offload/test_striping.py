@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dzero.offload.pinned import aligned
+from dzero.offload.memory_pool import aligned
 from dzero.offload.striping import Striping, stripe
 
 PAGE = 4096

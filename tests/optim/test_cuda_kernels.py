@@ -47,9 +47,9 @@ from adamw_cases import (
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import cuda_kernels, rules, staging
+from dzero.optim import adamw_math, column_upload, cuda_kernels
+from dzero.optim.column_upload import RING
 from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaTable
-from dzero.optim.staging import RING
 from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
 
 CPU = torch.device("cpu")
@@ -227,8 +227,8 @@ OPERATIONS = {
     name: count * PER_THREAD * BRANCHES
     for name, count in {"mul.rn.f32": 9, "add.rn.f32": 3, "sub.rn.f32": 1, "div.rn.f32": 1, "sqrt.rn.f32": 1}.items()
 }
-"""The 15 operations of `rules.adamw` on one element, each rounded to nearest. `.rn` on products, sums and differences
-also forbids ptxas to contract them; `.ftz`, which none has, would flush subnormal numbers."""
+"""The 15 operations of `adamw_math.adamw` on one element, each rounded to nearest. `.rn` on products, sums and
+differences also forbids ptxas to contract them; `.ftz`, which none has, would flush subnormal numbers."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -353,7 +353,7 @@ class Event:
 
 def test_a_pinned_buffer_is_not_rewritten_before_its_copy_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateCopies()
-    monkeypatch.setattr(staging, "_enqueue_copy", device.enqueue)
+    monkeypatch.setattr(column_upload, "_enqueue_copy", device.enqueue)
     monkeypatch.setattr(cuda_kernels, "_launch", lambda *_: None)
     chosen = [each for each in params("fp32") if each.work.numel()][:4]
     table, steps = table_of(chosen), 5 * RING
@@ -382,7 +382,7 @@ def test_more_rows_of_coefficients_than_parameters_are_told_by_those_in_use(monk
 def test_seeds_of_all_parameters_are_those_of_each() -> None:
     names = ["", "w", "layers.0.attention.wq.weight", "layers.10.attention.wq.weight", "größe"]
     for steps in ([1] * 5, [9, 10, 123_456, 10, 2**31]):
-        want = [rules.noise_seed(name, step) for name, step in zip(names, steps, strict=True)]
+        want = [adamw_math.noise_seed(name, step) for name, step in zip(names, steps, strict=True)]
         assert NoiseSeeds(names).at(np.array(steps)).tolist() == want
 
 

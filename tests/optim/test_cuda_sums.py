@@ -29,10 +29,10 @@ from sums_cases import DTYPES, LONG, SIZES, by_numpy, gradient, gradients, same_
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.optim import cuda_kernels, cuda_sums, host_kernels
+from dzero.optim import cpu_kernels, cuda_kernels, cuda_sums
+from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
 from dzero.optim.cuda_sums import BLOCK_CHUNKS, GROUP, KEPT, ROWS, TOTAL_ROWS, CudaSums, SumsTable
 from dzero.optim.grad_sums import SquareSums, sum_squares
-from dzero.optim.host_kernels import CHUNK_ELEMS, LANES
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def by_kernels(grads: Sequence[Tensor], chunk_elems: int = CHUNK_ELEMS, **consta
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
     grads = gradients(dtype)
-    want = host_kernels.sum_squares(grads)
+    want = cpu_kernels.sum_squares(grads)
     assert same_bits(want, torch.tensor([by_numpy(grad) for grad in grads], dtype=torch.float64))
     assert want[-3:].tolist()[:2] == [float("inf")] * 2
     assert want[-1].isnan()
@@ -75,7 +75,7 @@ def test_the_kernels_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype, interpr
 def test_whole_chunks_have_the_bits_of_the_cpu_kernel(size: int, interpreted: Callable[..., Any]) -> None:
     """Programs sum all lanes here, which the interpreter does 8 times as fast."""
     grads = [gradient(size, torch.bfloat16)]
-    assert same_bits(interpreted(with_constants, grads, CHUNK_ELEMS, {"GROUP": LANES}), host_kernels.sum_squares(grads))
+    assert same_bits(interpreted(with_constants, grads, CHUNK_ELEMS, {"GROUP": LANES}), cpu_kernels.sum_squares(grads))
 
 
 def with_constants(grads: Sequence[Tensor], chunk_elems: int, constants: dict[str, int]) -> Tensor:

@@ -10,8 +10,8 @@ from pool import Pool
 
 from dzero import make_mesh
 from dzero.comm.ledger import Entry, Ledger, Traffic
+from dzero.estimate.fake_group import fake_group
 from dzero.optim.grad_norm import DataParallelSums
-from dzero.plan.fake import fake_group
 
 MESHES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2)]
 """(copies, shards)"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-import nets
+import small_decoders
 from pool import Pool
 
 from dzero import AdamW, ZeroConfig, shard
@@ -13,9 +13,11 @@ from dzero import AdamW, ZeroConfig, shard
 
 def survivors(rank: int, ranks: int, stage: int) -> list[str]:
     """Train a step, drop everything, and tell what is still alive."""
-    sharded = shard(nets.build("even"), ZeroConfig(stage=stage))
+    sharded = shard(small_decoders.build("even"), ZeroConfig(stage=stage))
     optim = AdamW(sharded)
-    nets.loss_fn(sharded.model, nets.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]).backward()
+    small_decoders.loss_fn(
+        sharded.model, small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
+    ).backward()
     optim.step()
     watched = {"sharded": sharded, "optimizer": optim, "gradients": optim.gradients, "model": sharded.model}
     references = {name: weakref.ref(value) for name, value in watched.items()}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 from pool import Pool
 from torch import nn
+from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
 

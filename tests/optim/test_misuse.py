@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
-from cells import master_of, whole
-from loops import sharded_net
+from parity_cells import master_of, whole
 from pool import Pool
+from training_loops import sharded_net
 
 from dzero import AdamW, ZeroConfig, shard
 
 
 def backward(sharded, rank: int, ranks: int, optim: AdamW | None = None) -> None:  # type: ignore[no-untyped-def]
-    batch = nets.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
-    loss = nets.loss_fn(sharded.model, batch)
+    batch = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0][rank][0]
+    loss = small_decoders.loss_fn(sharded.model, batch)
     (loss if optim is None else optim.scale_loss(loss)).backward()
 
 

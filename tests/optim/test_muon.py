@@ -14,20 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import nets
 import pytest
 import reference
+import small_decoders
 import torch
-from cells import DTYPES, master_of, same_numbers, whole
-from loops import backward, params_of, sharded_net, snapshot, train, unequal
+from parity_cells import DTYPES, master_of, same_numbers, whole
 from pool import Pool
 from reference_muon import Muon as PlainMuon
+from training_loops import backward, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import Sharded, ZeroConfig, shard
-from dzero.optim import host_kernels, matrices
+from dzero.optim import cpu_kernels, matrix_gather
 from dzero.optim.config import MuonConfig
+from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon
-from dzero.optim.scaler import ScalerConfig
 
 STEPS, LR, CLIP = 10, 3e-3, 0.5
 TOLERANCE = {"fp32": 3e-5, "bf16": 0.1}
@@ -47,7 +47,7 @@ class Run:
     @property
     def names(self) -> list[str]:
         """Muon's parameters."""
-        named = nets.build(self.net).named_parameters()
+        named = small_decoders.build(self.net).named_parameters()
         trained = {name: tuple(p.shape) for name, p in named if p.requires_grad and p.ndim == 2}
         return [n for n, shape in trained.items() if self.every or (n.startswith("layers.") and min(shape) > 1)]
 
@@ -93,7 +93,7 @@ def stages(rank: int, ranks: int, run: Run) -> list[dict[str, Any]] | None:
         sharded = sharded_net(run.net, stage=stage, microbatches=run.microbatches, **kinds)
         sharded.ledger.trail.check = run.ranks == 2
         optim, norms = optimizer(sharded, run), []
-        for of_step in nets.batches(run.net, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
+        for of_step in small_decoders.batches(run.net, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
             backward(sharded, optim, of_step[rank])
             optim.step()
             norms.append(optim.last_decision.norm)  # type: ignore[union-attr]
@@ -113,22 +113,22 @@ def oracle(run: Run, early: bool) -> reference.History:
     working = DTYPES[run.precision]
     plain = PlainMuon(dtype=torch.bfloat16 if run.precision == "bf16" else torch.float32)
     return reference.train(
-        lambda: nets.build(run.net),
-        nets.batches(run.net, steps=STEPS, ranks=run.ranks, microbatches=run.microbatches),
-        nets.loss_fn,
+        lambda: small_decoders.build(run.net),
+        small_decoders.batches(run.net, steps=STEPS, ranks=run.ranks, microbatches=run.microbatches),
+        small_decoders.loss_fn,
         lrs=[LR] * STEPS,
         numerics=reference.Numerics(
             working=working, wire=working, grad=torch.float32 if run.microbatches > 1 else working, early=early
         ),
         clip=CLIP,
-        sum_squares=lambda chunk: host_kernels.sum_squares([chunk.contiguous()]).item(),
+        sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
         rules=dict.fromkeys(run.names, plain),
     )
 
 
 def moved(run: Run, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
     """By parameter: how far it is from the oracle's, over how far that has moved."""
-    start = dict(nets.build(run.net).named_parameters())
+    start = dict(small_decoders.build(run.net).named_parameters())
     return {name: float((got[name] - want[name]).norm() / (want[name] - start[name].detach()).norm()) for name in want}
 
 
@@ -162,9 +162,9 @@ def of_kind(rank: int, ranks: int, kinds: list[dict[str, Any]]) -> list[dict[str
     """Whole parameters and momenta after four steps of each kind."""
     found = []
     for kind in kinds:
-        room = kind.pop("room", matrices.ROOM_ELEMS)
+        room = kind.pop("room", matrix_gather.ROOM_ELEMS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(matrices, "ROOM_ELEMS", room)
+            patch.setattr(matrix_gather, "ROOM_ELEMS", room)
             sharded = sharded_net("uneven", **kind)
             optim = Muon(sharded, lr=LR, max_norm=CLIP, scaler=ScalerConfig(init=256.0))
         train(sharded, optim, "uneven", steps=4)
@@ -212,7 +212,7 @@ def beside_torch(rank: int, ranks: int, muon: dict[str, Any], theirs: dict[str, 
     plain = {name: torch.nn.Parameter(whole(p)) for name, p in named.items()}
     start = {name: p.detach().clone() for name, p in plain.items()}
     judge = torch.optim.Muon([*plain.values()], lr=0.02, weight_decay=0.1, **theirs)
-    for of_step in nets.batches("uneven", steps=3, ranks=1, microbatches=1):
+    for of_step in small_decoders.batches("uneven", steps=3, ranks=1, microbatches=1):
         backward(sharded, optim, of_step[0])
         for name, grad in optim.gradients.named().items():
             if name in plain:
@@ -242,7 +242,7 @@ def skip(rank: int, ranks: int, stage: int) -> tuple[str, ...]:
     """One good step, one with a gradient of infinity on rank 1, one good step."""
     sharded = sharded_net("even", stage=stage)
     optim = Muon(sharded, lr=LR, max_norm=CLIP)
-    first, second, third = nets.batches("even", steps=3, ranks=ranks, microbatches=1)
+    first, second, third = small_decoders.batches("even", steps=3, ranks=ranks, microbatches=1)
     backward(sharded, optim, first[rank])
     optim.step()
     before = snapshot(sharded, optim)
@@ -274,7 +274,7 @@ def test_a_step_with_an_infinite_gradient_changes_no_bit(pool: Pool, stage: int)
 
 
 class Branch(torch.nn.Module):
-    """Three matrices, of which the second is used where it is asked for."""
+    """Three matrix_gather, of which the second is used where it is asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +297,7 @@ class Branching(torch.nn.Module):
 
 
 def without(rank: int, ranks: int) -> tuple[list[str], list[str]]:
-    """What changed in a step with all matrices, and in one without the second."""
+    """What changed in a step with all matrix_gather, and in one without the second."""
     torch.manual_seed(0)
     sharded = shard(Branching(), ZeroConfig(stage=2))
     sharded.ledger.trail.check = True

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from loops import sharded_net
 from pool import Pool
+from small_runs import settled
 from tiled_models import sharded_llama
 from torch import nn
-from training import settled
+from training_loops import sharded_net
 
 from dzero import OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
 from dzero.errors import RunError
 from dzero.models.llama import Llama
-from dzero.models.materialise import Materialiser
+from dzero.models.meta_init import Materialiser
 from dzero.models.shapes import LlamaShape
 from dzero.optim.build import build_optimizer
 from dzero.optim.config import MuonConfig, OptimConfig
 from dzero.optim.muon import Muon
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tensor import parallelize
-from dzero.run_layout import check_all_here, check_ranks
+from dzero.parallel.tensor.parallelize import parallelize
+from dzero.plan.run_layout import check_all_here, check_ranks
 
 SETTINGS = {
     "optim.muon.momentum=1.0": "optim.muon.momentum=1.0: must be a number in [0, 1)",

@@ -6,18 +6,18 @@ import itertools
 import math
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
-from loops import backward, sharded_net, snapshot, unequal
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional
+from training_loops import backward, sharded_net, snapshot, unequal
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard
 from dzero.mesh import TENSOR
-from dzero.optim.scaler import ScalerConfig
+from dzero.optim.loss_scaler import ScalerConfig
 
 POISON = {"inf": math.inf, "nan": math.nan}
 
@@ -43,7 +43,7 @@ def skip(rank: int, ranks: int, stage: int, microbatches: int, kind: str, precis
     """One good step, a bad one (rank 1's first microbatch), another bad one, and a good one again."""
     sharded = sharded_net("even", stage=stage, microbatches=microbatches, **precision)
     optim = AdamW(sharded, max_norm=1.0, scaler=ScalerConfig(init=1024.0))
-    drawn = nets.batches("even", steps=4, ranks=ranks, microbatches=microbatches)
+    drawn = small_decoders.batches("even", steps=4, ranks=ranks, microbatches=microbatches)
     backward(sharded, optim, drawn[0][rank])
     optim.step()
     before, scale, skipped = snapshot(sharded, optim), optim.scaler.scale, []

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from cells import whole
-from loops import masters_of, params_of, sharded_net, snapshot, train, unequal
+from parity_cells import whole
 from pool import Pool, WorkerError
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -20,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, Sharded
-from dzero.optim.master import MasterOptimizer
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.base import MasterOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
 
 PRECISIONS: list[dict[str, str]] = [
     {"param": "bf16", "master": "fp32"},

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
-from dzero.optim import adamw, host_kernels
-from dzero.optim.update import AdamWUpdater, CpuTable, Update
+from dzero.optim import adamw, cpu_kernels
+from dzero.optim.flat_update import AdamWUpdater, CpuTable, Update
 
 BLOCKS, WIDTH = 3, 8
 
@@ -66,7 +66,7 @@ def calls_of_a_step(rank: int, ranks: int, matrices: int, moments: str) -> tuple
     for _ in range(3):
         kernels.clear()
         with (
-            patch.object(host_kernels, "sum_squares", counted("sum_squares", host_kernels.sum_squares)),
+            patch.object(cpu_kernels, "sum_squares", counted("sum_squares", cpu_kernels.sum_squares)),
             patch.object(CpuTable, "update", counted("update", CpuTable.update)),
         ):
             sharded.model(x).float().square().mean().backward()

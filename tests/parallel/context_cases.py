@@ -11,26 +11,26 @@ from typing import Any
 import reference
 import torch
 import torch.nn.functional as F
-from cells import whole
 from dispatch_counter import DispatchCounter
+from parity_cells import whole
 from torch import Tensor, nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.comm.context_exchange import ContextExchange
-from dzero.comm.exchange import Exact, Native
 from dzero.comm.ledger import Entry, Ledger, Traffic
+from dzero.comm.reduction import Exact, Native
 from dzero.mesh import context_group, data_rank_of
 from dzero.models.llama import Llama
-from dzero.models.materialise import Materialiser
+from dzero.models.meta_init import Materialiser
 from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
-from dzero.parallel import attention
-from dzero.parallel.attention import ATTENTIONS
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.context import ContextParallel
-from dzero.parallel.tensor import TensorParallel, parallelize
-from dzero.zero.placed import local_of
+from dzero.parallel.context import attention
+from dzero.parallel.context.attention import ATTENTIONS
+from dzero.parallel.context.parallelize import ContextParallel
+from dzero.parallel.tensor.parallelize import TensorParallel, parallelize
+from dzero.zero.dtensors import local_of
 
 CHUNKS = {1: [0, 0], 2: [0, 1, 1, 0], 4: [0, 1, 2, 3, 3, 2, 1, 0]}
 """Which rank has chunk c of a sequence, by the number of ranks."""

@@ -12,24 +12,24 @@ from typing import Any
 
 import reference
 import torch
-from cells import whole
 from expert_cases import CLIP, EPS, LR, STEPS, TOKENS, Run, batches, biases
 from expert_cases import oracle as oracle_of
-from mixtures import SHAPE
+from moe_reference import SHAPE
+from parity_cells import whole
+from small_runs import agrees, settled
 from tensor_cases import states
 from torch import Tensor
-from training import agrees, settled
 
 from dzero import AdamW
-from dzero.assembly import Assembled
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.config import RunConfig
 from dzero.models.moe import Experts
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.records import StepRecord
-from dzero.recorder import Recorder
-from dzero.zero.placed import local_of
+from dzero.trainer.build import Assembled
+from dzero.trainer.metrics import Recorder
+from dzero.zero.dtensors import local_of
 
 CPU = torch.device("cpu")
 COMMON = (

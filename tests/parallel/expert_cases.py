@@ -11,25 +11,25 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from cells import whole
-from mixtures import SHAPE, TokenByToken
+from moe_reference import SHAPE, TokenByToken
+from parity_cells import whole
 from tensor_cases import states
 from torch import Tensor, nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import AXES, context_group, data_rank_of
-from dzero.models.materialise import Materialiser
+from dzero.models.meta_init import Materialiser
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
-from dzero.parallel.balance import Balance
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.context import ContextParallel
-from dzero.parallel.experts import ExpertParallel, parallelize_experts
-from dzero.zero.account import expected_control, expected_traffic
-from dzero.zero.placed import placed_like
+from dzero.parallel.context.parallelize import ContextParallel
+from dzero.parallel.expert.bias import Balance
+from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
+from dzero.zero.cost_model import expected_control, expected_traffic
+from dzero.zero.dtensors import placed_like
 
 STEPS, LR, CLIP, TOKENS = 20, 3e-3, 0.5, 12
 EPS = 1e-6

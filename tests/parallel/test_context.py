@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparison_steps import SHORT, of_lengths
 from context_cases import (
     CHUNKS,
     SEQUENCES,
@@ -23,21 +24,20 @@ from context_cases import (
     rows_of,
     trained,
 )
-from lengths import SHORT, of_lengths
 from pool import Pool
+from small_runs import settled, train, write_text
 from torch import Tensor, nn
-from training import settled, train, write_text
 
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.config import ConfigError
-from dzero.degrees import CP_ATTENTIONS, MeshConfig
 from dzero.mesh import context_group, make_mesh
+from dzero.mesh_config import CP_ATTENTIONS, MeshConfig
 from dzero.models.llama import Llama
-from dzero.parallel.attention import ATTENTIONS
-from dzero.parallel.context import AttentionSizes, ContextParallel, expected_context
+from dzero.parallel.context.attention import ATTENTIONS
+from dzero.parallel.context.parallelize import AttentionSizes, ContextParallel, expected_context
+from dzero.parallel.context.zigzag import Zigzag, cut, joined
 from dzero.parallel.divisibility import check_heads
-from dzero.parallel.zigzag import Zigzag, cut, joined
-from dzero.run_layout import workers_of
+from dzero.plan.run_layout import workers_of
 
 FP32, FP64 = 1e-5, 1e-12
 """Relative to the largest value, and of training to the length of each parameter: sums are cut elsewhere."""

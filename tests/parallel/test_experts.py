@@ -25,10 +25,10 @@ from pool import Pool
 from torch import nn
 
 from dzero.comm.ledger import Entry
+from dzero.estimate.fake_group import fake_group
 from dzero.mesh import expert_degrees, make_mesh
 from dzero.models.moe import MoE
-from dzero.parallel.experts import expected_experts, parallelize_experts
-from dzero.plan.fake import fake_group
+from dzero.parallel.expert.dispatch import expected_experts, parallelize_experts
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import together
 from expert_axes_cases import config_of, loaded, oracle, overflowed, run_of, saved, trained
-from mixtures import SHAPE
+from moe_reference import SHAPE
+from parity_cells import together
 from pool import Pool
 
+from dzero.estimate.fake_group import fake_group
 from dzero.mesh import make_mesh
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
-from dzero.parallel.parts import cut_parts
-from dzero.parallel.tensor import parallelize
-from dzero.parallel.tensor_plans import plan_for
-from dzero.plan.fake import fake_group
-from dzero.run_layout import workers_of
+from dzero.parallel.pipeline.split import cut_parts
+from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.plans import plan_for
+from dzero.plan.run_layout import workers_of
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter after 20. Sums are cut elsewhere."""

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import together
-from lengths import of_lengths
+from comparison_steps import of_lengths
+from parity_cells import together
 from pipeline_cases import SHAPE, Piped, loaded, model_of, oracle, own_loop, saved, trained
 from pool import Pool
 from torch import nn
 
 from dzero.models.llama import Llama
 from dzero.parallel.divisibility import check_microbatches
-from dzero.parallel.parts import PipelinePlan, balanced, cut_parts
+from dzero.parallel.pipeline.split import PipelinePlan, balanced, cut_parts
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter at the end. Sums are cut elsewhere;

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from training import settled, train, write_text
+from small_runs import settled, train, write_text
 
-from dzero.run_layout import workers_of
+from dzero.plan.run_layout import workers_of
 
 FP32 = 1e-5
 LINES = [

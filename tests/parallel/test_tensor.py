@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lengths import of_lengths
+from comparison_steps import of_lengths
 from pool import Pool
 from safetensors.torch import load_file
 from tensor_cases import (
@@ -30,14 +30,14 @@ from tensor_cases import (
 from torch import nn
 
 from dzero import PrecisionConfig, ZeroConfig, shard
-from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.export import export, plan
-from dzero.checkpoint.folder import checkpoint_at
+from dzero.checkpoint.export_hf import export, plan
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.store import checkpoint_at
+from dzero.estimate.fake_group import fake_group
 from dzero.mesh import make_mesh
 from dzero.models.llama import Llama
-from dzero.parallel.tensor import parallelize
-from dzero.parallel.tensor_plans import plan_for
-from dzero.plan.fake import fake_group
+from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.plans import plan_for
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter at the end: sums are cut."""

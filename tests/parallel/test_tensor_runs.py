@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from training import settled, train, write_text
+from small_runs import settled, train, write_text
 
 
 def test_a_model_with_dropout_goes_on_over_other_axes(pool: Pool, tmp_path: Path) -> None:

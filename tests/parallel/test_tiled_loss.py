@@ -11,7 +11,7 @@ from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiled_loss import tile_loss
+from dzero.parallel.tiling.loss import tile_loss
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -15,10 +15,10 @@ from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
-from dzero.optim.torch_rule import TorchOptimizer
+from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiling import tile
-from dzero.zero.account import expected_traffic
+from dzero.parallel.tiling.tile import tile
+from dzero.zero.cost_model import expected_traffic
 
 STEPS = 3
 HOST = {"param": "host", "grad": "host", "master": "host", "moments": "host"}

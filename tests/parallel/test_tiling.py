@@ -23,7 +23,7 @@ from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tiling import fill_tiles, tile, tiles_of
+from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of
 from dzero.zero.units import find_units
 
 FP32 = {"rtol": 1e-5, "atol": 1e-6}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dzero.command_line import composed
-from dzero.plan.forecast import DEVICE
-from dzero.planning import explained, planned
+from dzero.estimate.forecast import DEVICE
+from dzero.overrides import composed
+from dzero.plan.plan_run import explained, planned
 
 CONF = Path(__file__).parents[2] / "conf"
 EXAMPLES = {  # ranks; the axes along which bytes move

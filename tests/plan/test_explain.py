@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from tools import dzero
+from in_process import dzero
 
-from dzero.command_line import composed
+from dzero.estimate.explain import collectives, folded
 from dzero.hardware import format_bytes
-from dzero.monitor.board import TensorBoardSink
-from dzero.on_a_rank import as_on_a_rank, model_of, units_of
-from dzero.plan.explain import collectives, folded
-from dzero.planning import explained, layout_of, tell_plan
-from dzero.sources import sources, stands_for
-from dzero.zero.account import expected_traffic
+from dzero.monitor.tensorboard import TensorBoardSink
+from dzero.overrides import composed
+from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
+from dzero.plan.plan_run import explained, layout_of, tell_plan
+from dzero.plan.provenance import sources, stands_for
+from dzero.zero.cost_model import expected_traffic
 from dzero.zero.layout import Layout
-from dzero.zero.shapes import UnitShape
+from dzero.zero.unit_shapes import UnitShape
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=5", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]

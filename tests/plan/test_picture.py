@@ -7,24 +7,24 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
+import small_runs
 import torch
-import training
+from in_process import dzero
 from PIL import Image
 from pool import Pool
+from small_runs import train, write_text
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tools import dzero
-from training import train, write_text
 
 from dzero import __main__ as commands
-from dzero.command_line import composed
 from dzero.config import RunConfig
-from dzero.monitor.board import TensorBoardSink
-from dzero.plan.forecast import Forecast
-from dzero.plan.measure import unmeasured
+from dzero.estimate.forecast import Forecast
+from dzero.estimate.measure_hardware import unmeasured
+from dzero.estimate.timeline import Bar, Timeline
+from dzero.monitor.tensorboard import TensorBoardSink
+from dzero.overrides import composed
 from dzero.plan.picture import draw, pixels
 from dzero.plan.picture_timeline import _Axis, _joined
-from dzero.plan.timeline import Bar, Timeline
-from dzero.planning import onto_board, planned, planned_under_way, tell_plan
+from dzero.plan.plan_run import onto_board, planned, planned_under_way, tell_plan
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
@@ -155,7 +155,7 @@ def test_a_run_has_its_plan_in_its_board(pool: Pool, tmp_path: Path) -> None:
         "zero.stage=3",
         "offload=host",
     ]
-    pool.run(train, 2, training.settled(text, *settings), tmp_path, timeout_s=300)
+    pool.run(train, 2, small_runs.settled(text, *settings), tmp_path, timeout_s=300)
     found = events(tmp_path / "tensorboard")
     assert found.Images("plan")[0].step == 1
     assert "memory of one rank of 2" in text_of(found, "plan")

@@ -6,16 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-from tools import dzero
+from in_process import dzero
 
-from dzero.command_line import composed
 from dzero.errors import RunError
-from dzero.plan.forecast import Forecast
+from dzero.estimate.forecast import Forecast
+from dzero.overrides import composed
 from dzero.plan.picture import draw
+from dzero.plan.plan_run import planned
+from dzero.plan.run_layout import check_ranks
 from dzero.plan.tables import tables
-from dzero.planning import planned
-from dzero.run_layout import check_ranks
-from dzero.terminal import plain
+from dzero.utils.terminal import plain
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tools import dzero
+from in_process import dzero
 
-from dzero.command_line import composed
-from dzero.plan.forecast import Forecast
-from dzero.planning import planned
+from dzero.estimate.forecast import Forecast
+from dzero.overrides import composed
+from dzero.plan.plan_run import planned
 
 CONF = Path(__file__).parents[2] / "conf"
 SEQUENCE = ["zero.stage=3", "train.sequence_tokens=8192", "train.microbatch_sequences=1"]

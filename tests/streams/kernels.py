@@ -17,12 +17,12 @@ from operators import Operators, tensors_of
 from simulation import SimulatedStream, Simulation
 
 from dzero import streams
-from dzero.comm import exchange, host_sum
+from dzero.comm import host_sum, reduction
 from dzero.offload.disk_transfer import Transfer
-from dzero.offload.pinned import Arena, Lease
-from dzero.offload.swap import Swap
-from dzero.optim import host_kernels
-from dzero.optim.update import AdamWUpdater
+from dzero.offload.executor import Swap
+from dzero.offload.memory_pool import Arena, Lease
+from dzero.optim import cpu_kernels
+from dzero.optim.flat_update import AdamWUpdater
 
 COLLECTIVES = {
     # name: (indices of what is written, of what is read)
@@ -154,7 +154,7 @@ def _memory(simulation: Simulation) -> list[Any]:
 
 
 def _kernels(simulation: Simulation) -> list[Any]:
-    accumulate, sum_squares, average = host_kernels.accumulate, host_kernels.sum_squares, host_sum.average
+    accumulate, sum_squares, average = cpu_kernels.accumulate, cpu_kernels.sum_squares, host_sum.average
     update, transfer = AdamWUpdater._update, Transfer.run
 
     def accumulated(accs: Any, grads: Any) -> torch.Tensor:
@@ -196,8 +196,8 @@ def _kernels(simulation: Simulation) -> list[Any]:
         transfer(self, run)
 
     return [
-        mock.patch.object(host_kernels, "accumulate", accumulated),
-        mock.patch.object(host_kernels, "sum_squares", summed),
+        mock.patch.object(cpu_kernels, "accumulate", accumulated),
+        mock.patch.object(cpu_kernels, "sum_squares", summed),
         mock.patch.object(host_sum, "average", averaged),
         mock.patch.object(AdamWUpdater, "_update", updated),
         mock.patch.object(Transfer, "run", transferred),
@@ -212,8 +212,8 @@ def _collectives(simulation: Simulation) -> list[Any]:
             continue
         noted = _noted(simulation, name, real, written, read)
         found.append(mock.patch.object(dist.ProcessGroup, name, noted))
-        aliases = [alias for alias in ("_all_gather", "_reduce_scatter") if getattr(exchange, alias) is real]
-        found += [mock.patch.object(exchange, alias, noted) for alias in aliases]
+        aliases = [alias for alias in ("_all_gather", "_reduce_scatter") if getattr(reduction, alias) is real]
+        found += [mock.patch.object(reduction, alias, noted) for alias in aliases]
     return found
 
 

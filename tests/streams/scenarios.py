@@ -11,25 +11,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import nets
 import numpy as np
+import small_decoders
+import small_runs
 import torch
 import torch.distributed as dist
-import training
 from frames import Site
-from loops import sharded_net
 from simulation import Simulation
+from training_loops import sharded_net
 
 from dzero import AdamW, OffloadConfig, streams
+from dzero.offload.activation_pool import WaitingRoom
 from dzero.offload.activations import Activations
-from dzero.offload.pinned import Arena
+from dzero.offload.executor import Swap
+from dzero.offload.memory_pool import Arena
 from dzero.offload.schedule import Schedule
-from dzero.offload.swap import Swap
-from dzero.offload.waiting_room import WaitingRoom
-from dzero.optim import staging
-from dzero.optim.scaler import ScalerConfig
+from dzero.optim import column_upload
+from dzero.optim.loss_scaler import ScalerConfig
+from dzero.zero.dtensors import local_of
 from dzero.zero.offload_config import DiskConfig
-from dzero.zero.placed import local_of
 
 STEPS = 3
 HOST = {"grad": "host", "master": "host", "moments": "host"}
@@ -55,7 +55,7 @@ def loop(
     poisoned: int | None = None,
     **optim: Any,
 ) -> None:
-    """Train a net of nets.py for a few steps.
+    """Train a net of small_decoders.py for a few steps.
 
     amid, before, between: called between forward and backward, before each step, and after it. poisoned: a step that
     is not finite.
@@ -65,12 +65,12 @@ def loop(
     sharded = sharded_net(**(net or {}), offload=None if offload is None else OffloadConfig(**offload))
     optimizer = AdamW(sharded, lr=1e-3, **optim)
     layout = sharded.layout
-    drawn = nets.batches("even", steps=STEPS, ranks=layout.ranks, microbatches=layout.microbatches)
+    drawn = small_decoders.batches("even", steps=STEPS, ranks=layout.ranks, microbatches=layout.microbatches)
     for step, of_step in enumerate(drawn):
         batches = of_step[dist.get_rank()]
         for index, batch in enumerate(batches):
             with sharded.microbatch(is_last=index == len(batches) - 1):
-                loss = nets.loss_fn(sharded.model, batch) / len(batches)
+                loss = small_decoders.loss_fn(sharded.model, batch) / len(batches)
                 if amid is not None:
                     amid(sharded, optimizer)
                 if step == poisoned:
@@ -89,8 +89,8 @@ def another_optimizer(folder: Path) -> None:
     sharded = sharded_net(stage=2, offload=OffloadConfig(**HOST))
     for _ in range(2):
         optimizer = AdamW(sharded, lr=1e-3)
-        for of_step in nets.batches("even", steps=2, ranks=2, microbatches=1):
-            nets.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()
+        for of_step in small_decoders.batches("even", steps=2, ranks=2, microbatches=1):
+            small_decoders.loss_fn(sharded.model, of_step[dist.get_rank()][0]).backward()
             optimizer.step()
         del optimizer
 
@@ -98,10 +98,10 @@ def another_optimizer(folder: Path) -> None:
 def whole(folder: Path, *, settings: tuple[str, ...]) -> None:
     """Train as train.py does."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    text = training.write_text(folder / f"text_{rank}.txt", words=2000)
+    text = small_runs.write_text(folder / f"text_{rank}.txt", words=2000)
     words = [*settings, f"checkpoint.folder={folder / 'checkpoints'}", f"offload.disk.paths=[{folder}]"]
-    run = training.settled(text, f"launch.workers={ranks}", *(word for word in words if needed(word, settings)))
-    training.train(rank, ranks, run, folder)
+    run = small_runs.settled(text, f"launch.workers={ranks}", *(word for word in words if needed(word, settings)))
+    small_runs.train(rank, ranks, run, folder)
 
 
 def needed(word: str, settings: tuple[str, ...]) -> bool:
@@ -114,7 +114,7 @@ def needed(word: str, settings: tuple[str, ...]) -> bool:
 def send_columns(folder: Path) -> None:
     """Send columns to kernels of two streams that take turns, as a step on a GPU does."""
     device = torch.device("cpu")
-    sender = staging.Staging(64, device)
+    sender = column_upload.Staging(64, device)
     sender._arrays = [Watched(host) for host in sender._hosts]  # type: ignore[misc]
     other = streams.new_stream(device)
     for turn in range(8):

@@ -18,7 +18,7 @@ METHODS = {"wait", "result"}
 OF_A_SWAP = {"wait", "follow", "drain"}
 OF_WORKS = {"pending", "coming"}
 """Names of a `_Works` (comm/collectives.py), whose own waits are listed."""
-INDIRECT = {"optim/master.py"}
+INDIRECT = {"optim/base.py"}
 """Files whose `wait` is another function of dzero/, which waits by calls that are listed."""
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from simulation import Simulation
 
-from dzero.data.ahead import BatchesAhead
+from dzero.data.prefetch import BatchesAhead
 from dzero.data.stream import TokenStream
 
 CPU = torch.device("cpu")

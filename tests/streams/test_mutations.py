@@ -11,11 +11,11 @@ from scenarios import SCENARIOS, run
 from sites import calls
 
 FEW = {
-    "comm/exchange.py Exact._average: work.wait",
+    "comm/reduction.py Exact._average: work.wait",
     "offload/activations.py Activations._use: streams.record_stream",
-    "offload/swap.py _Lane.copy: streams.synchronize (hold)",
-    "optim/staging.py Staging.send: streams.synchronize",
-    "optim/unit_grads.py UnitGrads.receive: self._sharded.loans.lend (hold)",
+    "offload/executor.py _Lane.copy: streams.synchronize (hold)",
+    "optim/column_upload.py Staging.send: streams.synchronize",
+    "optim/grad_accumulation.py UnitGrads.receive: self._sharded.loans.lend (hold)",
 }
 """One of each kind, for every run of the tests."""
 

@@ -11,7 +11,7 @@ from frames import where_called
 from simulation import Simulation
 
 from dzero import streams
-from dzero.offload.pinned import Arena
+from dzero.offload.memory_pool import Arena
 
 CPU = torch.device("cpu")
 

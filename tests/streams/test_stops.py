@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
+import small_runs
 import torch
 import torch.distributed as dist
-import training
-from loops import sharded_net
 from memory import Space
 from pool import Pool
 from simulation import Simulation
+from training_loops import sharded_net
 
 from dzero import AdamW
-from dzero.optim.master import MasterOptimizer
-from dzero.trainer import Trainer
+from dzero.optim.base import MasterOptimizer
+from dzero.trainer.trainer import Trainer
 
 
 def keep_counts_on_the_host(simulation: Simulation, optimizer: MasterOptimizer) -> None:
@@ -35,13 +35,13 @@ def stops(rank: int, ranks: int, net: dict[str, Any]) -> list[list[str]]:
         optimizer = AdamW(sharded, lr=1e-3, max_norm=1.0)
         keep_counts_on_the_host(simulation, optimizer)
         layout = sharded.layout
-        drawn = nets.batches("even", steps=3, ranks=layout.ranks, microbatches=layout.microbatches)
+        drawn = small_decoders.batches("even", steps=3, ranks=layout.ranks, microbatches=layout.microbatches)
         for of_step in drawn:
             simulation.stops.clear()
             batches = of_step[dist.get_rank()]
             for index, batch in enumerate(batches):
                 with sharded.microbatch(is_last=index == len(batches) - 1):
-                    (nets.loss_fn(sharded.model, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
+                    (small_decoders.loss_fn(sharded.model, batch) / len(batches)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             told.append([*simulation.stops])
     return told
@@ -74,9 +74,9 @@ class Watched(Trainer):
 
 def stops_of_trainer(rank: int, ranks: int, folder: Path) -> list[list[str]]:
     """Return what the host waited for in each step of train.py."""
-    text = training.write_text(folder / f"text_{rank}.txt", words=2000)
+    text = small_runs.write_text(folder / f"text_{rank}.txt", words=2000)
     words = (f"launch.workers={ranks}", "train.steps=4", "train.evaluate_batches=0")
-    run = training.settled(text, *words)
+    run = small_runs.settled(text, *words)
     with Simulation().running() as simulation:
         trainer = Watched(run, folder, torch.device("cpu"))
         trainer.simulation, trainer.told = simulation, []

@@ -10,9 +10,9 @@ import torch
 from simulation import Simulation
 
 from dzero import streams
-from dzero.offload.pinned import Arena
+from dzero.offload.executor import Swap
+from dzero.offload.memory_pool import Arena
 from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
-from dzero.offload.swap import Swap
 
 
 def test_every_lane_uses_the_device_of_its_rank() -> None:

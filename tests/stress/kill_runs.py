@@ -31,14 +31,14 @@ import torch
 import torch.distributed as dist
 from kill_cases import Say, forked, heard, left_in
 from rows import SMALL, WAYS, words
-from training import settled, write_text
+from small_runs import settled, write_text
 
-from dzero.checkpoint.contents import Checkpoint
-from dzero.checkpoint.folder import Shelf
+from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.selection import candidates, step_of
+from dzero.checkpoint.store import Shelf
 from dzero.config import RunConfig
-from dzero.monitor.sink import Monitor
-from dzero.trainer import Trainer
+from dzero.monitor.sinks import Monitor
+from dzero.trainer.trainer import Trainer
 
 DEADLINE_S, SPAN_S, STEPS = 300.0, 2.0, 100_000
 STARTING = 0.2

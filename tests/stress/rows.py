@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runs import SMALLEST
-from training import ROOT
+from small_runs import ROOT
+from train_runs import SMALLEST
 
 RESULTS = ROOT / "benchmarks" / "results"
 SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "checkpoint.every=1"]

@@ -18,13 +18,13 @@ import pytest
 import torch
 from pool import Pool
 from rows import SMALL, WAYS, count, words, write_row
-from training import settled, write_text
+from small_runs import settled, write_text
 
 from dzero.checkpoint import saver
-from dzero.checkpoint.folder import LATEST
 from dzero.checkpoint.format import MANIFEST, data_name, index_name
+from dzero.checkpoint.store import LATEST
 from dzero.config import RunConfig
-from dzero.trainer import Trainer
+from dzero.trainer.trainer import Trainer
 
 SEED, SECONDS, LAST = 0, 600.0, 6
 

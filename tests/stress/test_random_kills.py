@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 from rows import WAYS, count, words, write_row
-from runs import running
-from training import ROOT, write_text
+from small_runs import ROOT, write_text
+from train_runs import running
 
 HERE = Path(__file__).parent
 SEED = 0
@@ -29,7 +29,7 @@ SEED = 0
 def test_no_kill_of_a_rank_loses_a_checkpoint_that_was_reported_as_saved(tmp_path: Path) -> None:
     """Ranks that are forked where torch is imported, so that hundreds of kills take minutes."""
     kills = count("KILLS")
-    path = ":".join(map(str, [ROOT, ROOT / "tests", ROOT / "tests" / "checkpoint", HERE]))
+    path = ":".join(map(str, [ROOT, ROOT / "tests" / "support", ROOT / "tests" / "checkpoint", HERE]))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(HERE / "kill_runs.py"), str(tmp_path / "runs"), str(kills), str(SEED)]
     run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)

@@ -29,13 +29,13 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-from training import SMALL, write_text  # noqa: E402
+from small_runs import SMALL, write_text  # noqa: E402
 
 import dzero  # noqa: E402
 from dzero.__main__ import train  # noqa: E402
-from dzero.launch import forking, warm  # noqa: E402
+from dzero.launch import fork_server, warm_process  # noqa: E402
 
 PROCESSOR_S, WALL_S = 20.0, 60.0
 REAL_SHARE = 0.05
@@ -96,7 +96,7 @@ class _Forked:
             os.setpgid(0, 0)
             channel = os.dup(channel)
             os.set_inheritable(channel, True)
-            forking.serve(channel, launcher)
+            fork_server.serve(channel, launcher)
 
     def wait(self, timeout: float | None = None) -> int:
         until_s = time.monotonic() + (timeout if timeout is not None else WALL_S)
@@ -122,7 +122,7 @@ def run_forked(settings: list[str], folder: Path) -> tuple[int, str]:
         os.dup2(out, 1)
         os.dup2(out, 2)
         resource.setrlimit(resource.RLIMIT_CPU, (int(PROCESSOR_S), int(PROCESSOR_S)))
-        warm.subprocess.Popen = _Forked  # type: ignore[attr-defined, misc, assignment]
+        warm_process.subprocess.Popen = _Forked  # type: ignore[attr-defined, misc, assignment]
         sys.argv = ["train.py", *settings]
         _end_as_python_does()
     until_s = time.monotonic() + WALL_S
@@ -229,8 +229,8 @@ def main() -> None:
 
 def import_all() -> None:
     """Import what a run needs, once."""
-    for name in (*warm.PRELOADED, "dzero.entry"):
-        warm.import_module(name)
+    for name in (*warm_process.PRELOADED, "dzero.cli.train"):
+        warm_process.import_module(name)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero import assembly, trainer
 from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
-from dzero.optim.parts import AcrossParts
-from dzero.optim.unit_grads import UnitGrads
+from dzero.optim.grad_accumulation import UnitGrads
+from dzero.optim.pipeline_grads import AcrossParts
+from dzero.trainer import build as assembly
+from dzero.trainer import trainer
 from dzero.verify.config import VerifyRun
 from dzero.verify.report import Report
 from dzero.verify.verify import Verifier

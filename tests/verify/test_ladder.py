@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from training import CONF
+from small_runs import CONF
 
-from dzero.command_line import composed
+from dzero.overrides import composed
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import BASELINE, ladder
 from dzero.zero.offload_config import OffloadConfig

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from faults import verified
 from pool import Pool
-from training import CONF, ROOT, SMALL, write_text
+from small_runs import CONF, ROOT, SMALL, write_text
 
-from dzero.command_line import composed
+from dzero.overrides import composed
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import CONFIGURATION
 from dzero.verify.report import Report, table, verdict

@@ -8,20 +8,20 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from cells import whole
-from loops import params_of
+from parity_cells import whole
 from pool import Pool
 from torch import Tensor
+from training_loops import params_of
 
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpoints import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpoints
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.zero import units as units_module
-from dzero.zero.account import expected_traffic
-from dzero.zero.late import groups_of
+from dzero.zero.cost_model import expected_traffic
+from dzero.zero.deferred_grads import groups_of
 
 LAYERS, WIDTH, VOCAB = 2, 64, 512
 TIERS = {

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
+import small_decoders
 import torch
-from cells import whole
-from loops import params_of, sharded_net, train, unequal
+from parity_cells import whole
 from pool import Pool
+from training_loops import params_of, sharded_net, train, unequal
 
 from dzero import AdamW
 
 
 def without_our_optimizer(rank: int, ranks: int) -> None:
     """`.grad` as FSDP2 leaves it: the average over all ranks of the gradients of their own batches."""
-    drawn = nets.batches("even", steps=1, ranks=ranks, microbatches=1)[0]
-    plain = nets.build("even")
-    sum(nets.loss_fn(plain, of_rank[0]) for of_rank in drawn).backward()  # type: ignore[union-attr]
+    drawn = small_decoders.batches("even", steps=1, ranks=ranks, microbatches=1)[0]
+    plain = small_decoders.build("even")
+    sum(small_decoders.loss_fn(plain, of_rank[0]) for of_rank in drawn).backward()  # type: ignore[union-attr]
     cells: tuple[dict[str, Any], ...] = ({"stage": 0}, {"stage": 2}, {"stage": 3, "replicate": 2})
     for kwargs in cells:
         sharded = sharded_net("even", param="fp32", **kwargs)
-        nets.loss_fn(sharded.model, drawn[rank][0]).backward()  # type: ignore[no-untyped-call]
+        small_decoders.loss_fn(sharded.model, drawn[rank][0]).backward()  # type: ignore[no-untyped-call]
         for name, want in plain.named_parameters():
             grad = sharded.named_params()[name].grad
             assert grad is not None

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from dzero import PrecisionConfig, ZeroConfig
-from dzero.degrees import MeshConfig
-from dzero.zero.account import expected_traffic, resting_bytes
+from dzero.mesh_config import MeshConfig
+from dzero.zero.cost_model import expected_traffic, resting_bytes
 from dzero.zero.layout import Cadence, Layout
-from dzero.zero.shapes import ParamShape, Split, UnitShape
+from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 
 def layout(stage: int = 2, *, replicate: int = 1, shard: int = 4, microbatches: int = 1, **precision: str) -> Layout:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytest
-from loops import sharded_net
+import small_decoders
 from pair_counter import PairCounter
 from pool import Pool
 from test_traffic import fake_group
+from training_loops import sharded_net
 
 from dzero import AdamW
 
@@ -28,9 +28,9 @@ Counted = dict[str, tuple[int, int]]
 def passes(node_ranks: int, **kwargs: Any) -> Counted:
     """(across, inside) bytes that this rank sends in a forward and in its backward, without an optimizer."""
     sharded = sharded_net("even", stage=3, param="fp32", **kwargs)
-    batch = nets.batches("even", steps=1, ranks=1, microbatches=1, samples=1, tokens=4)[0][0][0]
+    batch = small_decoders.batches("even", steps=1, ranks=1, microbatches=1, samples=1, tokens=4)[0][0][0]
     with PairCounter() as forward:
-        loss = nets.loss_fn(sharded.model, batch)
+        loss = small_decoders.loss_fn(sharded.model, batch)
     with PairCounter() as backward:
         loss.backward()  # type: ignore[no-untyped-call]
     told = {"forward": forward, "backward": backward}
@@ -55,7 +55,7 @@ def expected(ranks: int, node_ranks: int) -> dict[str, Counted]:
 
 def elems_and_blocks() -> tuple[int, int]:
     """Elements of the net, and of its blocks."""
-    model = nets.build("even")
+    model = small_decoders.build("even")
     return tuple(sum(p.numel() for p in each.parameters()) for each in (model, model.layers))  # type: ignore[return-value]
 
 
@@ -89,9 +89,9 @@ def states_over_all(rank: int, ranks: int) -> list[tuple[int, int]]:
     for states_over in ("shard", "all"):
         sharded = sharded_net("even", stage=3, replicate=2, states_over=states_over, param="bf16")
         optim = AdamW(sharded)
-        batch = nets.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0]
+        batch = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0]
         with PairCounter() as counter:
-            nets.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
+            small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
             optim.step()
         norm = 8 * (1 + len(sharded.named_params()))  # to the copy, and what both said to the neighbour
         told.append((counter.across(2) - norm, counter.total - counter.across(2) - 2 * norm))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from loops import backward, params_of, sharded_net, unequal
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from training_loops import backward, params_of, sharded_net, unequal
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, shard
-from dzero.zero.working import to_working
+from dzero.zero.rounding import to_working
 
 BF16 = torch.bfloat16
 
@@ -84,7 +84,7 @@ def test_mixed_dtypes_views_buffers_integers_and_frozen_parameters_are_handled(p
 def test_ranks_that_start_differently_end_with_rank_0s_values(pool: Pool) -> None:
     first, second = pool.run(started, 2)
     assert unequal(first, second) == []
-    assert torch.equal(first["embed.weight"], nets.build("even", 0).embed.weight.detach())
+    assert torch.equal(first["embed.weight"], small_decoders.build("even", 0).embed.weight.detach())
 
 
 def started(rank: int, ranks: int) -> dict[str, Tensor]:
@@ -98,17 +98,17 @@ def evaluate_between(rank: int, ranks: int) -> None:
         for evaluates in (False, True):
             sharded = sharded_net("even", stage=stage, microbatches=2)
             optim = AdamW(sharded, lr=1e-2)
-            probe = nets.batches("even", steps=1, ranks=1, microbatches=1, seed=5)[0][0][0]
+            probe = small_decoders.batches("even", steps=1, ranks=1, microbatches=1, seed=5)[0][0][0]
             seen = []
-            for of_step in nets.batches("even", steps=3, ranks=ranks, microbatches=2):
+            for of_step in small_decoders.batches("even", steps=3, ranks=ranks, microbatches=2):
                 seen.append(backward(sharded, optim, of_step[rank]))
                 if evaluates:
                     with torch.no_grad():
-                        stale = nets.loss_fn(sharded.model, probe).item()
+                        stale = small_decoders.loss_fn(sharded.model, probe).item()
                 optim.step()
                 if evaluates:
                     with torch.no_grad():
-                        fresh = nets.loss_fn(sharded.model, probe).item()
+                        fresh = small_decoders.loss_fn(sharded.model, probe).item()
                     assert fresh != stale  # the step is seen at once
             runs.append((seen, params_of(sharded)))
         assert runs[0][0] == runs[1][0]
@@ -163,7 +163,7 @@ def asynchronous(rank: int, ranks: int) -> list[float]:
         sharded = sharded_net("even", stage=3)
         optim = AdamW(sharded, lr=1e-2)
         blocks = list(sharded.model.layers)  # type: ignore[arg-type]
-        for of_step in nets.batches("even", steps=3, ranks=ranks, microbatches=1):
+        for of_step in small_decoders.batches("even", steps=3, ranks=ranks, microbatches=1):
             handles = [block.unshard(async_op=True) for block in blocks] if ahead else []
             for handle in handles[:2]:
                 handle.wait()
@@ -212,7 +212,7 @@ def interrupted(rank: int, ranks: int) -> None:
     """zero_grad drops a microbatch that is not to count; a unit whose forward was not used keeps its values."""
     sharded = sharded_net("even", stage=2, param="fp32")
     optim = AdamW(sharded, lr=1e-2)
-    drawn = nets.batches("even", steps=2, ranks=ranks, microbatches=1)
+    drawn = small_decoders.batches("even", steps=2, ranks=ranks, microbatches=1)
     backward(sharded, optim, drawn[0][rank])
     optim.zero_grad()
     backward(sharded, optim, drawn[1][rank])

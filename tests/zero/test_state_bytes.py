@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
-from loops import backward, sharded_net
 from pool import Pool
 from torch import Tensor
+from training_loops import backward, sharded_net
 
 from dzero import AdamW, Sharded
-from dzero.zero.account import paper_bytes, peak_bytes, resting_bytes
-from dzero.zero.late import groups_of
-from dzero.zero.placed import local_of
+from dzero.zero.cost_model import paper_bytes, peak_bytes, resting_bytes
+from dzero.zero.deferred_grads import groups_of
+from dzero.zero.dtensors import local_of
 
 PRECISIONS: list[dict[str, str]] = [
     {"param": "bf16", "master": "fp32", "moments": "fp32"},
@@ -46,10 +46,10 @@ def measure(net: str, **kwargs: Any) -> dict[str, Any]:
     sharded = sharded_net(net, **kwargs)
     optim, layout = AdamW(sharded), sharded.layout
     gathered = 0
-    drawn = nets.batches(net, steps=1, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)[0][0]
+    drawn = small_decoders.batches(net, steps=1, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)[0][0]
     if layout.microbatches > 1:
         with sharded.microbatch(is_last=False):  # what stays gathered between microbatches
-            nets.loss_fn(sharded.model, drawn[0]).backward()  # type: ignore[no-untyped-call]
+            small_decoders.loss_fn(sharded.model, drawn[0]).backward()  # type: ignore[no-untyped-call]
         gathered = unsharded_bytes(sharded)
         backward(sharded, optim, drawn[1:])
     else:

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch.distributed as dist
 from dispatch_counter import DispatchCounter
-from loops import backward, sharded_net
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from training_loops import backward, sharded_net
 
 from dzero import AdamW, OffloadConfig, Sharded
 from dzero.comm.ledger import Entry, Traffic
-from dzero.zero.account import expected_traffic
+from dzero.zero.cost_model import expected_traffic
 
 BLOCKS = 3
 UNITS = BLOCKS + 1
@@ -27,7 +27,7 @@ def step_traffic(net: str, **kwargs: Any) -> tuple[Sharded, dict[Entry, Traffic]
     """The second step of a run: its ledger, the auditor that watched it, and whether its gradients were finite."""
     sharded = sharded_net(net, **kwargs)
     optim, layout = AdamW(sharded), sharded.layout
-    first, second = nets.batches(net, steps=2, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)
+    first, second = small_decoders.batches(net, steps=2, ranks=1, microbatches=layout.microbatches, samples=1, tokens=4)
     backward(sharded, optim, first[0][:1])
     optim.step()
     sharded.ledger.take()

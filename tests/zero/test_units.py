@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import nets
 import pytest
+import small_decoders
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +44,7 @@ def names(model: nn.Module, classes: list[str] | None = None) -> list[str]:
 
 
 def test_units_are_the_elements_of_the_outermost_lists() -> None:
-    assert names(nets.build("even")) == ["layers.0", "layers.1", "layers.2"]
+    assert names(small_decoders.build("even")) == ["layers.0", "layers.1", "layers.2"]
 
 
 def test_a_sequential_is_cut_into_its_elements_with_parameters() -> None:
@@ -58,16 +58,16 @@ def test_lists_inside_elements_do_not_make_units_of_their_own() -> None:
 
 
 def test_units_can_be_named_by_class_of_which_the_outer_ones_count() -> None:
-    model = nets.build("even")
+    model = small_decoders.build("even")
     assert names(model, ["Block"]) == ["layers.0", "layers.1", "layers.2"]
     assert names(model, ["Block", "Linear"]) == ["layers.0", "layers.1", "layers.2", "head"]
 
 
 def test_a_class_without_units_is_an_error_that_lists_the_models_classes() -> None:
     with pytest.raises(ValueError, match=r"zero\.units=\['Blok'\]: no such modules.*'Block', 'Embedding'"):
-        find_units(nets.build("even"), ["Block", "Blok"])
+        find_units(small_decoders.build("even"), ["Block", "Blok"])
     with pytest.raises(ValueError, match=r"zero\.units=\['Embedding2'\]"):
-        find_units(nets.build("even"), ["Embedding2"])
+        find_units(small_decoders.build("even"), ["Embedding2"])
     with pytest.raises(ValueError, match=r"zero\.units=\['GELU'\]: no such modules outside the other units"):
         find_units(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.GELU())), ["Sequential", "GELU"])
 

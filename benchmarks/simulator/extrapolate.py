@@ -1,0 +1,152 @@
+"""From a step of a few equal blocks to one of many: exactly, because every number is affine in the number of blocks.
+
+Two steps are known, of a model with `SHORT` blocks and with one more. Between them each moment finds its twin: outside
+of blocks by its place, inside block k by k counted from the start (the block of the longer model is k) or from the end
+(it is k + 1). From a moment to its twin a constant is added, what one more block holds there; so with L blocks it is
+added L - SHORT times. In the middle of a long model a moment's bytes also change evenly from block to block, so the
+most is held at an end of the middle, and both ends are counted.
+
+Of actions, a phase of the longer step is that of the shorter one with a piece put in; with more blocks the piece comes
+once for each, its blocks renumbered. Updates are listed, in their own order. Tests hold all against steps of the whole
+model.
+
+Decisions alone are not affine: their slices are rounded up. What they send is told by formula; their buffers, of
+kilobytes, are taken as affine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from dzero.comm.ledger import Entry, Traffic
+from dzero.zero.unit_shapes import UnitShape
+from simulator.observe import DECIDE, Action, Observed, collective_of, updates
+from simulator.storage_meter import Bytes, Moment, Where
+
+SHORT = 3
+"""A first block, a last one, and one in between."""
+BLOCK = re.compile(r"\blayers\.(\d+)")
+
+
+def repeat(
+    short: Observed, long: Observed, layers: int, units: Sequence[UnitShape], decision: Mapping[Entry, Traffic]
+) -> Observed:
+    """A step of `layers` equal blocks, from one of `SHORT` blocks and one of `SHORT + 1`. `units`: of all. decision:
+    what the collectives of its decision send, one of each entry.
+
+    Its moments are those at which most may be held: of blocks the first two and the last two. Raises RuntimeError where
+    the blocks are not equal.
+    """
+    repeated = _Repeated(short, long, layers)
+    sent = {collective_of(entry): traffic.sent_bytes for entry, traffic in decision.items()}
+    actions = [
+        replace(action, sent_bytes=sent[action.collective]) if action.what == DECIDE else action
+        for action in repeated.actions()
+    ]
+    actions += updates(units, actions[-1].microbatch)
+    return Observed(repeated.moments(), actions, {**repeated.traffic(), **decision})
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    short: Observed
+    long: Observed
+    layers: int
+
+    def moments(self) -> list[Moment]:
+        twins = _by_place(self.long)
+        return [
+            moment
+            for where, moments in _by_place(self.short).items()
+            for shift in _shifts(where.unit)
+            for moment in self._grown(moments, twins[_moved(where, shift)], shift)
+        ]
+
+    def _grown(self, short: Sequence[Moment], long: Sequence[Moment], shift: int) -> Iterator[Moment]:
+        if len(short) != len(long):  # as many operators as parameters, in the step: only the most that is held matters
+            short, long = ([max(each, key=lambda m: m.total)] for each in (short, long))
+        for a, b in zip(short, long, strict=True):
+            yield Moment(_moved(a.where, shift * self._more), self._affine(a.bytes, b.bytes))
+
+    def _affine(self, short: Bytes, long: Bytes) -> Bytes:
+        return tuple(a + (b - a) * self._more for a, b in zip(short, long, strict=True))
+
+    @property
+    def _more(self) -> int:
+        return self.layers - SHORT
+
+    def traffic(self) -> dict[Entry, Traffic]:
+        return {
+            entry: Traffic(*self._affine((a.calls, a.sent_bytes), (b.calls, b.sent_bytes)))
+            for entry, b in self.long.traffic.items()
+            for a in [self.short.traffic.get(entry, Traffic())]
+        }
+
+    def actions(self) -> list[Action]:
+        short, long = (
+            [[*each] for _, each in groupby((a for a in step.actions if a.what != "update"), key=_phase)]
+            for step in (self.short, self.long)
+        )
+        return [action for a, b in zip(short, long, strict=True) for action in self._spliced(a, b)]
+
+    def _spliced(self, short: list[Action], long: list[Action]) -> Iterator[Action]:
+        """`short` with the piece that `long` has more, once for each block more."""
+        descending = _phase(short[0])[1] == "backward"
+        before, behind = (1, 0) if descending else (0, 1)  # how much higher the blocks' numbers are in `long`
+        size = len(long) - len(short)
+        for cut in range(len(short) + 1):
+            if _alike(short[:cut], long[:cut], before) and _alike(short[cut:], long[cut + size :], behind):
+                break
+        else:
+            raise RuntimeError(f"the blocks of the {_phase(short[0])[1]} are not equal, so it cannot be repeated")
+        yield from self._grown_actions(short[:cut], long[:cut], before)
+        for turn in range(self._more):
+            yield from _renamed(long[cut : cut + size], self._more - 1 - turn if descending else turn)
+        yield from self._grown_actions(short[cut:], long[cut + size :], behind)
+
+    def _grown_actions(self, short: Sequence[Action], long: Sequence[Action], shift: int) -> Iterator[Action]:
+        for a, b in zip(short, long, strict=True):
+            (sent_bytes,) = self._affine((a.sent_bytes,), (b.sent_bytes,))
+            yield replace(a, unit=_shifted(a.unit, shift * self._more), sent_bytes=sent_bytes)
+
+
+def _alike(short: Sequence[Action], long: Sequence[Action], shift: int) -> bool:
+    """But for what they send: with more blocks a decision is longer."""
+    return [replace(a, sent_bytes=0) for a in _renamed(short, shift)] == [replace(b, sent_bytes=0) for b in long]
+
+
+def _phase(action: Action) -> tuple[int, str]:
+    return action.microbatch, action.phase
+
+
+def _by_place(observed: Observed) -> dict[Where, list[Moment]]:
+    places: dict[Where, list[Moment]] = {}
+    for moment in observed.moments:
+        places.setdefault(moment.where, []).append(moment)
+    return places
+
+
+def _shifts(unit: str) -> list[int]:
+    """By how much the twin's number is higher: 0 from the start, 1 from the end; both in the middle."""
+    found = BLOCK.search(unit)
+    if found is None:
+        return [0]
+    return [shift for shift in (0, 1) if (int(found[1]) < SHORT - 1 if shift == 0 else int(found[1]) > 0)]
+
+
+def _moved(where: Where, shift: int) -> Where:
+    return where._replace(unit=_shifted(where.unit, shift))
+
+
+def _renamed(actions: Sequence[Action], shift: int) -> list[Action]:
+    return [replace(action, unit=_shifted(action.unit, shift)) for action in actions]
+
+
+def _shifted(unit: str, shift: int) -> str:
+    def number(found: re.Match[str]) -> str:
+        return f"layers.{int(found[1]) + shift}"
+
+    return BLOCK.sub(number, unit)

@@ -1,0 +1,74 @@
+"""States off the device, as the device sees them: gone between their uses, two units at a time while they are used.
+
+state              on the device                                                          how
+master, moments    while they are updated there, if they live elsewhere: two units'       computed
+grad               until the next unit's backward begins (several: of the last            simulated
+                   microbatch); while updated there, two units'                           computed
+param              this unit's shards and the next one's                                  computed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dzero.offload.buffer_layout import Places, moment_fields
+from dzero.offload.build_schedule import update_order
+from dzero.optim.adamw import AdamW
+from dzero.zero.shard import Sharded
+from dzero.zero.unit_shapes import ParamShape, UnitShape
+from simulator.storage_meter import KINDS, Bytes, Moment, StorageMeter
+
+
+class Absent:
+    """Takes what `places` has elsewhere out of the meter's sight."""
+
+    def __init__(self, places: Places, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
+        self._places, self._optim, self._meter = places, optim, meter
+        for name, param in sharded.named_params().items():
+            if places.on_host("param", name):
+                meter.leave([param])
+            for key, tensor in optim.state.get(param, {}).items():
+                kind = "master" if key in ("master", "remainder") else "moments"
+                if key != "step" and places.on_host(kind, name):
+                    meter.leave([tensor])
+
+    def left(self, is_last: bool) -> None:
+        """Gradients that were reduced before are there now; with several copies, or whole ones, only the last."""
+        if not (is_last or self._places.accumulates_on_host):
+            return
+        grads = self._optim.gradients.arriving()
+        staying = {id(g.untyped_storage()) for name, g in grads.items() if not self._places.on_host("grad", name)}
+        self._meter.leave(g for g in grads.values() if id(g.untyped_storage()) not in staying)
+
+
+def with_brought(moments: Sequence[Moment], places: Places) -> list[Moment]:
+    """With what is on the device for a use of it."""
+    extra = {phase: _brought(places, in_step=phase == "step") for phase in ("forward", "backward", "step")}
+    return [Moment(m.where, tuple(a + b for a, b in zip(m.bytes, extra[m.where.phase], strict=True))) for m in moments]
+
+
+def _brought(places: Places, *, in_step: bool) -> Bytes:
+    layout = places.layout
+
+    def params(param: ParamShape) -> int:
+        return (
+            param.shard_elems(layout.shard) * layout.param.dtype.itemsize if places.on_host("param", param.name) else 0
+        )
+
+    def grads(param: ParamShape) -> int:
+        comes = places.on_host("grad", param.name) and not places.updated_on_host(param.name)
+        return param.shard_elems(layout.shard, layout.shares) * layout.grad.dtype.itemsize if comes else 0
+
+    def moments(param: ParamShape) -> int:
+        comes = places.on_host("moments", param.name) and not places.updated_on_host(param.name)
+        fields = moment_fields(layout, param.shard_elems(layout.shard, layout.shares)) if comes else ()
+        return sum(dtype.itemsize * elems for _, dtype, elems in fields)
+
+    of_kind = {"grad": grads, "moments": moments} if in_step else {"param": params}
+    return tuple(_of_two(places.units, of_kind[kind]) if kind in of_kind else 0 for kind in KINDS)
+
+
+def _of_two(units: Sequence[UnitShape], bytes_of: Callable[[ParamShape], int]) -> int:
+    """The most that two units in a row take."""
+    sizes = [sum(map(bytes_of, unit.params)) for unit in update_order(units)]
+    return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)

@@ -1,0 +1,248 @@
+"""One rank of a run of any size, without its memory and without its device.
+
+    what                                  how
+    sharding, microbatches, collectives   simulated: the real code (zero/shard.py, comm/), in a process group that moves
+                                          nothing, on fake tensors: shapes and storages, no memory
+    forward, loss, backward               simulated: the model's own code, as the CPU runs it (see the note)
+    gradients, states, decision           simulated: the real optimizer (optim/); all ranks agree, all is finite
+    updates                               in place, so they take no memory; not simulated
+    states off the device                 as absent (offloaded_states.py): gradients leave when the next unit's
+                                          backward begins; what is brought back for its use is computed
+    host memory, disk, moves, updates     computed: the schedule, which is pure, says both exactly
+    experts                               chosen alike: as many tokens go to each
+    equal blocks                          simulated three and four at a time, then repeated exactly (extrapolate.py)
+
+Rank 0 is simulated, whose shards are the largest.
+
+Note: which device. FSDP2 asks a CUDA device for streams and events, which a machine without one does not have, so the
+simulated device is a CPU's: the same storages, made and freed in the program's order. A GPU's kernels for attention may
+save other statistics for backward. `device_type` says what `zero.reduction=auto` stands for: `native` on CUDA.
+Blocks are not compiled.
+
+Note: values. A fake tensor has none. Where the code reads one anyway, it finds what `_NoValues` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dzero.comm import dtensor_traffic, expert_exchange
+from dzero.comm.dtensor_traffic import CountTensor
+from dzero.comm.ledger import Entry, Traffic
+from dzero.estimate.fake_group import fake_group
+from dzero.estimate.torch_internals import FakeTensorMode, TorchDispatchMode, check_version
+from dzero.mesh import TENSOR, make_mesh
+from dzero.offload.buffer_layout import Places
+from dzero.offload.build_schedule import schedule_of
+from dzero.offload.schedule import Schedule
+from dzero.optim.adamw import AdamW
+from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.parallel.pipeline.schedule import expected_pipeline
+from dzero.parallel.pipeline.split import Parts
+from dzero.zero.config import is_exact
+from dzero.zero.cost_model import expected_decision, expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.shard import Sharded, shard
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+from simulator.extrapolate import SHORT, repeat
+from simulator.observe import Action, Observed, Passes, observe
+from simulator.offloaded_states import Absent, with_brought
+from simulator.scenario import Scenario
+from simulator.storage_meter import Moment, StorageMeter
+
+META = torch.device("meta")
+COUNTED = ("control", expert_exchange.PHASE, dtensor_traffic.PHASE)
+"""Phases that are no part of the table: what they move is counted."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of rank 0. `moments`: those at which most may be held on the device. `schedule`: host and disk.
+
+    shapes: of the whole model's units.
+    """
+
+    layout: Layout
+    shapes: list[UnitShape]
+    moments: list[Moment]
+    actions: list[Action]
+    traffic: dict[Entry, Traffic]
+    schedule: Schedule
+
+    @property
+    def peak(self) -> Moment:
+        """The first moment at which most is held on the device."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+
+def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simulated:
+    """A step of a run's rank 0, the second one, as all later ones are.
+
+    whole: every block, not three and four; the result is the same, with more moments. part: of a pipeline, whose first
+    rank it is instead; always whole.
+
+    Raises ValueError for settings that do not go together, RuntimeError in a process that has a process group, in one
+    whose torch was not tried, and where the simulated collectives are not those of the table.
+    """
+    check_version()
+    layout, layers = scenario.layout(), scenario.model.layers
+    mesh_of, parts = scenario.mesh, scenario.mesh.pp
+    with fake_group(scenario.ranks, part * scenario.ranks // parts), _parameters_stay_themselves():
+        mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], tp=mesh_of.tp, pp=parts)
+        if parts > 1:
+            return _part(scenario, mesh, part)
+        shapes = _shapes(scenario, mesh)
+        if whole or layers is None or layers <= SHORT + 1 or not _blocks_are_equal(scenario):
+            observed = _observe(scenario, mesh)
+        else:
+            short, long = (_observe(_with_layers(scenario, count), mesh) for count in (SHORT, SHORT + 1))
+            observed = repeat(short, long, layers, shapes, expected_decision(layout, shapes))
+    return _told(layout, shapes, observed)
+
+
+def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
+    """Of the rank in this process."""
+    model, layout = scenario.build(), scenario.layout()
+    experts = scenario.share(model, mesh)
+    scenario.parallelize(model, mesh)
+    parts = scenario.cut(model, part)
+    assert parts is not None
+    shapes = _shapes_of(scenario, model, experts, parts)
+    told = _told(layout, shapes, _observe(scenario, mesh, part), parts.shared)
+    moved = expected_pipeline(parts, scenario.hidden(parts), microbatches=scenario.accumulate)
+    return replace(told, traffic=told.traffic | moved)
+
+
+def _told(layout: Layout, shapes: list[UnitShape], observed: Observed, shared: Sequence[str] = ()) -> Simulated:
+    _check_traffic(layout, shapes, observed.traffic, shared)
+    places = Places(layout, shapes)
+    moments, schedule = with_brought(observed.moments, places), schedule_of(places)
+    return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
+
+
+def _blocks_are_equal(scenario: Scenario) -> bool:
+    """A part of a kind that is off the device is that of some blocks."""
+    return scenario.model.kind == "llama" and all(fraction == 1 for _, fraction in scenario.layout().tiers.values())
+
+
+def _with_layers(scenario: Scenario, layers: int) -> Scenario:
+    return replace(scenario, model=replace(scenario.model, layers=layers))
+
+
+def _check_traffic(
+    layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic], shared: Sequence[str] = ()
+) -> None:
+    """The simulated collectives are the table's, to the byte."""
+    moved = {entry: each for entry, each in traffic.items() if entry.phase not in COUNTED}
+    expected = expected_traffic(layout, shapes, shared)
+    if moved != expected:
+        raise RuntimeError(f"the simulated step moves\n{moved}\nand the table says\n{expected}")
+
+
+def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
+    model = scenario.build()
+    working = scenario.layout().param.dtype
+    for param in model.parameters():
+        param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
+    experts = scenario.share(model, mesh)
+    cut_logits = scenario.parallelize(model, mesh)
+    parts = scenario.cut(model, part)
+    sharded = _sharded_on_meta(scenario, model, mesh, parts, experts)
+    cut = scenario.mesh.tp > 1
+    counted = CountTensor(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if cut else nullcontext()
+    # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
+    with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
+        sharded.model.to_empty(device="cpu")
+        optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+        absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
+        loss: Any = scenario.loss_of(sharded.model, parts)
+        with cut_logits, counted:
+            return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
+
+
+def _passes(scenario: Scenario, parts: Parts, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:
+    """As torch's schedules run a part: what comes in, and the gradients that come back, have places of their own for
+    every microbatch, for as long as the run lasts."""
+    count, sent, hidden = range(scenario.accumulate), list[torch.Tensor](), scenario.hidden(parts)
+    comes = None if parts.has_first else [hidden.on("cpu").requires_grad_() for _ in count]
+    back = None if parts.has_last else [hidden.on("cpu") for _ in count]
+
+    def forward(index: int) -> torch.Tensor:
+        out = run(comes[index] if comes else None)
+        return out / len(count) if back is None else out
+
+    def backward(index: int, value: torch.Tensor) -> None:
+        value.backward(back[index] if back else None)  # type: ignore[no-untyped-call]
+        if comes:
+            sent[:] = [grad for grad in [comes[index].grad] if grad is not None]  # until the next has been sent
+            comes[index].grad = None
+
+    return Passes(scenario.order(parts.own[0].index), forward, backward)
+
+
+def _sharded_on_meta(
+    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: Parts | None, experts: ExpertParallel | None
+) -> Sharded:
+    """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
+    exact = is_exact(scenario.zero.reduction, scenario.device_type)
+    return shard(
+        model,
+        replace(scenario.zero, reduction="exact" if exact else "native"),
+        precision=scenario.precision,
+        mesh=mesh,
+        microbatches=scenario.accumulate,
+        device=META,
+        parts=parts,
+        experts=experts,
+    )
+
+
+def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
+    model = scenario.build()
+    experts = scenario.share(model, mesh)
+    scenario.parallelize(model, mesh)
+    return _shapes_of(scenario, model, experts)
+
+
+def _shapes_of(
+    scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: Parts | None = None
+) -> list[UnitShape]:
+    units = find_units(model, scenario.zero.units, experts=None if experts is None else experts.modules)
+    units.append((ROOT, [model]))
+    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is read of tensors without values: that all ranks agree and all gradients are finite.
+
+    A number is 1 (true), no element is found, and two tensors are equal.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            return 1
+        if func is aten.nonzero.default:
+            return args[0].new_empty((0, args[0].ndim), dtype=torch.int64)
+        if func is aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _parameters_stay_themselves() -> Iterator[None]:
+    """When `to_empty` gives them storages: units, hooks and optimizers know them by identity."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -1,0 +1,231 @@
+"""A checkpoint as Hugging Face publishes models: safetensors with an index, and config.json.
+
+    OUT/
+        config.json
+        model.safetensors                     where everything fits `shard_bytes`; else
+        model-00001-of-00003.safetensors …    in the checkpoint's order, a tensor never cut
+        model.safetensors.index.json          which tensor is in which
+
+No process group and no device: tensors stream from the ranks' files, at most `PIECE_BYTES` of one at a time, each block
+verified before a byte of it is used. The values are the fp32 masters rounded as training rounds them
+(zero/rounding.py), so bf16 is the working copy to the bit; frozen parameters and buffers are what they were. Tied
+parameters are in a checkpoint once, under the name that transformers keeps as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dzero.checkpoint.box import Box
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, Part
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.states import values_of
+from dzero.checkpoint.store import PARTIAL, Folder
+from dzero.checkpoint.writer import header, laid_out
+from dzero.hardware import dtype_of, format_bytes
+from dzero.models.published import KINDS, published_name
+from dzero.models.safetensors_reader import INDEX, SINGLE
+from dzero.zero.rounding import to_working
+
+SHARD_BYTES = 5_000_000_000
+PIECE_BYTES = 4 << 20
+"""Of a tensor that are in memory at a time, at least one row."""
+EXPORTED = ("bf16", "fp16", "fp32")
+CONFIG = "config.json"
+MODEL = "model"
+"""Where a checkpoint's extra holds what `models.published.describe` said."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be written. `files`: the tensors of each, laid out. `source`: the tensor of the checkpoint, by name."""
+
+    files: dict[str, dict[str, Part]]
+    source: dict[str, str]
+    config: str
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(part.end - part.start for parts in self.files.values() for part in parts.values())
+
+
+def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> Plan:
+    """dtype: `bf16`, `fp16` or `fp32`, of the parameters. shard_bytes: of tensors in a file; a larger one is alone.
+
+    Raises ValueError for another dtype or size, CheckpointError for a checkpoint that tells no model.
+    """
+    wanted = dtype_of(dtype, key="--dtype", allowed=EXPORTED)
+    if shard_bytes < 1:
+        raise ValueError(f"--shard-bytes={shard_bytes}: must be a whole number ≥ 1")
+    kind, config = _described(checkpoint)
+    source: dict[str, str] = {}
+    parts: dict[str, Part] = {}
+    for own, stored in values_of(checkpoint).items():
+        try:
+            name = published_name(kind, own)
+        except ValueError as error:
+            raise CheckpointError(str(checkpoint.path), str(error)) from error
+        if name in source:
+            raise CheckpointError(str(checkpoint.path), f"{stored} and {source[name]} are both {name}")
+        like = checkpoint.part(stored)
+        kept = stored.startswith(f"{BUFFER}.")
+        source[name] = stored
+        parts[name] = Part(
+            None, like.dtype if kept else NAMES[wanted], like.shape, (0,) * len(like.shape), like.shape, 0, 0
+        )
+    told = config | {"dtype": str(wanted).removeprefix("torch.")}
+    return Plan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
+
+
+def export(
+    checkpoint: Checkpoint, out: Path, planned: Plan, progress: Callable[[int], None] = lambda count: None
+) -> None:
+    """Write `planned` to the new folder `out`, all of it durable before it has that name. progress: of bytes written.
+
+    Raises CheckpointError for an `out` that is there, a disk that is too small, a damaged checkpoint, and values that
+    the dtype cannot hold; then nothing is left behind.
+    """
+    out = out.absolute()
+    partial = out.with_name(out.name + PARTIAL)
+    for path, whose in ((out, ""), (partial, ", left by an export that was stopped or is under way")):
+        if os.path.lexists(path):
+            raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
+    _check_room(out, planned.tensor_bytes)
+    with _told(partial):
+        partial.mkdir()
+    try:
+        with Folder(partial) as folder:
+            for name, parts in planned.files.items():
+                _write_tensors(checkpoint, folder, name, parts, planned.source, progress)
+            if SINGLE not in planned.files:
+                folder.write(INDEX, _index(planned))
+            folder.write(CONFIG, planned.config.encode())
+            folder.sync()
+        with _told(out):
+            partial.rename(out)
+        with Folder(out.parent) as above:
+            above.sync()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    """Kind and config of the model."""
+    extra = checkpoint.manifest.state.get("extra")
+    described = extra.get(MODEL) if isinstance(extra, dict) else None
+    if described is None:
+        raise CheckpointError(
+            str(checkpoint.path),
+            "it does not say which model it is of: only the project's llamas and models of transformers have a layout "
+            f"there. In a loop of your own, save extra={{'{MODEL}': describe(model)}} (dzero.models.published)",
+        )
+    match described:
+        case {"kind": str(kind), "config": str(text)} if kind in KINDS:
+            with suppress(ValueError, RecursionError):
+                if isinstance(config := json.loads(text), dict):
+                    return kind, config
+    raise CheckpointError(str(checkpoint.path), f"its model is {described!r}, no kind of {KINDS} with a config")
+
+
+def _into_files(parts: Mapping[str, Part], shard_bytes: int) -> dict[str, dict[str, Part]]:
+    """One after the other until a file is full."""
+    groups: list[dict[str, Part]] = [{}]
+    filled = 0
+    for name, part in parts.items():
+        count = math.prod(part.size) * DTYPES[part.dtype].itemsize
+        if groups[-1] and filled + count > shard_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = part
+        filled += count
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    return {name: laid_out(group) for name, group in zip(names if len(groups) > 1 else [SINGLE], groups, strict=True)}
+
+
+def _index(planned: Plan) -> bytes:
+    files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
+    index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _write_tensors(
+    checkpoint: Checkpoint,
+    folder: Folder,
+    name: str,
+    parts: Mapping[str, Part],
+    source: Mapping[str, str],
+    progress: Callable[[int], None],
+) -> None:
+    """One file, on disk when this returns."""
+    fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with _told(folder.path / name), os.fdopen(fd, "wb", buffering=0) as file:
+        _write(file.fileno(), memoryview(header(parts, {"format": "pt"})))
+        for tensor, part in parts.items():
+            for box in _pieces(part.shape):
+                values = _converted(checkpoint, source[tensor], box, DTYPES[part.dtype])
+                data = values.view(-1).view(torch.uint8).numpy()
+                _write(fd, data.data)
+                progress(data.size)
+        os.fsync(fd)
+
+
+def _write(fd: int, data: memoryview[Any]) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _pieces(shape: tuple[int, ...]) -> list[Box]:
+    """Rows of a tensor that may be in memory together."""
+    whole = Box.whole(shape)
+    if not shape or not whole.elems:
+        return [whole] if whole.elems else []
+    rows = max(1, PIECE_BYTES // (4 * math.prod(shape[1:])))
+    return [whole.narrow(first, min(rows, shape[0] - first)) for first in range(0, shape[0], rows)]
+
+
+def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """A box of a tensor in `dtype`. Raises CheckpointError where that cannot hold a value."""
+    values = checkpoint.read(stored, box)
+    if values.dtype == dtype:
+        return values
+    rounded = to_working(values.float(), dtype)
+    if not rounded.isfinite().all() and values.isfinite().all():
+        raise CheckpointError(
+            str(checkpoint.path),
+            f"{stored} holds {values.abs().max():.4g}, more than {dtype} can: export another --dtype",
+        )
+    return rounded
+
+
+def _check_room(out: Path, needed: int) -> None:
+    """Raises CheckpointError where the disk has less."""
+    with _told(out.parent):
+        free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        what = f"{format_bytes(needed)} to write, {format_bytes(free)} free: free space, or choose another disk"
+        raise CheckpointError(str(out), what)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Errors of the system as CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        repair = "free space, or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "choose"
+        what = f"{error.strerror}: {repair} another folder; nothing was exported"
+        raise CheckpointError(str(path), what) from error

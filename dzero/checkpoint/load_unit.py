@@ -1,0 +1,121 @@
+"""What a rank takes out of a checkpoint, a unit at a time: one is read while the one before is taken.
+
+So besides the states themselves two units of them are in memory, and never two copies of all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dzero.checkpoint.box import Box
+from dzero.checkpoint.format import MASTER, PARAM
+from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.quantized_moments import read_blocks
+from dzero.checkpoint.reader import Checkpoint
+from dzero.checkpoint.shard_boxes import Place
+from dzero.optim.base import Carried
+from dzero.optim.quantized_moments import Blocks
+from dzero.zero.rounding import to_working
+
+
+class Found(NamedTuple):
+    """A unit's states, flat, by the names of its parameters; and the values of parameters that have none."""
+
+    carried: dict[str, Carried]
+    without_master: list[tuple[Place, torch.Tensor]]
+
+
+class Wanted(NamedTuple):
+    """A state of a place."""
+
+    place: Place
+    key: str
+
+    @property
+    def stored(self) -> list[tuple[str, Box]]:
+        """The tensor of the checkpoint, and this rank's boxes of it."""
+        return [(f"{self.key}.{self.place.name}", box) for box in self.place.boxes]
+
+
+@dataclass(frozen=True)
+class Taking:
+    """Out of `checkpoint`. owned: the own names of parameters that have a master. scalars: of each, by the model's own
+    names. stale: take the values that forward still used (overlap=delayed), where they were saved."""
+
+    checkpoint: Checkpoint
+    owned: Collection[str]
+    scalars: Mapping[str, Mapping[str, float]]
+    stale: bool
+
+    def units(self, places: Sequence[Sequence[Place]]) -> Iterator[Found]:
+        """Of each unit's places what was saved; valid until the next one is asked for. Raises CheckpointError."""
+        wanted = [[Wanted(place, key) for place in of_unit for key in self._keys(place)] for of_unit in places]
+        for place, key in (each for of_unit in wanted for each in of_unit):
+            self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
+        most = max(self.checkpoint.bytes_of(_stored(of_unit)) for of_unit in wanted)
+        rooms = Buffers(2, block_bytes=max(1, most))  # a rank may hold nothing
+        with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
+            coming = [thread.submit(self._read, *each, rooms) for each in zip(places, wanted, strict=True)]
+            try:
+                for end in coming:
+                    room, found = end.result()
+                    try:
+                        yield found
+                    finally:
+                        rooms.free.put(room)
+            finally:
+                for end in coming:
+                    end.cancel()
+
+    def _read(self, places: Sequence[Place], wanted: Sequence[Wanted], rooms: Buffers) -> tuple[torch.Tensor, Found]:
+        """All of a unit in one go, and the room that it is in."""
+        room = rooms.free.get()
+        try:
+            values = iter(self.checkpoint.read_all(_stored(wanted), room))
+            found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+            for place, key in wanted:
+                found[place.own_name][key] = place.together([next(values) for _ in place.boxes]).view(-1)
+            return room, self._sorted(places, found)
+        except BaseException:
+            rooms.free.put(room)
+            raise
+
+    def _sorted(self, places: Sequence[Place], found: Mapping[str, dict[str, torch.Tensor]]) -> Found:
+        carried: dict[str, Carried] = {}
+        without_master = []
+        for place in places:
+            tensors, dtype = found[place.own_name], place.param.dtype
+            value = tensors.pop(MASTER if MASTER in tensors else PARAM)
+            if place.own_name not in self.owned:
+                without_master.append((place, value if dtype == value.dtype else to_working(value.float(), dtype)))
+                continue
+            tensors[MASTER] = value.float()
+            blocks: dict[str, Blocks] = {}
+            for key in self.checkpoint.moments(place.name):
+                if key not in tensors and place.is_fused:
+                    decoded = [read_blocks(self.checkpoint, key, place, box)[0] for box in place.boxes]
+                    values = [each.view(box.size) for each, box in zip(decoded, place.boxes, strict=True)]
+                    tensors[key] = place.together(values).view(-1)
+                elif key not in tensors:
+                    tensors[key], blocks[key] = read_blocks(self.checkpoint, key, place, *place.boxes)
+            carried[place.own_name] = Carried(tensors, blocks, self.scalars.get(place.name, {}))
+        return Found(carried, without_master)
+
+    def _keys(self, place: Place) -> list[str]:
+        """What to read of a parameter, but 8-bit moments: first its master, or itself where none was saved."""
+        names = self.checkpoint.names
+        values = [key for key in (MASTER, PARAM) if f"{key}.{place.name}" in names] or [MASTER]
+        if place.own_name not in self.owned:
+            return values[:1]
+        moments = [key for key in self.checkpoint.moments(place.name) if f"{key}.{place.name}" in names]
+        return values[: 2 if self.stale else 1] + moments
+
+
+def _stored(wanted: Sequence[Wanted]) -> list[tuple[str, Box]]:
+    return [stored for each in wanted for stored in each.stored]

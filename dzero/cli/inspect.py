@@ -1,0 +1,22 @@
+"""`dzero inspect`: show what is in a checkpoint, or in a folder of them."""
+
+from __future__ import annotations
+
+import argparse
+
+from dzero.checkpoint.inspect import bytes_of, inspect
+from dzero.errors import RunError
+from dzero.hardware import format_bytes
+from dzero.utils.terminal import bar, show
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the tables. Raises RunError for what is damaged."""
+    path, to_read = options.checkpoint, bytes_of(options.checkpoint) if options.verify else 0
+    with bar(f"verifying {path}", to_read) as progress:
+        inspected = inspect(path, verify=options.verify, progress=progress)
+    show(inspected.tables)
+    if inspected.wrong:
+        raise RunError("\n       ".join(inspected.wrong))
+    if options.verify:
+        print(f"\nverified: all {format_bytes(to_read)} are what was written")

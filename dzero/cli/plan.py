@@ -1,0 +1,45 @@
+"""`dzero plan`: predict a run's memory, traffic and seconds; exit code 1 where it does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dzero.config import CONF
+from dzero.monitor.tensorboard import TensorBoardSink, check_folder
+from dzero.optim.build import check_options
+from dzero.overrides import composed
+from dzero.plan.auto import choose
+from dzero.plan.picture import check_file, draw
+from dzero.plan.plan_run import hardware_of, onto_board, planned
+from dzero.plan.search_tables import ranking_tables
+from dzero.plan.tables import tables
+from dzero.utils.terminal import show
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the tables; draw and log them where `options` say."""
+    if options.picture is not None:
+        check_file(options.picture)
+    if options.tensorboard is not None:
+        check_folder(options.tensorboard)
+    config = composed(options.settings, CONF)
+    check_options(config.optim)
+    if config.auto:
+        choice = choose(config, options.settings)
+        show(ranking_tables(choice.ranking, choice.defaults))
+        print(f"\n{choice.line}\n", flush=True)
+        found = choice.ranking.best[0].forecast
+    else:
+        found = planned(config, hardware_of(config))
+    show(tables(found))
+    if options.picture is not None:
+        draw(found, options.picture)
+    if options.tensorboard is not None:
+        board = TensorBoardSink(options.tensorboard)
+        lacks = onto_board(board, found)
+        board.close()
+        if lacks:
+            print(lacks, file=sys.stderr)
+    print(f"\n{found.verdict()}", flush=True)
+    sys.exit(0 if found.fits else 1)

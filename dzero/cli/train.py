@@ -1,0 +1,50 @@
+"""The command `dzero train`, which `python train.py` is too: Hydra composes the settings, the launcher runs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from dzero import config, overrides
+from dzero.config import CONF, RunConfig
+from dzero.errors import RunError
+from dzero.launch.launcher import start
+from dzero.launch.warm_process import Warm, found
+
+
+def train(warm: Warm | None) -> None:
+    """Run what `sys.argv` asks for.
+
+    Args:
+        warm: The process that checks this machine and forks the workers; None under torchrun, and where nothing runs.
+    """
+
+    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    def main(composed: DictConfig) -> None:
+        """Train one run; with --multirun one of several, which goes on after one that failed."""
+        this_run = HydraConfig.get()
+        try:
+            settled, folder = config.resolve(composed), Path(this_run.runtime.output_dir)
+            if this_run.mode is RunMode.MULTIRUN:
+                settled = config.saving_apart(settled, folder)
+            prepare = "dzero.plan.preflight:prepared", settled, list(this_run.overrides.task)
+            run, workers = warm.call(*prepare) if warm is not None else found(prepare[0])(*prepare[1:])
+            save_s = 0.0 if run.checkpoint.every is None else run.checkpoint.deadline_s
+            start("dzero.trainer.trainer:train", run, folder, workers=workers, warm=warm, save_s=save_s)
+        except RunError as error:
+            if this_run.mode is not RunMode.MULTIRUN:
+                sys.exit(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
+            raise RunError("a run of the sweep failed: see above") from error
+
+    def check_here(runs: list[RunConfig]) -> None:
+        check = "dzero.plan.run_layout:check_all_here", runs
+        _ = warm.call(*check) if warm is not None else found(check[0])(runs)
+
+    config.register()
+    overrides.run(main, CONF, check_here)

@@ -1,0 +1,162 @@
+"""Text to token ids: the bytes themselves, or a `tokenizers` file.
+
+Every document ends with a separator token, so that a model can learn where texts end: byte 0, which text does
+not use, or a token of the tokenizer's own: data.separator, else the eos_token of a tokenizer_config.json beside the
+file, else the first of `END_TOKENS` that its vocabulary has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dzero.data.documents import Document, is_held_out
+from dzero.data.optional_packages import require
+from dzero.data.tokens import Array
+from dzero.errors import converting
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+BATCH_BYTES = 4 * 2**20
+PIECE_CHARACTERS = 2**20
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHOOSE = "set data.separator to the token that ends a document"
+
+
+class Codec(Protocol):
+    """Ids lie in [0, vocab_size) and are stored in `dtype`; `encode` gives each document's ids [tokens]."""
+
+    vocab_size: int
+    dtype: np.dtype[Any]
+    separator: int
+
+    def encode(self, documents: list[Document]) -> list[Array]:
+        """One array [tokens] of `dtype` per document, in their order; each has some text."""
+
+
+class ByteCodec:
+    """One token per byte."""
+
+    vocab_size = 256
+    dtype: np.dtype[Any] = np.dtype(np.uint8)
+    separator = 0
+
+    def encode(self, documents: list[Document]) -> list[Array]:
+        """Read-only views of the documents' bytes."""
+        return [np.frombuffer(document.text, np.uint8) for document in documents]
+
+
+class TokenizerCodec:
+    """A tokenizer file (JSON, as `tokenizers` and `transformers` write it), never truncating or padding.
+
+    Special tokens its template would add are not added. A document longer than a million characters is
+    encoded in pieces that end at line ends, since the encoder holds about a hundred bytes per token of what
+    it is given.
+    """
+
+    def __init__(self, path: str, separator: str | None) -> None:
+        file = Path(path).expanduser()
+        tokenizers = require("tokenizers", f"data.tokenizer={path}")
+        if not file.is_file():
+            raise FileNotFoundError(f"data.tokenizer={path}: no such file (looked from {Path.cwd()})")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"data.tokenizer={path} is no tokenizers JSON file: {error}") from error
+        self._path = path
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.int32)
+        self.separator = _separator(vocab, separator, file)
+
+    def encode(self, documents: list[Document]) -> list[Array]:
+        """All documents as one batch, on the tokenizer's own threads. Raises ValueError for what is not UTF-8."""
+        pieces = [list(_pieces(_text(document))) for document in documents]
+        flat = [piece for of_document in pieces for piece in of_document]
+        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # none narrower
+            encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        return [
+            np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document]) for of_document in pieces
+        ]
+
+
+def encode_split(
+    documents: Iterable[Document], codec: Codec, held_out: float
+) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """(train [tokens], held-out [tokens], documents): each document, and its separator, whole on one side."""
+    sides = bytearray(), bytearray()
+    separator = np.array(codec.separator, codec.dtype).tobytes()
+    count = 0
+    for batch in _batches(documents):
+        for document, ids in zip(batch, codec.encode(batch), strict=True):
+            side = sides[is_held_out(document.key, held_out)]
+            side += ids.tobytes()
+            side += separator
+        count += len(batch)
+    return np.frombuffer(sides[0], codec.dtype), np.frombuffer(sides[1], codec.dtype), count
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size_bytes = [], 0
+    for document in documents:
+        if document.text:
+            batch.append(document)
+            size_bytes += len(document.text)
+        if size_bytes >= BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _separator(vocab: dict[str, int], token: str | None, tokenizer: Path) -> int:
+    """Return the id that ends a document: of `token`, else of the first known or declared end token."""
+    if token is not None:
+        if token not in vocab:
+            raise ValueError(f"data.separator={token} is not in the vocabulary of {tokenizer}: {CHOOSE}")
+        return vocab[token]
+    declared = _declared_end(tokenizer.with_name(TOKENIZER_CONFIG))
+    known = [name for name in (declared, *END_TOKENS) if name is not None]
+    for name in known:
+        if name in vocab:
+            return vocab[name]
+    raise ValueError(
+        f"none of {known} is in the vocabulary of {tokenizer}, and no {TOKENIZER_CONFIG} beside it names its "
+        f"eos_token: {CHOOSE}"
+    )
+
+
+def _declared_end(config: Path) -> str | None:
+    """Return the eos_token of a tokenizer_config.json, a string or an object with "content"; None where it has none."""
+    if not config.is_file():
+        return None
+    repair = "repair it, or set data.separator"
+    with converting(f"{config} is no JSON object", ValueError, RecursionError, repair=repair):
+        found = json.loads(config.read_bytes())
+    token = found.get("eos_token") if isinstance(found, dict) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _text(document: Document) -> str:
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{document.name} is not UTF-8 ({error}), which data.tokenizer needs; convert it, or "
+            "train on its bytes without data.tokenizer"
+        ) from error
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE_CHARACTERS) + 1 or len(text)
+        yield text[start:end]
+        start = end

@@ -1,0 +1,130 @@
+"""Measurements of this machine, kept between runs: one small JSON file for each key, private to the user.
+
+The folder is $XDG_CACHE_HOME/dzero, or ~/.cache/dzero. Files are written beside their place, synchronised, and renamed
+into it, so a reader sees the old one or the new one; a name that is a symbolic link is not followed, and replaced. What
+is read is checked: the user's own regular file, of the key that was asked for, with figures that could be true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.utils.scratch_paths import open_path
+
+MOST_BYTES = 1 << 20
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class DamagedCache(ValueError):
+    """A cached measurement that cannot be used; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit.
+
+    count: of the work that rates were measured by (operator_work.py), and of the figures; it is raised where either
+    changes.
+    """
+
+    cpu: str
+    cores: int
+    host_bytes: int
+    device_type: str
+    device: str
+    ranks: int
+    torch: str
+    count: int = 3
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+        return f"hardware-{digest[:16]}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A machine's figures, and when they were taken (UTC)."""
+
+    key: Key
+    when: datetime
+    hardware: HardwareConfig
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was taken."""
+        return max(0.0, (now() - self.when).total_seconds())
+
+
+def now() -> datetime:
+    """To the second, in UTC."""
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def folder() -> Path:
+    """Where measurements are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dzero"
+
+
+def load(key: Key) -> Measurement | None:
+    """The measurement for `key`; None where there is none. Raises DamagedCache, and OSError where reading fails."""
+    path = folder() / key.file
+    if not path.parent.exists():
+        return None
+    place = open_path(str(path.parent))
+    try:
+        text = _read(place, path)
+    except FileNotFoundError:
+        return None
+    finally:
+        os.close(place)
+    try:
+        found = msgspec.json.decode(text, type=Measurement)
+    except ValueError as error:  # of JSON, of types, and of HardwareConfig's own checks
+        raise DamagedCache(f"{path}: damaged, {error}") from error
+    if found.key != key or found.when.tzinfo is None:
+        raise DamagedCache(f"{path}: of another machine than its name says")
+    return found
+
+
+def _read(place: int, path: Path) -> bytes:
+    if stat.S_ISLNK(os.stat(path.name, dir_fd=place, follow_symlinks=False).st_mode):
+        raise DamagedCache(f"{path}: a symbolic link, which is not followed")
+    fd = os.open(path.name, READ, dir_fd=place)
+    with os.fdopen(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > MOST_BYTES:
+            raise DamagedCache(f"{path}: not a small file of this user")
+        return file.read(MOST_BYTES)
+
+
+def store(measurement: Measurement) -> Path:
+    """Put it in its place, whole or not at all. Raises OSError."""
+    path = folder() / measurement.key.file
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    place = open_path(str(path.parent))
+    beside = f".{path.name}.{uuid.uuid4().hex}"
+    try:
+        with os.fdopen(os.open(beside, NEW, 0o600, dir_fd=place), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(measurement)))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path.name, src_dir_fd=place, dst_dir_fd=place)
+        os.fsync(place)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(beside, dir_fd=place)
+        os.close(place)
+    return path

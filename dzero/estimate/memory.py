@@ -1,0 +1,272 @@
+"""Bytes of one rank, by tier and kind, from the table and what a microbatch costs: what is alive at once, unit by unit.
+
+    on the device while unit u is at work          bytes
+    param         shards                           those of the table that stay on the device; of the others the unit's
+                                                   that is gathered next
+    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's, and from forward
+                                                   to backward those of units that stay; where the shard axis has one
+                                                   rank none, but what is brought from the host
+    buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
+                                                   reduced buffer of the unit before; FSDP2 frees each one later
+    grad          reduced, or whole while waiting  units whose backward has ended; others where microbatches accumulate
+    master, moments                                those that stay on the device
+    activations   and temporaries, whole gradients of u and of the root: microbatch_costs.py
+
+Host and disk hold what the schedule's slots are large: exact, since nothing else is allocated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dzero.comm.reduction import BLOCK_BYTES
+from dzero.estimate.microbatch_costs import BACKWARD, LOSS, Costs, Span
+from dzero.offload.buffer_layout import Places, moment_fields
+from dzero.offload.build_schedule import schedule_of
+from dzero.offload.memory_pool import aligned
+from dzero.zero.layout import Layout
+from dzero.zero.tiers import names_off_device
+from dzero.zero.unit_shapes import ParamShape, UnitShape
+from dzero.zero.units import unit_around
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive on the device at once, by kind."""
+
+    when: str
+    kinds: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds together."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run.
+
+    `staging`: of exact reductions, on the device from the first step on, besides the moments.
+    """
+
+    device: tuple[Moment, ...]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
+    staging: int = 0
+
+    @property
+    def peak(self) -> Moment:
+        """When the device holds most."""
+        return max(self.device, key=lambda moment: moment.total_bytes)
+
+
+def with_moments(memory: Memory, count: int) -> Memory:
+    """The same with so many tensors per parameter as a rule keeps, where the table has AdamW's two."""
+
+    def kept(kinds: Mapping[str, int]) -> dict[str, int]:
+        return {kind: each * count // 2 if kind == "moments" else each for kind, each in kinds.items()}
+
+    if count == 2:
+        return memory
+    device = tuple(Moment(moment.when, kept(moment.kinds)) for moment in memory.device)
+    return replace(memory, device=device, host=kept(memory.host), disk=kept(memory.disk))
+
+
+def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, device_type: str) -> Memory:
+    """Of a rank that trains these units; `costs` of one of its microbatches."""
+    return Memory(
+        on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units, device_type)
+    )
+
+
+def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
+    """The moments of a step's last microbatch."""
+    return tuple(_Device(layout, units).moments(costs))
+
+
+def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes on the host and on disk, by kind; they depend on no microbatch."""
+    tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    for slot in schedule_of(Places(layout, units)).slots:
+        kinds = tiers[slot.tier]
+        kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
+        kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
+    return tiers["host"], tiers["disk"]
+
+
+def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) -> int:
+    """What comm/reduction.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
+    if not layout.exact:
+        return 0
+    total = 0
+    for shared_by in {unit.shared_by for unit in units}:
+        alike = [unit for unit in units if unit.shared_by == shared_by]
+        own = layout.of_unit(alike[0])
+        shard = max(unit.shard_elems(own.shard, trainable_only=True) for unit in alike)
+        for ranks, wire, part in (
+            (own.shard, own.wire, shard),
+            (own.replicate, own.replicate_wire, -(-shard // own.replicate)),
+        ):
+            slot_bytes = 2 * ranks * (1 if own.grad.dtype == wire else 2) * wire.itemsize
+            total += min(part, max(1, BLOCK_BYTES[device_type] // slot_bytes)) * slot_bytes if ranks > 1 else 0
+    return total
+
+
+class _Device:
+    """What is alive while each unit is at work. Experts that ranks share have a table of their own, and come before the
+    unit around them, as their forward ends before its own."""
+
+    def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
+        self._layout, self._units = layout, {unit.name: unit for unit in units}
+        self._own = {unit.name: layout.of_unit(unit) for unit in units}
+        inner = [unit.name for unit in units if unit.shared_by > 1]
+        outer = [name for name in self._own if name not in inner]
+        self._around = {name: unit_around(name, outer) for name in inner}
+        self._order = [each for name in outer for each in (*(i for i in inner if self._around[i] == name), name)]
+        away = names_off_device(layout.tiers, units)
+        mastered = layout.param.dtype != torch.float32
+        self._rest = {
+            "param": self._elems(lambda p: p.name not in away["param"]) * layout.param.dtype.itemsize,
+            "master": mastered
+            * self._elems(lambda p: p.trainable and p.name not in away["master"], shared=True)
+            * layout.master.dtype.itemsize,
+            "moments": sum(
+                self._moment_bytes(name, param)
+                for name, unit in self._units.items()
+                for param in unit.params
+                if param.trainable and param.name not in away["moments"]
+            ),
+        }
+        self._away = {
+            name: self._elems(lambda p: p.name in away["param"], of=[name]) * layout.param.dtype.itemsize
+            for name in self._order
+        }
+        self._kept = {name for name, own in self._own.items() if own.shard > 1 and not own.param.sharded}
+        self._wholes = {
+            (name, only): self._gathered_elems(name, only) for name in self._order for only in (False, True)
+        }
+        at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
+        self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
+        self._stay = {
+            name: self._reduced(name, away["grad"] | away["master"], own.shares) for name, own in self._own.items()
+        }
+
+    def moments(self, costs: Costs) -> Iterator[Moment]:
+        """One per span, and the update."""
+        reduced: list[str] = []
+        before = ""
+        last = {span.unit: at for at, span in enumerate(costs.spans) if span.direction == BACKWARD}
+        stays = set[str]()
+        for at, span in enumerate(costs.spans):
+            if span.unit in self._own and not self._own[span.unit].gathers_again:
+                stays.add(span.unit)
+            yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before, stays))
+            if last.get(span.unit) == at and span.unit != self._root:
+                stays.discard(span.unit)
+            if last.get(span.unit) == at and span.unit not in (self._root, LOSS):
+                reduced.append(span.unit)
+                before = span.unit
+        reduced.append(self._root)
+        yield Moment("update", self._rest | {"grad": self._grads(reduced)})
+
+    @property
+    def _root(self) -> str:
+        return self._order[-1]
+
+    def _during(self, span: Span, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
+        backward = span.direction == BACKWARD
+        return {
+            "param": self._rest["param"] + self._away.get(self._coming(span), 0),
+            "unsharded": self._unsharded(span.unit, stays),
+            "buffers": self._gathered(span, backward) + (self._reducing(before) if before else 0),
+            "grad": self._grads(reduced),
+            "activations": span.peak_bytes,
+        }
+
+    def _unsharded(self, unit: str, stays: Collection[str]) -> int:
+        at_work = set() if unit == LOSS else {unit, self._around.get(unit, unit), self._root}
+        return sum(map(self._copied, {*self._kept, *stays, *at_work}))
+
+    def _copied(self, unit: str) -> int:
+        """Of a unit at work; one rank alone uses its shards where they lie on the device
+        (zero/unsharded_in_place.py)."""
+        whole = self._whole(unit) * self._layout.param.dtype.itemsize
+        return whole if self._own[unit].shard > 1 else self._away[unit]
+
+    def _coming(self, span: Span) -> str:
+        """The unit whose shards are brought ahead of its gather (offload/param_prefetch.py); "" for none: of the next
+        step.
+
+        Backward gathers a unit ahead, so it is the one behind that; the root's are, of the next microbatch.
+        """
+        if span.unit == LOSS:
+            again = (name for name in (self._root, *reversed(self._order)) if self._own[name].gathers_again)
+            return next(again, "")
+        at = self._order.index(span.unit)
+        if span.direction == BACKWARD:
+            return self._order[at - 2] if at >= 2 else self._root if self._layout.microbatches > 1 else ""
+        return self._order[at + 1] if at + 1 < len(self._order) - 1 else ""
+
+    def _gathered(self, span: Span, backward: bool) -> int:
+        """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""
+        if span.unit == LOSS:
+            return 0
+        at = self._order.index(span.unit)
+        if backward and not 0 < at < len(self._order) - 1:
+            return 0
+        unit = self._order[at - 1] if backward else span.unit
+        gathers = self._own[unit].shard > 1 and not (backward and unit in self._kept)
+        return self._whole(unit) * self._layout.param.dtype.itemsize if gathers else 0
+
+    def _reducing(self, unit: str) -> int:
+        """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside
+        what came of a microbatch and is added to others."""
+        elems, own = self._whole(unit, trainable_only=True), self._own[unit]
+        shards = 0 if own.shares == 1 else 1 if own.microbatches == 1 else 2
+        return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
+
+    def _grads(self, reduced: Sequence[str]) -> int:
+        """Of units that are reduced for good what stays on the device, and of others what waits for that."""
+        waiting = [name for name in self._order if name not in reduced] if self._layout.microbatches > 1 else []
+        elems = sum(map(self._stay.__getitem__, reduced)) + sum(map(self._waiting, waiting))
+        return elems * self._layout.grad.dtype.itemsize
+
+    def _waiting(self, unit: str) -> int:
+        """Elements of a unit's gradients that accumulate on the device."""
+        own = self._own[unit]
+        if not own.grad.sharded and own.shard > 1:
+            return self._whole(unit, trainable_only=True)
+        return self._accumulate[unit]
+
+    def _reduced(self, unit: str, away: Collection[str], shares: int) -> int:
+        """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
+        shape = self._units[unit]
+        stays = any(param.trainable and param.name not in away for param in shape.params)
+        return shape.shard_elems(self._own[unit].shard, shares, trainable_only=True) if stays else 0
+
+    def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
+        return self._wholes[unit, trainable_only]
+
+    def _gathered_elems(self, unit: str, trainable_only: bool) -> int:
+        ranks = self._own[unit].shard
+        return self._units[unit].shard_elems(ranks, trainable_only=trainable_only) * ranks
+
+    def _elems(
+        self, chosen: Callable[[ParamShape], bool], *, of: Sequence[str] | None = None, shared: bool = False
+    ) -> int:
+        """This rank's, of the chosen parameters of some units, or of all. shared: as states are, over copies too."""
+        total = 0
+        for name in self._order if of is None else of:
+            own = self._own[name]
+            params = filter(chosen, self._units[name].params)
+            total += sum(param.shard_elems(own.shard, own.shares if shared else 1) for param in params)
+        return total
+
+    def _moment_bytes(self, unit: str, param: ParamShape) -> int:
+        own = self._own[unit]
+        elems = param.shard_elems(own.shard, own.shares)
+        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(own, elems))

@@ -1,0 +1,87 @@
+"""What operators do, call by call: the figures of which a plan's seconds and bytes are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dzero.comm.dtensor_traffic import called_by, sent_by
+from dzero.estimate.torch_internals import group_called
+
+aten = torch.ops.aten
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+ATTENTION_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
+FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
+    **dict.fromkeys(
+        ATTENTION_BACKWARD, lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0])
+    ),
+}
+"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention, and up to 2.11 grouped heads."""
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+"""Operators that touch nothing."""
+
+
+class Work(NamedTuple):
+    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
+
+    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
+    in the `passes` of attention over sequences that are cut; routed: in the `routes` to experts of other ranks.
+    """
+
+    flops: float = 0.0
+    attention: float = 0.0
+    bytes: float = 0.0
+    calls: int = 0
+    sent: float = 0.0
+    exchanges: int = 0
+    passed: float = 0.0
+    passes: int = 0
+    routed: float = 0.0
+    routes: int = 0
+
+    def __add__(self, more: Work) -> Work:  # type: ignore[override]
+        """Both, one after the other."""
+        return Work(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+    """Of one call of an operator, which gave `out`."""
+    kind = func._overloadpacket
+    if func.namespace == "prim":
+        return Work()  # a fake tensor is asked for its device: nothing that a real one does
+    if (group := called_by(func, args)) is not None:
+        return Work(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
+    if func.namespace in ("c10d", "_c10d_functional"):
+        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it; or a wait
+    if (count := FLOPS.get(kind)) is not None:
+        flops = count(*args, **kwargs, out_val=out)
+        return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
+    if func.is_view or kind in EMPTY:
+        return Work(calls=1)
+    touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
+    return Work(bytes=sum(touched.values()), calls=1)
+
+
+def _attention(
+    count: Callable[..., int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *grad: torch.Tensor
+) -> int:
+    """Of [batch, heads, tokens, head size]; every head of `query` has products with one of `key` and of `value`."""
+    batch, heads, *_ = query.shape
+    shapes = (query.shape, *((batch, heads, *each.shape[2:]) for each in (key, value)))
+    return count(*(each.shape for each in grad), *shapes)

@@ -1,0 +1,245 @@
+"""Which settings fit some hardware, and which of those are fastest: what `zero=auto` stands for.
+
+Candidates are tried in the order of their pace, of equally fast ones, to `DIGITS` digits, the simplest first
+(candidates.py), and the first of each kind that fits is kept: `BEST` kinds, and all whose pace is within `TIE` of the
+first. These are told apart by their timelines, in which units wait for each other. Who is within `TIE` of the shortest
+is as fast as it, for predictions are no better; of those the simplest is best. Where the hardware lacks a figure that a
+candidate's pace needs, it comes after those whose pace is known, the simplest first.
+
+Memory decides in three steps, since a run of the model on fake tensors (microbatch_costs.py) takes seconds:
+
+    bound     from                                             refuses
+    floor     states alone                                     what no activations could make fit
+    at least  runs with the two smallest microbatches, drawn   what the same operators on more sequences overfill: a
+              out in a straight line                           sum of tensors is linear in them, and a peak of sums
+                                                               grows ever faster
+    exact     a run with this microbatch                       the rest; nothing is chosen without
+
+Work is linear in the sequences, so the line also tells the pace, by which candidates are tried.
+
+`HEADROOM` of every tier stays free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from dzero.estimate.candidates import Candidate
+from dzero.estimate.forecast import Forecast, Tier, forecast, tiers_of
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.memory import Memory, off_device, on_device, staging_bytes, with_moments
+from dzero.estimate.microbatch_costs import Costs, Span
+from dzero.estimate.operator_work import Work
+from dzero.estimate.step_time import pace_of
+from dzero.zero.unit_shapes import UnitShape
+
+HEADROOM = 0.05
+"""Of each tier's capacity, kept free besides what is predicted: an assumption."""
+DIGITS, TIE, BEST = 3, 0.05, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """It does not fit: `short` bytes by tier, at least, of what may be used. step_s: as predicted, None: unknown."""
+
+    candidate: Candidate
+    step_s: float | None
+    short: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """A candidate that fits with headroom."""
+
+    candidate: Candidate
+    forecast: Forecast
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """To the end of its timeline; None where that is unknown."""
+        timeline = self.forecast.timeline()
+        return None if timeline is None else timeline.end_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """`best`: of each kind its best, of `candidates` in all; `refused`: what would come before, the fastest first.
+
+    closest: where nothing fits, what lacks least.
+    """
+
+    best: tuple[Fits, ...]
+    refused: tuple[Refused, ...]
+    candidates: int
+    closest: Fits | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is trained, and on what. costs: of a microbatch, by recomputation and sequences; step_tokens: all ranks'."""
+
+    units: Sequence[UnitShape]
+    costs: Callable[[str, int], Costs]
+    hardware: HardwareConfig
+    step_tokens: int
+    model_flops: float | None
+    moments: int = 2
+
+
+def room_bytes(tier: Tier) -> int:
+    """What may be used of it; of one of unknown size nothing."""
+    return int((1 - HEADROOM) * (tier.capacity_bytes or 0))
+
+
+def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
+    """What each tier lacks to hold its bytes with headroom."""
+    return {name: short for name, tier in tiers.items() if (short := tier.total_bytes - room_bytes(tier)) > 0}
+
+
+def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
+    """The best few that fit."""
+    judge = _Judge(candidates, subject)
+    if all(map(judge.floor, candidates)):
+        return Ranking(best=(), refused=(), candidates=len(candidates), closest=judge.closest())
+    expected = {candidate.simplicity: judge.expected_s(candidate) for candidate in candidates}
+    best: list[Fits] = []
+    refused: list[Refused] = []
+    for candidate in sorted(candidates, key=lambda each: _order(expected[each.simplicity], each.simplicity)):
+        if any(candidate.kind == each.candidate.kind for each in best):
+            continue
+        step_s = expected[candidate.simplicity]
+        first_s = expected[best[0].candidate.simplicity] if best else None
+        if len(best) >= BEST and (step_s is None or first_s is None or step_s > (1 + TIE) * first_s):
+            break
+        judged = judge(candidate)
+        if isinstance(judged, Fits):
+            best.append(judged)
+        elif not best:
+            refused.append(Refused(candidate=candidate, step_s=step_s, short=judged))
+    closest = None if best else judge.closest()
+    ranked = tuple(ranked_by_timeline(best)[:BEST])
+    return Ranking(best=ranked, refused=tuple(refused), candidates=len(candidates), closest=closest)
+
+
+def ranked_by_timeline(fits: Sequence[Fits]) -> list[Fits]:
+    """The simplest of those that end within `TIE` of the first to end, and so on; then those of unknown length."""
+    shortest = min((each.step_s for each in fits if each.step_s is not None), default=0.0)
+
+    def order(each: Fits) -> tuple[float, int]:
+        if each.step_s is None:
+            return math.inf, each.candidate.simplicity
+        return (0.0 if each.step_s <= (1 + TIE) * shortest else each.step_s), each.candidate.simplicity
+
+    return sorted(fits, key=order)
+
+
+def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:
+    """Those that fit, in the order that they have."""
+    judge = _Judge(candidates, subject)
+    return (judged for judged in map(judge, candidates) if isinstance(judged, Fits))
+
+
+class _Judge:
+    """Whether candidates fit, with as few runs of the model as that takes."""
+
+    def __init__(self, candidates: Sequence[Candidate], subject: Subject) -> None:
+        self._candidates, self._subject = candidates, subject
+        self._smallest = sorted({candidate.microbatch for candidate in candidates})[:2]
+        self._exact = cache(subject.costs)
+        self._floors: dict[tuple[Any, ...], dict[str, int]] = {}
+        self._off_device: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
+
+    def __call__(self, candidate: Candidate) -> Fits | dict[str, int]:
+        """It fits; or what each rank lacks, at least."""
+        if short := self.floor(candidate) or self._at_least(candidate):
+            return short
+        found = self._forecast(candidate)
+        return short_bytes(found.tiers) or Fits(candidate=candidate, forecast=found)
+
+    def floor(self, candidate: Candidate) -> dict[str, int]:
+        """What states alone lack; recomputation changes nothing in them."""
+        if candidate.table not in self._floors:
+            self._floors[candidate.table] = self._short(candidate, Costs(()))
+        return self._floors[candidate.table]
+
+    def _at_least(self, candidate: Candidate) -> dict[str, int]:
+        """What it lacks at least, from the two smallest microbatches."""
+        first = self._exact(candidate.recompute, self._smallest[0])
+        return self._short(candidate, first) or self._short(candidate, self._foreseen(candidate))
+
+    def _foreseen(self, candidate: Candidate) -> Costs:
+        """Of its microbatch, from the two smallest."""
+        costs = [self._exact(candidate.recompute, microbatch) for microbatch in self._smallest]
+        if candidate.microbatch in self._smallest:
+            return costs[self._smallest.index(candidate.microbatch)]
+        first, second = costs
+        return drawn_out(first, second, self._smallest, candidate.microbatch)
+
+    def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
+        """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
+        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
+
+        def short(memory: Memory) -> dict[str, int]:
+            return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.world))
+
+        staging = staging_bytes(layout, units, hardware.device_type)
+        memory = Memory(on_device(layout, units, costs), {}, {}, staging)
+        if lacking := short(memory):
+            return lacking
+        if candidate.table not in self._off_device:
+            self._off_device[candidate.table] = off_device(layout, units)
+        host, disk = self._off_device[candidate.table]
+        return short(replace(memory, host=host, disk=disk))
+
+    def expected_s(self, candidate: Candidate) -> float | None:
+        """Seconds of a step."""
+        costs = self._foreseen(candidate)
+        return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
+
+    def _forecast(self, candidate: Candidate) -> Forecast:
+        subject = self._subject
+        costs = self._exact(candidate.recompute, candidate.microbatch)
+        return forecast(
+            candidate.layout,
+            subject.units,
+            costs,
+            subject.hardware,
+            step_tokens=subject.step_tokens,
+            model_flops=subject.model_flops,
+            moments=subject.moments,
+        )
+
+    def closest(self) -> Fits:
+        """With the fewest bytes too many, of those with the smallest microbatch."""
+        smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
+        lacks = self.floor if all(map(self.floor, self._candidates)) else self._at_least
+        least = min(smallest, key=lambda each: (sum(lacks(each).values()), -each.simplicity))
+        return Fits(candidate=least, forecast=self._forecast(least))
+
+
+def _order(step_s: float | None, simplicity: int) -> tuple[bool, float, int]:
+    return step_s is None, float(f"{step_s or 0.0:.{DIGITS - 1}e}"), simplicity
+
+
+def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbatch: int) -> Costs:
+    """Peaks and work on the line through those of two `microbatches`; the second's, where they run other operators."""
+    if [(s.direction, s.unit) for s in first.spans] != [(s.direction, s.unit) for s in second.spans]:
+        return second
+    one, two = microbatches
+    further = (microbatch - two) / (two - one)
+
+    def along(a: float, b: float) -> float:
+        return b + further * (b - a)
+
+    def between(a: Span, b: Span) -> Span:
+        drawn = Work(*map(along, a.work, b.work))  # type: ignore[arg-type]
+        work = drawn._replace(
+            **{name: round(getattr(drawn, name)) for name in ("calls", "exchanges", "passes", "routes")}
+        )
+        return replace(b, peak_bytes=int(along(a.peak_bytes, b.peak_bytes)), work=work)
+
+    return replace(second, spans=tuple(map(between, first.spans, second.spans)))

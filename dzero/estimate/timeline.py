@@ -1,0 +1,272 @@
+"""One step as bars: which lane is at work for which unit, from when to when.
+
+    lane                bars                               a bar begins, at the earliest
+    compute             forward and backward of a unit     when the one before has ended and its parameters are there
+    tp, cp, ep          exchange                           when its unit has computed; the next unit waits for it
+    shard, replicate    all-gather                         when the unit before the one that gathers begins to compute
+                        reduce-scatter, all-reduce         after the last backward of the unit
+                        decisions                          after the last reduction
+    device to host      gradients (evict)                  once reduced
+    host to device      parameters (fetch)                 a unit ahead of their gather
+                        new working copies (fetch)         once updated
+    update              masters that are on the device     once all ranks agree on the norm
+    host update         masters that are off the device    see below; and its gradient and states have come
+    disk                load, spill                        a few units ahead of their use; after it
+
+    overlap     a unit is updated                                          and who waits for it
+    step        after backward, once all gradients are reduced             the end of the step
+    forward     at the beginning, from the gradients of the step before    its own first gather
+    backward    the same, but units within the undo budget in backward     its own first gather
+    delayed     at the beginning, from the gradients of the step before    nobody
+
+It is one step of many, so each bar is there once, and the seconds of a lane are those of `step_time.py`. A lane does
+one thing at a time and fills its gaps. On a CPU the cores do all of it but the disk's work: bars of all lanes are one
+after another, and nothing is gathered ahead.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dzero.estimate.durations import Durations, of_experts
+from dzero.estimate.explain import Collective, collectives, phase_of
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs
+from dzero.estimate.step_time import COMPUTE, DISK, HOST_UPDATE, UPDATE
+from dzero.estimate.transfers import moved_of
+from dzero.mesh import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR
+from dzero.offload.buffer_layout import DISK_TURNS, Places
+from dzero.offload.build_schedule import update_order
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+
+OUT, BACK = "device to host", "host to device"
+LANES = (COMPUTE, TENSOR, CONTEXT, EXPERT, SHARD, REPLICATE, UPDATE, OUT, BACK, HOST_UPDATE, DISK)
+EXCHANGE, ALL_GATHER, DECIDE = "exchange", "all_gather", "decide"
+EVICT, FETCH, LOAD, SPILL = "evict", "fetch", "load", "spill"
+COLLECTIVES = (EXCHANGE, ALL_GATHER, "reduce_scatter", "all_reduce", DECIDE)
+KINDS = (FORWARD, BACKWARD, *COLLECTIVES, EVICT, FETCH, UPDATE, LOAD, SPILL)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A lane at work for a unit; seconds from the beginning of the step."""
+
+    lane: str
+    unit: str
+    kind: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bars in no order. `microbatches_s`: when each microbatch begins to compute."""
+
+    bars: tuple[Bar, ...]
+    microbatches_s: tuple[float, ...]
+
+    @property
+    def end_s(self) -> float:
+        """Of the last bar."""
+        return max((bar.end_s for bar in self.bars), default=0.0)
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds at work, by lane."""
+        seconds = defaultdict[str, float](float)
+        for bar in self.bars:
+            seconds[bar.lane] += bar.end_s - bar.start_s
+        return dict(seconds)
+
+
+def timeline_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Timeline:
+    """Of a step on `hardware`; costs of one microbatch. Raises ValueError for a rate that is needed and unknown."""
+    step = _Step(layout, units, costs, hardware)
+    step.run()
+    if step.unknown:
+        raise ValueError(f"the hardware does not say {', '.join(dict.fromkeys(step.unknown))}")
+    return Timeline(tuple(step.lanes.bars), tuple(step.begun_s))
+
+
+class _Lanes:
+    """Puts bars at the earliest time at which their lane is free."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        """one_by_one: all lanes but the disk's share one processor."""
+        self.bars: list[Bar] = []
+        self._one_by_one = one_by_one
+        self._taken: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def add(self, lane: str, kind: str, unit: str, seconds: float, *after_s: float) -> float:
+        """When it ends. Nothing that takes no time has a bar."""
+        start_s = max(after_s, default=0.0)
+        if not seconds:
+            return start_s
+        taken = self._taken[COMPUTE if self._one_by_one and lane != DISK else lane]
+        at = bisect_right(taken, start_s, key=lambda each: each[1])
+        while at < len(taken) and taken[at][0] - start_s < seconds:
+            start_s, at = max(start_s, taken[at][1]), at + 1
+        taken.insert(at, (start_s, start_s + seconds))
+        self.bars.append(Bar(lane, unit, kind, start_s, start_s + seconds))
+        return start_s + seconds
+
+
+class _Step:
+    """Adds a step's bars in the order in which they are started. Names in `_s` are moments."""
+
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> None:
+        self._layout, self._durations = layout, Durations(layout, hardware, costs.beside)
+        moved = moved_of(layout, units)
+        self._moves, self._decisions, self.unknown = moved.units, moved.decisions, self._durations.unknown
+        self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
+        self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
+        self._order = [unit.name for unit in update_order(units)]
+        self._early = Places(layout, units).early
+        self._again = {unit.name: layout.of_unit(unit).gathers_again for unit in units}
+        self._shared = {unit.name for unit in units if unit.shared_by > 1}
+        self._collectives: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
+        for each in collectives(layout, units):
+            self._collectives[each.phase, each.unit].append(each)
+        self.begun_s: list[float] = []
+        self._computed_s = 0.0
+        self._issued_s = [0.0] * (2 + layout.offload.prefetch_units)
+        self._fresh_s = dict.fromkeys(self._order, 0.0)
+        self._to_update: list[str] = []
+        self._updates: Iterator[str] = iter(())
+        self._reduced_s, self._evicted_s = (dict.fromkeys(self._order, 0.0) for _ in range(2))
+
+    def run(self) -> None:
+        """From one step's decision to the next; for overlap=step from the first gather to the last update."""
+        from_before = self._layout.offload.mode != "step"
+        if from_before:
+            for name in self._early:
+                self._send_back(name, 0.0)
+            self._to_update = [name for name in self._order if name not in self._early]
+            self._updates = self._update(self._to_update, 0.0)
+        for index in range(self._layout.microbatches):
+            self.begun_s.append(self._computed_s)
+            for direction in (FORWARD, BACKWARD):
+                self._pass(direction, index)
+        decided_s = self._decide(max(self._reduced_s.values()))
+        for name in self._order:
+            seconds = self._durations.updated_on_device(self._moves[name].device_elems)
+            self.lanes.add(UPDATE, UPDATE, name, seconds, decided_s)
+        if not from_before:
+            list(self._update(self._order, decided_s))
+
+    def _decide(self, reduced_s: float) -> float:
+        """All ranks agree on norm and loss."""
+        ends = [
+            self.lanes.add(axis, DECIDE, "", self._durations.decided(n), reduced_s)
+            for axis, n in self._decisions.items()
+        ]
+        return max(ends, default=reduced_s)
+
+    def _pass(self, direction: str, index: int) -> None:
+        """Forward or backward of a microbatch: at the most one unit is gathered that was not at work yet."""
+        spans = self._spans[direction]
+        used = dict.fromkeys(span.unit for span in spans if span.unit in self._moves)
+        to_gather = [*used, *(name for name in self._order if name not in used)]
+        last = {span.unit: at for at, span in enumerate(spans)}
+        there_s, at_work = dict[str, float](), set[str]()
+        for at, span in enumerate(spans):
+            if span.unit in to_gather:
+                to_gather.remove(span.unit)
+                there_s[span.unit] = self._gather(direction, index, span.unit, self._computed_s)
+            start_s = max(self._computed_s, there_s.get(span.unit, 0.0))
+            at_work.add(span.unit)
+            if self._ahead and to_gather and there_s.keys() <= at_work:
+                name = to_gather.pop(0)
+                there_s[name] = self._gather(direction, index, name, start_s)
+            seconds = self._durations.compute(span.work)
+            done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
+            work = span.work
+            for axis, sent_bytes, calls in (
+                (TENSOR, work.sent, work.exchanges),
+                (CONTEXT, work.passed, work.passes),
+                (EXPERT, work.routed, work.routes),
+            ):
+                within_s = self._durations.sent(axis, int(sent_bytes), calls)
+                done_s = self.lanes.add(axis, EXCHANGE, span.unit, within_s, done_s)
+            self._computed_s = done_s
+            if direction == BACKWARD and span.unit in used and last[span.unit] == at:
+                self._reduce(index, span.unit)
+        for name in to_gather:
+            self._gather(direction, index, name, self._computed_s)
+        for name in self._order:
+            if direction == BACKWARD and name not in used:
+                self._reduce(index, name)
+
+    def _gather(self, direction: str, index: int, name: str, issued_s: float) -> float:
+        """When the unit's parameters are there."""
+        layout, take, moves = self._layout, self._durations, self._moves[name]
+        while name in self._to_update:
+            self._to_update.remove(next(self._updates))
+        fresh_s = 0.0 if layout.offload.mode == "delayed" else self._fresh_s[name]
+        self._issued_s.append(issued_s)
+        there_s = max(issued_s, fresh_s)
+        if direction == FORWARD or self._again[name]:
+            load_s, fetch_s = self._issued_s[-2 - layout.offload.prefetch_units], self._issued_s[-2]
+            loaded_s = self.lanes.add(DISK, LOAD, name, take.read(moves.disk_param), fresh_s, load_s)
+            fetched_s = self.lanes.add(BACK, FETCH, name, take.copied(moves.param), loaded_s, fetch_s)
+            there_s = max(there_s, fetched_s)
+        for each in self._of(direction, index, name):
+            if each.kind == ALL_GATHER:
+                there_s = self.lanes.add(each.axis, each.kind, name, self._sent(each), there_s)
+        return there_s
+
+    def _sent(self, each: Collective) -> float:
+        axis = of_experts(each.axis) if each.unit in self._shared else each.axis
+        return self._durations.sent(axis, each.sent_bytes)
+
+    def _reduce(self, index: int, name: str) -> None:
+        """The unit's gradients, from the end of its backward to where they wait for the update."""
+        take, moves, add, at_s = self._durations, self._moves[name], self.lanes.add, self._computed_s
+        is_last = index == self._layout.microbatches - 1
+        if not self._layout.cadence(is_last).reduce:
+            return
+        at_s = add(TENSOR, EXCHANGE, name, take.sent(TENSOR, moves.copies_grad, moves.copies), at_s)
+        for each in self._of(BACKWARD, index, name):
+            if each.kind != ALL_GATHER:
+                at_s = add(each.axis, each.kind, name, self._sent(each), at_s)
+        self._reduced_s[name] = at_s
+        at_s = add(OUT, EVICT, name, take.copied(moves.grad + moves.late_grad * is_last), at_s)
+        if index and self._layout.grad.sharded:
+            at_s = add(DISK, LOAD, name, take.read(moves.disk_grad), at_s)
+        self._evicted_s[name] = add(DISK, SPILL, name, take.written(moves.disk_grad), at_s)
+        if is_last and name in self._early:
+            list(self._update([name], self._evicted_s[name], ahead=True))
+
+    def _update(self, names: Sequence[str], begun_s: float, *, ahead: bool = False) -> Iterator[str]:
+        """Yields each unit once its bars are there: those of forward come between them. Units on disk take turns with
+        their slots in host memory. ahead: new working copies stay on the host.
+        """
+        take, add, names = self._durations, self.lanes.add, [*names]
+        loaded_s, spilled_s = list[float](), list[float]()
+        for at, name in enumerate(names):
+            for coming in names[len(loaded_s) : at + DISK_TURNS]:
+                free_s = spilled_s[len(loaded_s) - DISK_TURNS] if len(loaded_s) >= DISK_TURNS else 0.0
+                count = self._moves[coming].read_states + self._moves[coming].disk_grad
+                loaded_s.append(add(DISK, LOAD, coming, take.read(count), begun_s, free_s, self._evicted_s[coming]))
+            moves = self._moves[name]
+            to, fro = ((OUT, EVICT), (BACK, FETCH))[:: 1 if moves.host_elems else -1]
+            grad_s = add(BACK, FETCH, name, take.copied(moves.grad_back), loaded_s[at])
+            moments_s = add(*to, name, take.copied(moves.moments), loaded_s[at])
+            done_s = add(HOST_UPDATE, UPDATE, name, take.updated(moves.host_elems), grad_s, moments_s)
+            spilled_s.append(add(DISK, SPILL, name, take.written(moves.written_states), done_s))
+            add(*fro, name, take.copied(moves.moments), done_s)
+            if not ahead:
+                self._send_back(name, done_s)
+            yield name
+
+    def _send_back(self, name: str, updated_s: float) -> None:
+        """New working copies, to disk or to the device."""
+        take, moves = self._durations, self._moves[name]
+        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
+        self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)
+
+    def _of(self, direction: str, index: int, name: str) -> list[Collective]:
+        return self._collectives[phase_of(direction, index, self._layout.microbatches), name]

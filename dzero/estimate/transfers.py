@@ -1,0 +1,160 @@
+"""Bytes that one rank moves in a step: along the mesh's axes by the table, and from tier to tier, unit by unit.
+
+what                         when
+param                        to the device for each use; from disk before that
+grad                         to the host at each reduction, and to disk, where the next one finds it
+late_grad, grad_back         once, to where the update runs
+moments                      to where the update runs, and back
+work                         new working copies, to the device, and to disk
+states                       from disk for an update, and back; what a host slot still holds is not read again
+copies                       gradients of parameters that ranks of tp all have: summed over them before a reduction
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dzero.comm.ledger import Traffic
+from dzero.estimate.durations import of_experts
+from dzero.estimate.in_flight import ALONE, Flights
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs
+from dzero.estimate.operator_work import Work
+from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+from dzero.offload.buffer_layout import Places
+from dzero.offload.build_schedule import update_order
+from dzero.zero.cost_model import copies_of, expected_control, expected_copies, expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.tiers import names_off_device
+from dzero.zero.unit_shapes import UnitShape
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Bytes of one unit, each time; elements that the host and that the device updates."""
+
+    param: int
+    disk_param: int
+    grad: int
+    disk_grad: int
+    late_grad: int
+    grad_back: int
+    moments: int
+    work: int
+    disk_work: int
+    read_states: int
+    written_states: int
+    copies_grad: int
+    copies: int
+    host_elems: int
+    device_elems: int
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes in a step, of all units. `out`, `back`: device to host, and host to device. decisions: collectives of a few
+    numbers. axes, calls: those of experts that ranks share are apart, as they are between other ranks."""
+
+    units: Mapping[str, Moves]
+    axes: Mapping[str, int]
+    calls: Mapping[str, int]
+    decisions: Mapping[str, int]
+    out: int
+    back: int
+    read: int
+    written: int
+
+
+def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
+    """By unit."""
+    away, places = names_off_device(layout.tiers, units), Places(layout, units)
+    read = _states_read(places, units)
+    sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
+    gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
+    found = {}
+    for unit in units:
+        own = layout.of_unit(unit)
+        shards = {param.name: param.shard_elems(own.shard) for param in unit.params}
+        shares = {param.name: param.shard_elems(own.shard, own.shares) for param in unit.params}
+        copies = copies_of(layout, unit)
+        trained = {param.name for param in unit.params if param.trainable}
+
+        def elems(names: Iterable[str], shares: dict[str, int] = shares) -> int:
+            return sum(shares.get(name, 0) for name in names)
+
+        param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
+        found[unit.name] = Moves(
+            param=param,
+            disk_param=param if on_disk["param"] else 0,
+            grad=grad,
+            disk_grad=grad if on_disk["grad"] else 0,
+            late_grad=elems(away["master"] - away["grad"]) * gradient,
+            grad_back=elems(away["grad"] - away["master"]) * gradient,
+            moments=2 * elems(away["master"] ^ away["moments"]) * moment,
+            work=elems(away["master"] - away["param"]) * working,
+            disk_work=param if on_disk["param"] else 0,
+            read_states=read[unit.name],
+            written_states=sum(sizes[pair.disk] for pair in places.going("states", unit.name)),
+            copies_grad=copies.sent_bytes,
+            copies=copies.calls,
+            host_elems=elems(away["master"]),
+            device_elems=elems(trained - away["master"]),
+        )
+    return found
+
+
+def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = None, flights: Flights = ALONE) -> Moved:
+    """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that.
+    flights: of a pipeline."""
+    axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
+    calls = {PIPELINE: flights.sent.calls} if flights.sent.calls else {}
+    for shared in (False, True):
+        alike = [unit for unit in units if (unit.shared_by > 1) is shared]
+        for entry, traffic in expected_traffic(layout, alike, flights.shared).items():
+            axis = of_experts(entry.axis) if shared else entry.axis
+            axes[axis] = axes.get(axis, 0) + traffic.sent_bytes
+            calls[axis] = calls.get(axis, 0) + traffic.calls
+    reductions = layout.microbatches if layout.grad.sharded else 1
+    uses = {unit.name: layout.microbatches * (2 if layout.of_unit(unit).gathers_again else 1) for unit in units}
+    moves = moves_of(layout, units)
+    each = moves.values()
+    inside = Work() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
+    if inside.exchanges:
+        copied = sum(expected_copies(layout, units).values(), Traffic())
+        axes[TENSOR] = layout.microbatches * int(inside.sent) + copied.sent_bytes
+        calls[TENSOR] = layout.microbatches * inside.exchanges + copied.calls
+    if inside.passes:
+        axes[CONTEXT] = layout.microbatches * int(inside.passed)
+        calls[CONTEXT] = layout.microbatches * inside.passes
+    if inside.routes:
+        axes[EXPERT] = layout.microbatches * int(inside.routed)
+        calls[EXPERT] = layout.microbatches * inside.routes
+    decisions = Counter[str]()
+    for entry, traffic in expected_control(layout, units, flights.names).items():
+        decisions[entry.axis] += traffic.calls
+    return Moved(
+        units=moves,
+        axes=axes,
+        calls=calls,
+        decisions=decisions,
+        out=sum(reductions * unit.grad + unit.late_grad + unit.moments for unit in each),
+        back=sum(uses[name] * unit.param + unit.grad_back + unit.moments + unit.work for name, unit in moves.items()),
+        read=sum(
+            uses[name] * unit.disk_param + reductions * unit.disk_grad + unit.read_states
+            for name, unit in moves.items()
+        ),
+        written=sum(unit.disk_work + reductions * unit.disk_grad + unit.written_states for unit in each),
+    )
+
+
+def _states_read(places: Places, units: Sequence[UnitShape]) -> dict[str, int]:
+    """Bytes by unit, in a step after the first."""
+    read: dict[str, int] = {}
+    sizes, holds = places.piece_bytes(), dict[str, str]()
+    for _ in range(2):
+        for unit in update_order(units):
+            pairs = places.pairs("states", unit.name)
+            read[unit.name] = sum(sizes[pair.disk] for pair in pairs if holds.get(pair.host) != unit.name)
+            holds |= {pair.host: unit.name for pair in pairs}
+    return read

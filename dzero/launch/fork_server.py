@@ -1,0 +1,179 @@
+"""The warm process itself: it imports, and forks what the launcher asks for (warm_process.py has the launcher's side).
+
+It runs no code of a run, has one thread, and touches no device: that is what makes its forks safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+from dzero.errors import RunError
+from dzero.launch.warm_process import PASSED_ON, Ended, Fork, Said, found, no_more_processes
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+SHOWN_BYTES = 4096
+
+
+@dataclass(kw_only=True)
+class _Child:
+    """A fork as the warm process has it; `ended`: a descriptor that is readable when it has."""
+
+    request: Fork
+    pid: int
+    ended: int
+    says: Connection | None
+    output: int | None = field(default=None)
+
+
+def serve(channel_fd: int, launcher_pid: int) -> NoReturn:
+    """Be the warm process: import what the first message names, then fork until the launcher closes the channel."""
+    _follow_in_death(launcher_pid)
+    for number in PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    _set_name("dzero warm")
+    sys.argv = ["dzero"]
+    channel = Connection(channel_fd)
+    children: dict[int, _Child] = {}
+    try:
+        for module in channel.recv():
+            import_module(module)
+    except EOFError:  # the launcher is gone
+        os._exit(0)
+    except BaseException:
+        channel.send(f"the run's modules cannot be imported\n{traceback.format_exc()}")
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # no collection of a fork then writes to what all of them share
+    while True:
+        try:
+            _serve_one(channel, children)
+        except (EOFError, OSError):  # the launcher is gone
+            os._exit(0)  # and with it its forks
+
+
+def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
+    """Wait for a request or for something from a fork, and answer or pass it on."""
+    says = {child.says: child for child in children.values() if child.says is not None}
+    ended = {child.ended: child for child in children.values()}
+    ready = wait([channel, *says, *ended])
+    for each in ready:
+        if each in says:
+            child = says[each]
+            _pass_on(channel, child)
+    for each in ready:
+        if each in ended:
+            child = children.pop(ended[each].request.number)
+            while child.says is not None and child.says.poll(0):
+                _pass_on(channel, child)  # what it said last
+            if child.says is not None:  # what the fork started itself may still hold the other end
+                child.says.close()
+            channel.send(Ended(child.request.number, _reap(child), _output_of(child)))
+    if channel in ready:
+        request = channel.recv()
+        if isinstance(request, Fork):
+            try:
+                children[request.number] = _fork(channel, request, children)
+            except OSError as error:  # of processes, descriptors or memory there are no more
+                channel.send(no_more_processes(error))
+                os._exit(1)
+            channel.send((request.number, children[request.number].pid))
+        elif request.number in children:
+            os.kill(children[request.number].pid, request.signal)
+
+
+def _pass_on(channel: Connection, child: _Child) -> None:
+    assert child.says is not None
+    try:
+        value = child.says.recv()
+    except (EOFError, OSError):
+        child.says.close()
+        child.says = None
+    else:
+        channel.send(Said(child.request.number, value))
+
+
+def _reap(child: _Child) -> int:
+    os.close(child.ended)
+    return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+
+
+def _output_of(child: _Child) -> str:
+    if child.output is None:
+        return ""
+    size = os.fstat(child.output).st_size
+    data = os.pread(child.output, SHOWN_BYTES, max(0, size - SHOWN_BYTES))
+    os.close(child.output)
+    return data.decode(errors="replace")
+
+
+def _fork(channel: Connection, request: Fork, others: Mapping[int, _Child]) -> _Child:
+    receiving, sending = Pipe(duplex=False)
+    output = os.memfd_create(request.name) if request.silent else None
+    warm_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        channel.close()
+        receiving.close()
+        for other in others.values():
+            if other.says is not None:
+                other.says.close()
+        _run(request, sending, output, warm_pid)
+    sending.close()
+    return _Child(request=request, pid=pid, ended=os.pidfd_open(pid), says=receiving, output=output)
+
+
+def _run(request: Fork, sending: Connection, output: int | None, warm_pid: int) -> NoReturn:
+    """Be a fork: run the function and leave, with exit code 1 after an exception, whose traceback is printed."""
+    code = 1
+    try:
+        _follow_in_death(warm_pid)
+        for number in PASSED_ON:
+            signal.signal(number, signal.SIG_DFL)
+        _set_name(request.name)
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        os.environ.update(request.env)
+        found(request.function)(*request.args, sending.send)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it never was
+                stream.flush()
+        os._exit(code)
+
+
+def _follow_in_death(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies; leave where the parent has died already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _set_name(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def answer(function: str, args: tuple[Any, ...], say: Callable[[Any], None]) -> None:
+    """Say (False, the function's result), or (True, the message of its RunError)."""
+    try:
+        result = found(function)(*args)
+    except RunError as error:
+        say((True, str(error)))
+    else:
+        say((False, result))

@@ -1,0 +1,209 @@
+"""Ranks watch each other, so that one that hangs, died or failed is named by those that wait for it.
+
+    when                    a rank
+    every `BEAT_S`          writes a beat, and the collective it began last, to the group's store, from a thread
+    no progress for half    reads all ranks: where its collective then fails, one without a newer beat is dead, stopped,
+    the timeout             or holds the interpreter
+    none for all of it      on a GPU, where it is the device that waits, and the host with it in a copy, somewhere: the
+                            thread tells, before the backend's own watchdog ends the process without a word
+    a peer is gone          reads all ranks twice for the same, `SILENT_S` apart; also where a save or a resume waits
+    anything else fails     writes why, for those it leaves behind
+
+The first report in the store is everybody's. Nothing here costs training anything: a step only counts its collectives
+(comm/collective_log.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from dzero.comm.collective_log import Trail
+from dzero.errors import RankLost, RunError, ToldElsewhere
+from dzero.rendezvous import meet
+
+BEAT_S = 1.0
+SILENT_S = 2.5 * BEAT_S
+STORE_S = 10.0  # in which the store answers, unless it is in the rank that hangs
+TOLD = "told"
+TORCHS_OWN = tuple(
+    f"torch/distributed/{name}.py" for name in ("distributed_c10d", "pipelining/schedules", "_functional_collectives")
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was at its last beat. `count`: collectives begun; `waits`: whether for other ranks; `ended`: why it
+    left, empty while it runs."""
+
+    rank: int
+    host: str
+    pid: int
+    beat: int = 0
+    count: int = 0
+    last: str = "before its first collective"
+    ended: str = ""
+    waits: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+class Watch:
+    """One worker's part, around all that it does in the group. Raises RunError that names who is missing and where all
+    ranks are, in place of an exception that came out of a collective; ToldElsewhere where another rank told it."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._rank, self._ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._trail, self._starting = Trail(), True
+        self._beats = 0
+        self._stuck: list[Place | None] = []  # all ranks, as this one had made no progress for a while
+        self._over = threading.Event()
+        # A connection of its own: a thread that waits for the store holds up nobody.
+        self._store, _, _ = meet("watch", timeout)
+        self._store.set_timeout(timedelta(seconds=STORE_S))
+        self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
+
+    def follow(self, trail: Trail) -> None:
+        """Tell of these collectives from now on."""
+        self._trail, self._starting = trail, False
+
+    def __enter__(self) -> Watch:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Exception):
+                # Before there is a trail groups are made, and what a lost rank does to that is a RuntimeError.
+                by_others = (RankLost, RuntimeError) if self._starting else (RankLost,)
+                if self._trail.failed or isinstance(error, by_others) or _is_of_torchs_own(error):
+                    self._tell(error)
+                self._write(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        except dist.DistError as lost:
+            raise RunError(f"{error}\nWhere the other ranks are is unknown, their store is gone: {lost}") from error
+        finally:
+            self._over.set()
+
+    def _beat(self) -> None:
+        count, since_s = 0, time.monotonic()
+        while not self._over.wait(BEAT_S):
+            try:
+                self._write()
+                if self._trail.count != count:
+                    count, since_s, self._stuck = self._trail.count, time.monotonic(), []
+                elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
+                    self._stuck = self._read()
+                elif self._trail.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
+                    self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
+            except dist.DistError:  # the store is gone, so the group is: whoever is in a collective will say so
+                return
+
+    def _write(self, ended: str = "") -> None:
+        self._beats += 1
+        count, last = self._trail.at
+        place = Place(self._rank, self._host, self._pid, self._beats, count, last, ended, self._trail.waits)
+        self._store.set(str(self._rank), json.dumps(asdict(place)))
+
+    def _read(self) -> list[Place | None]:
+        keys = [str(rank) for rank in range(self._ranks)]
+        there = [key for key in keys if self._store.check([key])] if not self._store.check(keys) else keys
+        found = dict(zip(there, self._store.multi_get(there), strict=True))
+        return [Place(**json.loads(found[key])) if key in found else None for key in keys]
+
+    def _tell(self, error: Exception) -> None:
+        # In a start, a save or a resume it may well have begun no collective for long while all ranks were there.
+        stuck = [] if self._starting or isinstance(error, RankLost) else self._stuck
+        before, until_s = stuck or self._read(), time.monotonic() + (0 if stuck else SILENT_S)
+        places = self._read()
+        while time.monotonic() < until_s and silent(before, places):
+            time.sleep(BEAT_S / 4)
+            places = self._read()
+        gone = silent(before, places) or [place for place in places if place is not None and place.ended]
+        if self._starting and not gone and not isinstance(error, RankLost):
+            return  # of its own
+        text = report(places, silent(before, places), self._rank, self._timeout, error, self._trail.of_parts)
+        told = self._store.compare_set(TOLD, "", text).decode()
+        raise (RunError if told == text else ToldElsewhere)(told) from error
+
+
+def _is_of_torchs_own(error: Exception) -> bool:
+    """Whether it comes from a collective that torch began by itself, between the parts of a pipeline or along tp."""
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    return isinstance(error, RuntimeError) and any(frame.filename.endswith(TORCHS_OWN) for frame in frames)
+
+
+def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[Place]:
+    """Ranks that neither beat nor ended between two readings."""
+    return [
+        new
+        for old, new in zip(before, now, strict=True)
+        if old is not None and new is not None and old.beat == new.beat and not new.ended
+    ]
+
+
+def report(
+    places: Sequence[Place | None],
+    silent: Sequence[Place],
+    rank: int,
+    timeout: timedelta,
+    error: object,
+    of_parts: bool = False,
+) -> str:
+    """Who is missing, as rank `rank` sees it; then where every rank is. of_parts: of a pipeline
+    (comm/collective_log.py)."""
+    here = places[rank]
+    assert here is not None
+    ended = [place for place in places if place is not None and place.ended]
+    busy = [place for place in places if place is not None and not place.waits and place != here]
+    # At the same number, other ranks must be in the same collective.
+    others = [place for place in places if place is not None and place.count == here.count and place.last != here.last]
+    behind = [place for place in places if place is not None and place.count < here.count]
+    if ended:
+        why = "; ".join(f"{place} ended with {place.ended}" for place in ended[:3])
+    elif silent:
+        why = f"{', '.join(map(str, silent[:3]))} gives no sign of life: dead, stopped or hung"
+    elif of_parts:
+        why = f"{', '.join(map(str, busy[:3]))} waits for no other rank" if busy else "every rank is there, and waits"
+    elif others:
+        why = f"the ranks have diverged: {here} is in {here.last}, {others[0]} in {others[0].last}"
+    elif behind:
+        why = f"{', '.join(map(str, behind[:3]))} is behind"
+    else:
+        why = "every rank is there"
+    late = "imed out" in str(error) or "timeout" in str(error)
+    within = f" within launch.timeout_s={timeout.total_seconds():g}" if late else ""
+    where = "about a checkpoint" if isinstance(error, RankLost) else f"in {here.last}" if here.count else "at the start"
+    lines = [f"rank {rank} got no answer {where}{within}: {why}", "last collective of each rank:"]
+    return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {str(error).splitlines()[0]}"])
+
+
+def _by_place(places: Sequence[Place | None], silent: Sequence[Place]) -> list[str]:
+    """A line for each place that ranks are at."""
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank, place in enumerate(places):
+        if place is None:
+            at["not there yet"].append(rank)
+        else:
+            at[place.last + (" at its last beat" if place in silent else "")].append(rank)
+    return [f"  rank {_ranges(ranks)}: {text}" for text, ranks in at.items()]
+
+
+def _ranges(ranks: list[int]) -> str:
+    """0, 2-5 for 0, 2, 3, 4, 5."""
+    starts = [rank for rank in ranks if rank - 1 not in ranks]
+    ends = [rank for rank in ranks if rank + 1 not in ranks]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

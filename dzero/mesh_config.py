@@ -1,0 +1,147 @@
+"""How many ranks lie along each axis: what is asked for, checked, and the products that would do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dzero.utils.ranges import MOST_RANKS, check, divisors, whole
+
+CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
+PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
+"""By default, of every schedule of a pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Degrees of the axes: dp x cp x tp x pp is the number of ranks.
+
+    Stage 0 replicates over all data-parallel ranks, dp x cp, by itself, so it takes no `replicate`.
+    """
+
+    dp: int | None = None
+    """Ranks, or groups of ranks, that read sequences of their own. null: all that are left."""
+    replicate: int = 1
+    """Copies of the sharded model (hybrid sharding). 1: shard over all data-parallel ranks."""
+    cp: int = 1
+    """Ranks that share every sequence (context parallelism)."""
+    cp_attention: str = "all_gather"
+    """How those ranks attend: all_gather, ulysses or ring."""
+    tp: int = 1
+    """Ranks that share every matrix (tensor and sequence parallelism)."""
+    ep: int = 1
+    """Ranks, of the dp x cp x tp, that share the experts (expert parallelism)."""
+    pp: int = 1
+    """Ranks that share the layers (pipeline parallelism)."""
+    pp_schedule: str = "1f1b"
+    """Order in which pipeline stages run microbatches: 1f1b, gpipe, interleaved or zero_bubble."""
+    pp_parts: int | None = None
+    """Pipeline stages on each rank. null: what the schedule needs."""
+
+    def __post_init__(self) -> None:
+        degree = whole(1, MOST_RANKS)
+        keys = ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts")
+        check("mesh", self, **dict.fromkeys(keys, degree))
+        if self.cp_attention not in CP_ATTENTIONS:
+            raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
+        if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
+            raise ValueError(f"mesh.cp_attention={self.cp_attention} has no effect with mesh.cp=1; remove it")
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        schedule, parts = self.pp_schedule, self.pp_parts
+        if schedule not in PARTS_OF_A_RANK:
+            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*PARTS_OF_A_RANK]}")
+        for key, value, default in (("pp_schedule", schedule, "1f1b"), ("pp_parts", parts, None)):
+            if self.pp == 1 and value != default:
+                raise ValueError(f"mesh.{key}={value} has no effect with mesh.pp=1; remove it")
+        if parts is not None and (parts == 1) != (PARTS_OF_A_RANK[schedule] == 1):
+            many = [each for each in PARTS_OF_A_RANK if (PARTS_OF_A_RANK[each] == 1) == (parts == 1)]
+            raise ValueError(
+                f"mesh.pp_parts={parts} with mesh.pp_schedule={schedule}: so many parts on a rank are for {many}"
+            )
+
+    @property
+    def parts_of_a_rank(self) -> int:
+        """Of the model, where it is cut between its layers."""
+        return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
+
+    @property
+    def to_a_sequence(self) -> int:
+        """Neighbouring data-parallel ranks that read the same sequences."""
+        return self.cp
+
+    @property
+    def inner(self) -> int:
+        """Ranks that one sequence needs."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def sharing(self) -> int:
+        """The fewest ranks with the same layers that share experts, sequences and matrices among themselves."""
+        return math.lcm(self.cp, -(-self.ep // self.tp)) * self.tp
+
+    @property
+    def ranks(self) -> int | None:
+        """How many the degrees make; None where dp is what is left."""
+        return None if self.dp is None else self.dp * self.inner
+
+    def data_ranks(self, world: int) -> int:
+        """Of `world` ranks. Raises ValueError where the degrees do not make them."""
+        if world % self.inner == 0 and self.dp in (None, world // self.inner):
+            return world // (self.tp * self.pp)
+        degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        given = " x ".join(f"mesh.{key}={value}" for key, value in degrees.items() if value not in (None, 1))
+        start = f", or start {self.ranks} (without torchrun launch.workers={self.ranks})" if self.ranks else ""
+        raise ValueError(
+            f"{given or 'mesh.dp=1'}, but there are {world} ranks: (dp, cp, tp, pp) that make as many, the nearest "
+            f"first: {_nearest(world, [*degrees.values()])}{start}"
+        )
+
+    def readers(self, data_ranks: int) -> int:
+        """Of so many data-parallel ranks, the groups that read sequences of their own."""
+        return data_ranks // self.to_a_sequence
+
+    def check_tokens(self, tokens: int) -> None:
+        """Of a sequence. Raises ValueError where a rank's part of it would be none."""
+        unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
+        if tokens % unit:
+            parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
+            cutting = {f"mesh.{key}={degree}": parts[key] for key in parts if (degree := getattr(self, key)) > 1}
+            raise ValueError(
+                f"{' x '.join(cutting)} does not divide train.sequence_tokens={tokens}: a rank has "
+                f"{', '.join(cutting.values())}; take a multiple of {unit}, as train.sequence_tokens="
+                f"{tokens // unit * unit or unit}"
+            )
+
+    def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
+        """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
+        if stage == 0:
+            if self.replicate != 1:
+                raise ValueError(
+                    f"mesh.replicate={self.replicate} has no effect at zero.stage=0, which replicates over all "
+                    f"{ranks} ranks; remove it, or take zero.stage=1, 2 or 3"
+                )
+            return ranks, 1
+        if ranks % self.replicate:
+            allowed = divisors(ranks)
+            raise ValueError(f"mesh.replicate={self.replicate} does not divide the {ranks} ranks; allowed: {allowed}")
+        return self.replicate, ranks // self.replicate
+
+
+def factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
+    """All ordered products of so many whole numbers that make `number`."""
+    if factors == 1:
+        return [(number,)]
+    return [(each, *rest) for each in divisors(number) for rest in factorings(number // each, factors - 1)]
+
+
+def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:
+    """Products that make `number`: those first that keep most of the `wanted` factors, of them the simplest; None, 1:
+    not asked for."""
+    asked = [index for index, each in enumerate(wanted) if each not in (None, 1)]
+    kept = {each: sum(each[index] == wanted[index] for index in asked) for each in factorings(number, len(wanted))}
+    found = sorted(kept, key=lambda each: (-kept[each], -each.count(1)))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return f"{found[:most]}{more}"

@@ -1,0 +1,128 @@
+"""Where records go: every sink that the config asks for, on rank 0; nowhere on the other ranks."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich.console import Console as Terminal
+
+from dzero.monitor.config import MonitorConfig
+from dzero.monitor.console import Console
+from dzero.monitor.profile import SNAPSHOTS, TRACES
+from dzero.monitor.records import RunSummary, StepRecord
+from dzero.monitor.tensorboard import TensorBoardSink
+from dzero.utils.terminal import from_here
+
+BOARD = "tensorboard"
+
+
+class Sink(Protocol):
+    """Something that keeps or shows what it is told."""
+
+    def step(self, record: StepRecord) -> None:
+        """After every optimizer step, skipped ones included."""
+
+    def held_out(self, step: int, loss: float) -> None:
+        """After an evaluation; `loss` in nats per token."""
+
+    def note(self, step: int, message: str) -> None:
+        """A line of text about a step; 0 is before the first."""
+
+    def summary(self, summary: RunSummary) -> None:
+        """Once, when the run has ended well."""
+
+    def close(self) -> None:
+        """Last, however the run ended: write what is buffered, give the terminal back."""
+
+
+class Monitor:
+    """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks.
+
+    board: that for TensorBoard, where there is one.
+    """
+
+    board: TensorBoardSink | None = None
+
+    def __init__(
+        self,
+        config: MonitorConfig,
+        run_folder: Path,
+        *,
+        rank: int,
+        total_steps: int,
+        resolved_config: str = "",
+        terminal: Terminal | None = None,
+    ) -> None:
+        self.sinks: list[Sink] = []
+        self._run_folder = run_folder
+        if rank != 0:
+            return
+        self.sinks.append(Console(total_steps, log_every_steps=config.log_every_steps, terminal=terminal))
+        if config.tensorboard:
+            folder, every = run_folder / BOARD, config.scalars_every_steps
+            try:
+                self.board = TensorBoardSink(folder, resolved_config=resolved_config, scalars_every_steps=every)
+                self.sinks.append(self.board)
+            except OSError as error:
+                self.note(0, f"no TensorBoard: nothing can be written to {folder}: {error}")
+
+    def step(self, record: StepRecord) -> None:
+        """Tell of one optimizer step."""
+        self._tell(lambda sink: sink.step(record), record.step)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Tell of a held-out loss [nats], evaluated after `step` steps."""
+        self._tell(lambda sink: sink.held_out(step, loss), step)
+
+    def note(self, step: int, message: str) -> None:
+        """Tell of something rare: a skipped step and the parameter that caused it, say."""
+        self._tell(lambda sink: sink.note(step, message), step)
+
+    def summary(self, summary: RunSummary) -> None:
+        """Tell how the run went, and where board and trace lie."""
+        summary = replace(summary, places=places(self._run_folder, board=self.board is not None))
+        self._tell(lambda sink: sink.summary(summary), summary.steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, do: Callable[[Sink], None], step: int | None = None) -> None:
+        """Do it with every sink. One that fails is left out from then on and the others told: output never ends a run.
+
+        step: where in the run this is; None at its end, when sinks may be closed already.
+        """
+        for sink in [*self.sinks]:
+            try:
+                do(sink)
+            except Exception as error:
+                self.sinks.remove(sink)
+                self.board = None if sink is self.board else self.board
+                lost = f"{type(sink).__name__} failed, the run goes on without it: {type(error).__name__}: {error}"
+                if step is None or not self.sinks:
+                    print(lost, file=sys.stderr)
+                else:
+                    self.note(step, lost)
+
+
+def places(run_folder: Path, *, board: bool) -> list[str]:
+    """Return what a run left to look at, and what opens it, a line each; paths from the current directory."""
+    here = from_here(run_folder)
+    lines = [f"TensorBoard      tensorboard --logdir {shlex.quote(str(here))}"] if board else []
+    for what, pattern, opened in (
+        ("trace", TRACES, "https://ui.perfetto.dev"),
+        ("memory snapshot", SNAPSHOTS, "https://pytorch.org/memory_viz"),
+    ):
+        if next(run_folder.glob(pattern), None) is not None:
+            lines.append(f"{what:<15}  {here / pattern}: open one at {opened}")
+    return lines

@@ -1,0 +1,298 @@
+"""From the table to places: which states of which parameters leave the device, into which slot, at which offset.
+
+    host slot         holds                                                there
+    param <unit>      working copies, frozen ones too                      if their tier is host; but see below
+    grad <unit>       gradients, laid out as FSDP2's reduced buffer        if that tier is host, or updated here
+    master <unit>     fp32 masters or 16-bit remainders                    if their tier is host
+    moments <unit>    both moments                                         if their tier is host
+    work <unit>       new working copies on their way to the device        if updated here, but for fp32
+                      (or to the param slot)
+    landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
+    stage 0, 1        device moments while they are updated here           if only the master's tier is host
+    undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
+    <kind> turn k     the same for units that take turns                   if the kind's tier is disk; and work of
+                                                                           masters there
+    passing turn k    device gradients on their way to an update           if only the master's tier is disk
+    disk slot
+    disk <kind> <unit>   what comes to the unit's turn slot; for param,    if the kind's tier is disk
+                         what its new working copies go to
+    spare <kind> <unit>  what an early update leaves                       beside master and moments, as undo
+
+A parameter is updated where its master lives, or on the host if that is a disk; its moments and its gradient travel
+there if they live elsewhere. One that lives on the host is updated in place, and in fp32 is its own master, unless its
+new values must wait (`waiting`).
+
+A turn slot is as large as the largest unit that uses it, and units take turns in order. But an output head takes the
+turns of the embedding, which is as large: of two turns of that size all other units would use a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dzero.offload.memory_pool import aligned
+from dzero.offload.schedule import Slot
+from dzero.zero.layout import Layout
+from dzero.zero.tiers import names_off_device
+from dzero.zero.unit_shapes import ParamShape, UnitShape
+
+GRAIN_BYTES = 64
+BLOCK_ELEMS = 256
+TURNS = 2
+DISK_TURNS = 3
+"""One unit comes, one is worked on, one goes."""
+UPDATED = ("master", "moments")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`elems` elements of `dtype` in a host slot, from `start_bytes` on."""
+
+    slot: str
+    start_bytes: int
+    dtype: torch.dtype
+    elems: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A turn slot on the host, and the disk slot that has the same bytes of one unit."""
+
+    host: str
+    disk: str
+
+
+class Places:
+    """Of every parameter's states: which are off the device, and where. Pure: no memory is taken.
+
+    moments: whether they need a place; else whoever updates keeps them. early: units that may be updated before the
+    step is decided.
+    """
+
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
+        self.layout, self.units, self._moments = layout, units, moments
+        self._off_device = names_off_device(layout.tiers, units)
+        self.at: dict[tuple[str, str], Place] = {}
+        self._used: dict[tuple[str, str], int] = {}
+        self._pieces: dict[tuple[str, str], str] = {}
+        self._makes_param: dict[str, str] = {}
+        for unit, index in zip(units, _numbers(units), strict=True):
+            shard = layout.of_unit(unit).shard
+            for param in unit.params:
+                self._place(unit.name, index, param, shard)
+        self.early = self._place_undo()
+
+    def on_host(self, kind: str, name: str) -> bool:
+        """Whether a parameter's "param", "grad", "master" or "moments" do not lie on the device between their uses."""
+        return name in self._off_device[kind]
+
+    def on_disk(self, kind: str, name: str) -> bool:
+        """Whether they lie on disk then."""
+        return self.on_host(kind, name) and self.layout.tiers[kind][0] == "disk"
+
+    def updated_on_host(self, name: str) -> bool:
+        """Whether the parameter's update runs on the host."""
+        return self.on_host("master", name)
+
+    def travels(self, kind: str, name: str) -> bool:
+        """Whether a parameter's "grad" or "moments" live elsewhere than where it is updated."""
+        return self.on_host(kind, name) != self.updated_on_host(name)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an update may run while backward still needs the weights it replaces."""
+        return self.layout.offload.mode in ("backward", "delayed")
+
+    @property
+    def own(self) -> bool:
+        """Whether parameters are their own masters."""
+        return self.layout.param.dtype == torch.float32
+
+    def published(self, name: str) -> bool:
+        """Whether a parameter's new values are copied to its place in host memory, once nobody needs the old ones."""
+        here = self.on_host("param", name) and not self.on_disk("param", name) and self.updated_on_host(name)
+        return here and (self.waiting or (self.own and self.on_disk("master", name)))
+
+    @property
+    def accumulates_on_host(self) -> bool:
+        """Whether several reduced gradients of a step meet in host memory: copies must first meet on the device."""
+        layout = self.layout
+        several = layout.microbatches > 1 and layout.grad.sharded and layout.replicate == 1
+        return several and bool(self._off_device["grad"])
+
+    def overwritten(self, unit: str) -> list[str]:
+        """The host slots that stay a unit's own and hold what an update changes, but for a working copy made anew."""
+        kinds = {*UPDATED} | ({"work"} if self.layout.remainder else set())
+        return [slot for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds and not _takes_turns(slot)]
+
+    def slots_of(self, unit: str) -> list[str]:
+        """The host slots that hold something of a unit."""
+        return [slot for of, slot in self._used if of == unit]
+
+    def pairs(self, what: str, unit: str) -> list[Pair]:
+        """What comes from disk, or goes there, together.
+
+        states   master and moments, and with a remainder the working copy that they belong to (which does not go back)
+        grad     gradients
+        param    working copies for the device
+        work     new working copies; they go only
+        """
+        if what == "work":
+            piece = f"disk param {unit}"
+            return [Pair(self._makes_param[unit], piece)] if unit in self._makes_param else []
+        kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", "frozen")}[what]
+        found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
+        return [Pair(slot, piece) for slot, piece in found if piece is not None]
+
+    def going(self, what: str, unit: str) -> list[Pair]:
+        """Those of `pairs` that go back to disk: of states not a working copy that a remainder belongs to."""
+        return [pair for pair in self.pairs(what, unit) if what != "states" or pair.disk.split(" ")[1] in UPDATED]
+
+    def makes_all(self, unit: str, names: Collection[str]) -> bool:
+        """Whether an update of `names` makes all working copies that a unit has on disk, but for frozen ones."""
+        if unit not in self._makes_param:
+            return True
+        (shape,) = (each for each in self.units if each.name == unit)
+        return all(p.name in names for p in shape.params if p.trainable and self.on_disk("param", p.name))
+
+    def piece_bytes(self) -> dict[str, int]:
+        """Size of every disk slot, spare ones included."""
+        sizes = {piece: self._used[of] for of, piece in self._pieces.items()}
+        spares = [pair.disk for unit in self.early for pair in self.going("states", unit)]
+        return sizes | {spare_of(piece): sizes[piece] for piece in spares}
+
+    def slots(self) -> tuple[Slot, ...]:
+        """Every slot, on the host as large as the largest unit that uses it."""
+        sizes: dict[str, int] = {}
+        for (_, slot), used in self._used.items():
+            sizes[slot] = max(sizes.get(slot, 0), used)
+        on_disk = (Slot(name, size, "disk") for name, size in self.piece_bytes().items())
+        return (*(Slot(name, size) for name, size in sizes.items()), *on_disk)
+
+    def _place_undo(self) -> frozenset[str]:
+        """Undo and spare slots in the order of backward, as long as the budget lasts."""
+        left = self.layout.offload.undo_bytes if self.layout.offload.mode == "backward" else 0
+        early = set()
+        for unit in reversed(self.units):
+            trained = [param.name for param in unit.params if param.trainable]
+            here = all(self._moments and self.on_host(kind, name) for name in trained for kind in ("grad", *UPDATED))
+            on_host = sum(aligned(self._used[unit.name, slot]) for slot in self.overwritten(unit.name))
+            going = self.going("states", unit.name)
+            size = on_host + sum(aligned(self._used[unit.name, pair.host]) for pair in going)
+            if here and 0 < size <= left:
+                early.add(unit.name)
+                left -= size
+                if on_host:
+                    self._used[unit.name, f"undo {unit.name}"] = on_host
+        return frozenset(early)
+
+    def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
+        name, own_slot = param.name, self._slot
+        elems = param.shard_elems(shard, self.layout.shares if param.trainable else 1)
+        param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
+        if not param.trainable:
+            if self.on_disk("param", name):
+                self._add(unit, name, "param", f"frozen {param_turn}", self.layout.param.dtype, elems)
+                self._pieces[unit, f"frozen {param_turn}"] = f"disk frozen {unit}"
+            elif self.on_host("param", name):
+                self._add(unit, name, "param", f"param {unit}", self.layout.param.dtype, elems)
+            return
+        here, grad = self.updated_on_host(name), self.layout.grad.dtype
+        if here or self.on_host("grad", name):
+            passing = self.on_disk("master", name) and not self.on_host("grad", name)
+            slot = f"passing turn {index % DISK_TURNS}" if passing else own_slot("grad", unit, index, name)
+            self._add(unit, name, "grad", slot, grad, elems, packed=True)
+        if self.accumulates_on_host and self.on_host("grad", name):
+            self._add(unit, name, "landing", f"landing {index % TURNS}", grad, elems, packed=True)
+        if here:
+            self._place_values(unit, name, elems, index, param_turn)
+        if self._moments and (here or self.on_host("moments", name)):
+            moments_here = self.on_host("moments", name)
+            slot = own_slot("moments", unit, index, name) if moments_here else f"stage {index % TURNS}"
+            for key, dtype, count in moment_fields(self.layout, elems):
+                self._add(unit, name, key, slot, dtype, count)
+
+    def _slot(self, kind: str, unit: str, index: int, name: str) -> str:
+        """Where a kind that is off the device comes to lie in host memory."""
+        if not self.on_disk(kind, name):
+            return f"{kind} {unit}"
+        slot = f"{kind} turn {index % DISK_TURNS}"
+        self._pieces[unit, slot] = f"disk {kind} {unit}"
+        return slot
+
+    def _place_values(self, unit: str, name: str, elems: int, index: int, param_turn: str) -> None:
+        """Master and working copy of a parameter that is updated here."""
+        param, master, at = self.layout.param.dtype, self.layout.master.dtype, self.at
+        key = "master" if master == torch.float32 else "remainder"
+        self._add(unit, name, key, self._slot("master", unit, index, name), master, elems)
+        in_host_memory = self.on_host("param", name) and not self.on_disk("param", name)
+        if in_host_memory and self.own and not self.published(name):
+            at[name, "param"] = at[name, "master"]
+        elif in_host_memory:
+            self._add(unit, name, "param", f"param {unit}", param, elems)
+        if not self.own and in_host_memory and not self.waiting:
+            at[name, "work"] = at[name, "param"]
+        elif not self.own:
+            self._add(unit, name, "work", self._work_slot(unit, index, name), param, elems)
+        if self.on_disk("param", name):
+            self._pair_with_work(unit, name, f"param {param_turn}")
+
+    def _work_slot(self, unit: str, index: int, name: str) -> str:
+        """A turn, if new working copies leave at once, and nobody updates them in place."""
+        on_disk = self.on_disk("param", name)
+        goes = self.on_disk("master", name) and not self.waiting and (not self.layout.remainder or on_disk)
+        slot = f"work turn {index % DISK_TURNS}" if goes else f"work {unit}"
+        if goes and self.layout.remainder:
+            self._pieces[unit, slot] = f"disk param {unit}"
+        return slot
+
+    def _pair_with_work(self, unit: str, name: str, slot: str) -> None:
+        """What is made in one slot is read into another, laid out alike; a master that is the parameter is both."""
+        made = self.at[name, "master" if self.own else "work"]
+        self.at[name, "param"] = replace(made, slot=slot)
+        self._used[unit, slot] = self._used[unit, made.slot]
+        if self.own and self.on_disk("master", name):
+            self._pieces[unit, slot] = f"disk master {unit}"
+        else:
+            self._pieces[unit, slot] = f"disk param {unit}"
+            self._makes_param[unit] = made.slot
+
+    def _add(
+        self, unit: str, name: str, key: str, slot: str, dtype: torch.dtype, elems: int, *, packed: bool = False
+    ) -> None:
+        grain = dtype.itemsize if packed else GRAIN_BYTES
+        start = -(-self._used.get((unit, slot), 0) // grain) * grain
+        self.at[name, key] = Place(slot, start, dtype, elems)
+        self._used[unit, slot] = start + elems * dtype.itemsize
+
+
+def _numbers(units: Sequence[UnitShape]) -> Iterator[int]:
+    """Yield by which number each unit takes turns: its own, but for a head that of a unit at least as large."""
+    sizes = [sum(param.elems for param in unit.params) for unit in units]
+    for index, unit in enumerate(units):
+        is_head = unit.closes_forward and index < len(units) - 1
+        first = next((other for other in range(index) if sizes[other] >= sizes[index]), index)
+        yield first if is_head else index
+
+
+def spare_of(piece: str) -> str:
+    """The disk slot that takes turns with one that an early update changes."""
+    return piece.replace("disk", "spare", 1)
+
+
+def _takes_turns(slot: str) -> bool:
+    return slot.split(" ")[1] == "turn" and slot.count(" ") == 2
+
+
+def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype, int]]:
+    """(key, dtype, elements) of what is stored of both moments of `elems` elements."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        if layout.moments.dtype != torch.uint8:
+            yield key, layout.moments.dtype, elems
+            continue
+        blocks = max(1, -(-elems // BLOCK_ELEMS))
+        yield f"{key}_codes", torch.uint8, blocks * BLOCK_ELEMS
+        yield f"{key}_scale", torch.float32, blocks

@@ -1,0 +1,126 @@
+"""What lies on disk comes to host slots, and goes back: the LOAD and SPILL of a schedule.
+
+A turn slot on the host holds the bytes of one unit at a time. Here it is known which, in the order in which actions are
+started: what a slot still holds is not loaded again. A unit that is updated before the step is decided leaves its new
+states in spare slots on disk; they become its states when the update turns out to be the one that is due, and before
+that nothing that was there is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dzero.offload.buffer_layout import Pair, Places, spare_of
+from dzero.offload.disk import DiskStore
+from dzero.offload.executor import Swap
+from dzero.offload.schedule import Key, Kind
+
+
+class Staging:
+    """Moves units between `store` and the host slots of `swap`. Used by one thread."""
+
+    def __init__(self, places: Places, swap: Swap, store: DiskStore | None) -> None:
+        self._places, self._swap, self.store = places, swap, store
+        self._held: dict[str, str] = {}
+        self._swapped: set[str] = set()
+        self._early: dict[str, set[str]] = {}
+
+    def load(self, what: str, unit: str) -> None:
+        """Start to bring what `Places.pairs` names, but for what the slots still hold."""
+        pairs = self._places.pairs(what, unit)
+        missing = [(pair, self._piece(pair)) for pair in pairs if self._held.get(pair.host) != pair.disk]
+        if missing:
+            self._start(Kind.LOAD, what, unit, missing)
+        self.hold(what, unit)
+
+    def spill(self, what: str, unit: str, *, early: bool = False) -> None:
+        """Start to take back what a unit's slots hold. early: to the spare slots, until `keep` or `drop`."""
+        pairs = self._places.going(what, unit)
+        if not pairs:
+            return
+        if early:
+            self._early[unit] = {pair.disk for pair in pairs}
+        self._start(Kind.SPILL, what, unit, [(pair, self._piece(pair, other=early)) for pair in pairs])
+        for pair in pairs:
+            self._forget({slot for slot, disk in self._held.items() if disk == pair.disk and slot != pair.host})
+
+    def keep(self, unit: str) -> None:
+        """What was spilled early is what the unit has on disk from now on."""
+        self._swapped ^= self._early.pop(unit, set())
+
+    def drop(self, unit: str) -> None:
+        """What was spilled early never was."""
+        early = self._early.pop(unit, set())
+        self._forget({slot for slot, disk in self._held.items() if disk in early})
+
+    def hold(self, what: str, unit: str) -> None:
+        """The unit's slots have what belongs there, or will when what was started has ended."""
+        self._held.update({pair.host: pair.disk for pair in self._places.pairs(what, unit)})
+
+    def visit(self, what: str, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> Any:
+        """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them.
+
+        Raises RuntimeError between backward and step, where the states are those of an early update.
+        """
+        if what == "states" and unit in self._early:
+            raise RuntimeError(
+                f"the states of {unit} were updated ahead of the step's decision (offload.overlap=backward): call "
+                "optim.synchronize() before you read or write them between backward and step"
+            )
+        self.hold(what, unit) if fresh else self.load(what, unit)
+        found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
+        visited = self._swap.compute(Key(Kind.COMPUTE, f"visit {what}", unit), partial(_append, found, work))
+        if changes:
+            self.spill(what, unit)
+        visited.result()
+        return found[0]
+
+    def _piece(self, pair: Pair, *, other: bool = False) -> str:
+        return spare_of(pair.disk) if (pair.disk in self._swapped) != other else pair.disk
+
+    def _forget(self, slots: set[str]) -> None:
+        self._held = {slot: disk for slot, disk in self._held.items() if slot not in slots}
+
+    def _start(self, kind: Kind, what: str, unit: str, moves: Sequence[tuple[Pair, str]]) -> None:
+        assert self.store is not None, "nothing is on disk"
+        sizes = self.store.sizes
+        buffers = {piece: self._swap.leases[pair.host].view(torch.uint8, sizes[piece]) for pair, piece in moves}
+        transfer = self.store.read if kind is Kind.LOAD else self.store.write
+        self._swap.compute(
+            Key(kind, what, unit), partial(_all, transfer, buffers), sum(sizes[piece] for piece in buffers)
+        )
+
+
+@dataclass
+class OnDisk:
+    """The home (zero/offloaded_param.py) of one tensor in a unit's slots: `view` of it there, flat."""
+
+    staging: Staging
+    what: str
+    unit: str
+    view: torch.Tensor
+
+    def get(self) -> torch.Tensor:
+        """A copy, once what was started has ended."""
+        copy: torch.Tensor = self.staging.visit(self.what, self.unit, self.view.clone, changes=False)
+        return copy
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Goes to disk with the rest of its slot."""
+        self.staging.visit(self.what, self.unit, partial(self.view.copy_, flat))
+
+
+def _append(found: list[Any], work: Callable[[], Any]) -> None:
+    with torch.no_grad():
+        found.append(work())
+
+
+def _all(transfer: Callable[[str, torch.Tensor], Future[None]], buffers: dict[str, torch.Tensor]) -> None:
+    for done in [transfer(piece, buffer) for piece, buffer in buffers.items()]:
+        done.result()

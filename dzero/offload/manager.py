@@ -1,0 +1,305 @@
+"""The doors between a sharded model and its offloaded states: everybody else asks here, and knows no tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dzero.comm.collectives import GatherScalars
+from dzero.comm.ledger import Ledger
+from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, host_available_bytes
+from dzero.mesh import AXES, local_rank, local_ranks
+from dzero.offload.activation_pool import WaitingRoom
+from dzero.offload.activations import Activations
+from dzero.offload.buffer_layout import DISK_TURNS, Places
+from dzero.offload.build_schedule import schedule_of, update_order
+from dzero.offload.disk import DiskStore
+from dzero.offload.disk_speed import weighed
+from dzero.offload.disk_staging import OnDisk, Staging
+from dzero.offload.executor import LaneUse, Move, Swap
+from dzero.offload.memory_pool import Arena, require
+from dzero.offload.param_prefetch import Incoming
+from dzero.offload.param_writeback import Outgoing, Work
+from dzero.offload.schedule import Key, Kind
+from dzero.offload.undo import Undo
+from dzero.parallel.blocks import find_blocks
+from dzero.zero.offload_config import OffloadConfig
+from dzero.zero.offloaded_param import HostMemory, InMemory
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import as_module
+
+Named = dict[str, torch.Tensor]
+
+WAITING = {
+    "step": "the step waits for all updates",
+    "forward": "each unit waits for its own update when it is next gathered (the same bits, and no memory to undo)",
+    "backward": "as forward, and updates start before the step is decided",
+    "delayed": "weights are one step old, updates have a whole step's time",
+}
+
+
+class Offload:
+    """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
+
+    Empty, without threads or memory, where the table has every state on the device. `cores`: this rank's share of the
+    machine's, beside a GPU; its host memory lies next to them. Raises MemoryError or DiskError where a tier is too
+    small.
+    """
+
+    def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
+        layout, config = sharded.layout, sharded.layout.offload
+        self.places = Places(layout, sharded.shapes, moments=moments)
+        self.schedule = schedule_of(self.places)
+        device = torch.device(sharded.mesh.device_type)
+        if self.schedule.host_bytes:
+            available = host_available_bytes()
+            for axis in AXES:  # everybody has looked before anybody takes
+                GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
+            require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
+        beside_gpu = device.type == "cuda"
+        self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
+        self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
+        self.swap = Swap(self.schedule, self.arena, device)
+        self.staging = Staging(self.places, self.swap, _store(config, self.places.piece_bytes()))
+        self.undo = Undo(self.places, self.swap, self.staging)
+        self._outgoing = Outgoing(sharded, self.places, self.swap, self.staging)
+        self._sharded, self._mode = sharded, config.mode
+        self._kept: set[str] = set()
+        self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
+        self.activations: Activations | None = None
+        if config.activations != "device":
+            store = self.staging.store if config.activations == "disk" else None
+            ahead = config.prefetch_units
+            room = WaitingRoom(self.swap, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
+            self.activations = Activations(room, device.type)
+            self.activations.attach(_blocks_of(sharded))
+
+    def take_params(self) -> None:
+        """Move parameters that live off the device to their places; from now on they are brought ahead of use."""
+        self._outgoing.incoming = Incoming(self._sharded, self.places, self.swap, self.staging)
+
+    def settle(self) -> None:
+        """All states are in their places: the rest of the host memory is taken now."""
+        self.arena.settle()
+
+    def introduce(self) -> list[str]:
+        """For the log: what lives where, and how its work overlaps. Nothing without offload."""
+        lines = []
+        if self.schedule.slots:
+            memory = "page-locked" if self.arena.pinned else "pageable"
+            lines.append(
+                f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
+                f"overlap={self._mode}: {WAITING[self._mode]}"
+            )
+        if (store := self.staging.store) is not None:
+            states = self.schedule.disk_bytes
+            what = f"{format_bytes(states)} per rank" if states else "scratch space"
+            lines.append(f"offload: {what} on {store.describe()}")
+        if self.activations is not None:
+            tier = self._sharded.layout.offload.activations
+            room = "host memory is" if tier == "host" else "host memory and scratch space are"
+            lines.append(
+                f"offload: what blocks keep of their inputs for backward leaves the device, to {tier}; its {room} "
+                "taken in the first forward"
+            )
+        return lines
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use: the states', and the activations' so far."""
+        return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.room.host_bytes)
+
+    def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
+        """The flat host tensor of a parameter's state: its first `elems`, or all with the padding.
+
+        Of what is on disk, where it comes to lie.
+        """
+        return self.swap.view(self.places.at[name, key], elems)
+
+    def on_disk(self, name: str, view: torch.Tensor) -> HostMemory:
+        """A parameter's state that is on disk, by its view on the host."""
+        home = OnDisk(self.staging, "states", self._unit_of[name], view)
+        return HostMemory(name, home, view.dtype, view.numel(), view.device)
+
+    def unit_of(self, name: str) -> str:
+        """Return the name of a parameter's unit."""
+        return self._unit_of[name]
+
+    def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> None:
+        """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
+        if self.places.pairs("states", unit):
+            self.staging.visit("states", unit, work, fresh=fresh, changes=changes)
+            self._kept.add(unit)
+            give_back_freed_memory()
+        else:
+            work()
+
+    def slot(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """The slot of a parameter's state from its start, as long and of the dtype as the flat `like`."""
+        lease = self.swap.leases[self.places.at[name, key].slot]
+        return lease.view(like.dtype, like.numel())
+
+    def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start copies to the host: "landing" of a unit, or "grad" and "moments" for an update there."""
+        self.swap.move(Key(Kind.EVICT, what, unit), moves)
+
+    def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start copies of a unit's "moments" back to the device."""
+        self.swap.move(Key(Kind.FETCH, what, unit), moves)
+
+    def keep_grads(self, unit: str, moves: Sequence[Move], *, more: bool) -> None:
+        """Start moving gradients of a unit to where they wait for its update. more: beside others there."""
+        if more:
+            self.staging.load("grad", unit)
+        self.swap.move(Key(Kind.EVICT, "grad", unit), moves)
+        self.staging.hold("grad", unit)
+        self.staging.spill("grad", unit)
+
+    def accumulate(self, unit: str, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
+        """Start adding to them on the host."""
+        self.staging.load("grad", unit)
+        added = self.swap.compute(Key(Kind.COMPUTE, "accumulate", unit), work)
+        self.staging.spill("grad", unit)
+        return added
+
+    def read_grads(self, unit: str, grads: Named) -> Named:
+        """A unit's gradients that live off the device, once they have arrived; copies of those on disk."""
+        if self.places.pairs("grad", unit):
+            copies: Named = self.staging.visit("grad", unit, partial(_copies, grads), changes=False)
+            return copies
+        self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
+        return grads
+
+    def change_grads(self, unit: str, moves: Sequence[Move]) -> None:
+        """Give gradients of a unit that are on disk other values, from copies of them."""
+        self.staging.visit("grad", unit, partial(_overwrite, moves))
+
+    def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+        """Start moving a unit's "grad" or "moments" to the device, for an update there."""
+        self.staging.load("grad" if what == "grad" else "states", unit)
+        self.swap.move(Key(Kind.FETCH, what, unit), moves)
+
+    def follow_brought(self, unit: str) -> None:
+        """Let the current stream wait until they are there."""
+        self.swap.follow(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
+
+    def put_back(self, unit: str, moves: Sequence[Move]) -> None:
+        """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""
+        self.staging.load("states", unit)
+        self.swap.move(Key(Kind.EVICT, "moments", unit), moves)
+        self.staging.spill("states", unit)
+
+    def update(self, unit: str, work: Callable[[], None]) -> None:
+        """Start a unit's update on the host; nobody reads its parameters before it has ended."""
+        self._outgoing.await_update(unit)
+        self.staging.load("grad", unit)
+        self.staging.load("states", unit)
+        self.swap.compute(Key(Kind.COMPUTE, "update", unit), work)
+        self.staging.spill("states", unit)
+
+    def send(self, unit: str, work: Sequence[Work]) -> None:
+        """Send new working copies to where forward finds them; with overlap=delayed at the end of the next step."""
+        self._outgoing.send(unit, work)
+
+    def begin_updates(self, updates: int) -> None:
+        """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""
+        self._outgoing.begin(updates)
+
+    def release(self) -> None:
+        """With overlap=delayed: send the working copies that were held back."""
+        self._outgoing.release()
+
+    def end_step(self) -> None:
+        """The step's updates have been started: without overlap, wait for them. What comes next is on its way then."""
+        if self._mode == "step":
+            self.synchronize()
+        if self._outgoing.incoming is not None:
+            self._outgoing.incoming.prepare()
+        if self._mode != "backward":
+            self._load_ahead()
+
+    def _load_ahead(self) -> None:
+        """States of the units that the next step updates first, as many as have host slots of their own."""
+        taken: set[str] = set()
+        kept = [unit.name for unit in update_order(self.places.units) if unit.name in self._kept]
+        for unit in kept[:DISK_TURNS]:
+            slots = {pair.host for pair in self.places.pairs("states", unit)}
+            if slots & taken:  # it would overwrite one before that was not used yet
+                return
+            taken |= slots
+            self.staging.load("states", unit)
+
+    def take_use(self) -> dict[str, LaneUse]:
+        """The use of each lane since the last call."""
+        return self.swap.take_use()
+
+    def held_back(self, unit: str) -> bool:
+        """Whether, with overlap=delayed, a unit's new working copy waits for the next step."""
+        return self._outgoing.held_back(unit)
+
+    def hold_back(self, unit: str, work: Sequence[Work]) -> None:
+        """Let it wait, as in the run that saved it."""
+        self._outgoing.hold_back(unit, work)
+
+    def await_updates(self) -> None:
+        """Return when everything that was started has ended; what is held back stays so. Raises OffloadError."""
+        self.swap.drain()
+
+    def come_to_rest(self) -> None:
+        """Return when no work is under way for an optimizer that is gone, and early updates are undone.
+
+        Raises OffloadError for what failed.
+        """
+        self.undo.take_all_back()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Return when everything that was started has ended, and every working copy is where it lives.
+
+        Raises OffloadError for what failed.
+        """
+        self._outgoing.release()
+        self.swap.drain()
+        if self._outgoing.incoming is not None:
+            self._outgoing.incoming.forget_all()
+
+
+def _copies(tensors: Named) -> Named:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _overwrite(moves: Sequence[Move]) -> None:
+    for there, value in moves:
+        there.copy_(value)
+
+
+def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
+    used = bool(sizes) or config.activations == "disk"
+    return DiskStore(weighed(config.disk), sizes, rank=dist.get_rank()) if used else None
+
+
+def _moving_in_bytes(sharded: Sharded) -> int:
+    """Host memory of what will move into the arena, and is freed there piece by piece."""
+    homes = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
+    homes += [origin for unit in sharded.units for origin in unit.origin.values()]
+    flats = [home.flat for home in homes if isinstance(home, InMemory)]
+    return sum(flat.nbytes for flat in flats if flat.device.type == "cpu")
+
+
+def _blocks_of(sharded: Sharded) -> list[nn.Module]:
+    """Where checkpoints are put: the model's blocks; in a model that has none, the units below the root."""
+    blocks = [block for _, block in find_blocks(sharded.model)]
+    blocks = blocks or [as_module(module) for unit in sharded.units[:-1] for module in unit.modules]
+    if not blocks:
+        raise ValueError(
+            f"offload.activations={sharded.layout.offload.activations} has no effect: {type(sharded.model).__name__} "
+            "has no blocks (elements of an nn.ModuleList or nn.Sequential) and no units; take "
+            "offload.activations=device"
+        )
+    return blocks

@@ -1,0 +1,119 @@
+"""Brings parameters that live off the device there, a unit ahead of its use (ZeRO-Infinity, section 6.2).
+
+FSDP2 asks a unit for its shards when it gathers it: in forward, and in the other order in backward. Which unit comes
+after which two is learned as it happens, so the next one's copy starts when a unit is handed over. A wrong guess
+costs one copy. Units on disk are loaded into host memory further ahead, along the same chain of guesses. A copy of
+values that then changed is dropped, and at that point of the step nothing is copied ahead again: the next step's first
+unit is copied once its update has been started.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+
+import torch
+
+from dzero import streams
+from dzero.offload.buffer_layout import Places
+from dzero.offload.disk_staging import OnDisk, Staging
+from dzero.offload.executor import Swap, copy_all
+from dzero.offload.schedule import Key, Kind
+from dzero.zero.offloaded_param import InMemory
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
+
+Point = tuple[str | None, str | None, bool]
+"""The last two units, and whether the last microbatch runs."""
+
+
+class Incoming:
+    """The `Carrier` of units with parameters off the device; moves those parameters to their places first.
+
+    Device memory: the shards of the unit that is handed over, and of the one that comes next. Host memory, of units on
+    disk: that next one, and as many behind it as are loaded ahead.
+    """
+
+    def __init__(self, sharded: Sharded, places: Places, swap: Swap, staging: Staging) -> None:
+        self._sharded, self._places, self._swap, self._staging = sharded, places, swap, staging
+        self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
+        self._next: dict[Point, str] = {}
+        self._in_vain: set[Point] = set()
+        self._point: Point = (None, None, True)
+        self._ahead: dict[str, dict[str, torch.Tensor]] = {}
+        for unit in self._units.values():
+            unit.settle()
+            self._take(unit)
+            unit.carrier = weakref.ref(self)
+
+    def _take(self, unit: Unit) -> None:
+        name = unit.shape.name
+        views = {each: self._view(each) for each in unit.hosted}
+        if not self._places.pairs("param", name):
+            for each, memory in unit.hosted.items():
+                memory.move_to(InMemory(views[each]))
+            return
+        values = [(views[each], memory.flat) for each, memory in unit.hosted.items()]
+        self._staging.visit("param", name, partial(copy_all, values), fresh=True)
+        for each, memory in unit.hosted.items():
+            memory.home = OnDisk(self._staging, "param", name, views[each])
+
+    def _view(self, name: str) -> torch.Tensor:
+        return self._swap.view(self._places.at[name, "param"])
+
+    def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
+        """As `Carrier.bring`; for the stream that is current now."""
+        name = unit.shape.name
+        unit.arrive()
+        self._start(name)
+        brought = self._ahead.pop(name)
+        self._ahead.clear()  # wrong guesses
+        self._swap.follow(Key(Kind.FETCH, "param", name))
+        for tensor in brought.values():
+            streams.record_stream(tensor)  # allocated while another stream may have been current
+        self._next[self._point] = name
+        self._point = self._point[1], name, self._sharded.is_last
+        if self._point not in self._in_vain:
+            self.prepare()
+        return brought
+
+    def prepare(self) -> None:
+        """Start the copy of the unit that came next, the last time, and load those behind it."""
+        if (coming := self._next.get(self._point)) is None:
+            return
+        self._start(coming)
+        point = self._point
+        passes = 2 * len(self._units)  # forward and backward; the guesses go round in a circle beyond
+        for _ in range(min(self._places.layout.offload.prefetch_units, passes)):
+            point = point[1], coming, point[2]
+            if (behind := self._next.get(point)) is None or point in self._in_vain:
+                return
+            coming = behind
+            self._staging.load("param", coming)
+
+    def _start(self, name: str) -> None:
+        if name in self._ahead:
+            return
+        held = self._units[name].hosted
+        self._staging.load("param", name)
+        with torch.inference_mode(False):  # the lane, and later callers, may be outside of it
+            self._ahead[name] = {
+                each: torch.empty(memory.elems, dtype=memory.dtype, device=memory.device)
+                for each, memory in held.items()
+            }
+        moves = [(there, self._view(each)) for each, there in self._ahead[name].items()]
+        self._swap.move(Key(Kind.FETCH, "param", name), moves)
+
+    def outdate(self, unit: str) -> None:
+        """The step changes a unit: what was copied of it was copied too early, here and in every step."""
+        if unit in self._ahead:
+            self._in_vain.add(self._point)
+        self.forget(unit)
+
+    def forget(self, unit: str) -> None:
+        """As `Carrier.forget`."""
+        self._ahead.pop(unit, None)
+
+    def forget_all(self) -> None:
+        """Drop what was copied ahead."""
+        self._ahead.clear()

@@ -1,0 +1,187 @@
+"""CPU kernels of the update: one pass over memory, plain IEEE arithmetic, the same bits wherever a shard is cut.
+
+    kernel        reads                            writes                     used for
+    adamw         grad, param, master, m, v        param, master, m, v        the update (maths: adamw_math.py)
+    sum_squares   grad                             one fp64                   the norm and the finite check
+    accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
+
+One call works on many tensors, which it finds by their addresses: a call from Python costs as much as a thousand
+elements. Tests compare every kernel with the torch operations of `adamw_math.py`. The update runs on slices of
+`CHUNK_ELEMS` in a thread pool that the optimizer owns. Tensors without memory stay as they are, and their squares sum
+to 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numba
+import numpy as np
+import torch
+from numba import carray
+
+from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer
+
+CHUNK_ELEMS = 1 << 20
+
+
+@numba.njit(inline="always")
+def _mix(x):  # type: ignore[no-untyped-def]
+    """Mix 32 bits well (the finaliser of MurmurHash3); `rules.mix` is the same."""
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+    x = np.uint32((x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@cache
+def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False) -> Callable[..., None]:
+    """Compile AdamW for one row of dtypes. `master`: `param` (fp32 param is it), `fp32`, or `remainder` (bf16 param).
+
+    follows: an element of the working copy that is not its fp32 master rounded was edited, and is the master then.
+
+    The kernel takes the tables of update_table.py, the range of chunks to update, how long they are, and of this step
+    int64 [params] addresses of gradients, seeds and rows of coefficients, and these, fp32 [rows, 9] (see
+    `rules.Coefficients`). Working copies are bf16, or the fp32 master itself (fp16 ones are made by torch).
+    """
+    grad_type, grad_bytes = (np.uint16, 2) if grad_bf16 else (np.float32, 4)
+    moment_type, moment_bytes = (np.uint16, 2) if moments_bf16 else (np.float32, 4)
+
+    def kernel(states, chunks, begin, end, chunk_elems, grads, seeds, rows, coefficients):  # type: ignore[no-untyped-def]
+        for chunk in range(begin, end):
+            param, start = chunks[chunk, 0], np.int64(chunks[chunk, 1]) * chunk_elems
+            row = states[param]
+            size = min(chunk_elems, row[5] - start)
+            grad = carray(pointer(grads[param] + start * grad_bytes), size, grad_type)
+            work = carray(pointer(row[0] + start * 2), size, np.uint16)
+            state = carray(pointer(row[1] + start * 4), size, np.float32)
+            remainder = carray(pointer(row[2] + start * 2), size, np.int16)
+            m = carray(pointer(row[3] + start * moment_bytes), size, moment_type)
+            v = carray(pointer(row[4] + start * moment_bytes), size, moment_type)
+            first, seed = row[6] + start, np.uint32(seeds[param])
+            scale, b1, c1, b2, c2, root, eps, decay, rate = coefficients[rows[param]]
+            for i in range(size):
+                g = (from_bf16(grad[i]) if grad_bf16 else grad[i]) * scale
+                m_old = from_bf16(m[i]) if moments_bf16 else m[i]
+                v_old = from_bf16(v[i]) if moments_bf16 else v[i]
+                m_new = m_old * b1 + g * c1
+                v_new = v_old * b2 + (g * g) * c2
+                if master == "remainder":
+                    bits = np.uint32(np.uint32(work[i]) << np.uint32(16)) + np.uint32(np.int32(remainder[i]))
+                    old = np.uint32(bits).view(np.float32)
+                else:
+                    old = state[i]
+                    if follows:
+                        rounded = np.uint16((np.float32(old).view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16))
+                        old = old if rounded == work[i] else from_bf16(work[i])
+                new = old * decay - (m_new / (np.sqrt(v_new) * root + eps)) * rate
+                if moments_bf16:
+                    noise = _mix(np.uint32(np.uint32(first + i) ^ seed))
+                    m[i] = np.uint16((np.float32(m_new).view(np.uint32) + (noise & np.uint32(0xFFFF))) >> np.uint32(16))
+                    v[i] = np.uint16((np.float32(v_new).view(np.uint32) + (noise >> np.uint32(16))) >> np.uint32(16))
+                else:
+                    m[i] = m_new
+                    v[i] = v_new
+                if master != "remainder":
+                    state[i] = new
+                if master != "param":
+                    bits = np.float32(new).view(np.uint32)
+                    work[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+                    if master == "remainder":
+                        remainder[i] = np.int16(bits & np.uint32(0xFFFF))
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+LANES = 256
+
+
+@cache
+def _sum_squares_kernel(*, bf16: bool) -> Callable[[Array, Array, Array], None]:
+    """Sums of squares in fp64: LANES running sums (element i goes to lane i mod LANES), then the lanes in order, for
+    each chunk; then the chunks in order."""
+    dtype = np.uint16 if bf16 else np.float32
+
+    def kernel(addresses, sizes, sums):  # type: ignore[no-untyped-def]
+        lanes = np.zeros(LANES)
+        for each in range(sizes.size):
+            whole = carray(pointer(addresses[each]), sizes[each], dtype)
+            squares = 0.0
+            for begin in range(0, whole.size, CHUNK_ELEMS):
+                x = whole[begin : begin + CHUNK_ELEMS]
+                lanes[:] = 0.0
+                for start in range(0, x.size, LANES):
+                    block = x[start : start + LANES]
+                    for i in range(block.size):
+                        value = np.float64(from_bf16(block[i]) if bf16 else block[i])
+                        lanes[i] += value * value
+                total = 0.0
+                for lane in lanes:
+                    total += lane
+                squares += total
+            sums[each] = squares
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+@cache
+def _accumulate_kernel() -> Callable[[Array, Array, Array, Array], None]:
+    """acc += grad (both fp32), and the new acc's sum of squares as above."""
+
+    def kernel(accs, grads, sizes, sums):  # type: ignore[no-untyped-def]
+        lanes = np.zeros(LANES)
+        for each in range(sizes.size):
+            acc = carray(pointer(accs[each]), sizes[each], np.float32)
+            grad = carray(pointer(grads[each]), sizes[each], np.float32)
+            squares = 0.0
+            for begin in range(0, acc.size, CHUNK_ELEMS):
+                old, more = acc[begin : begin + CHUNK_ELEMS], grad[begin : begin + CHUNK_ELEMS]
+                lanes[:] = 0.0
+                for start in range(0, old.size, LANES):
+                    a, g = old[start : start + LANES], more[start : start + LANES]
+                    for i in range(a.size):
+                        value = a[i] + g[i]
+                        a[i] = value
+                        wide = np.float64(value)
+                        lanes[i] += wide * wide
+                total = 0.0
+                for lane in lanes:
+                    total += lane
+                squares += total
+            sums[each] = squares
+
+    return numba.njit(kernel, **JIT)  # type: ignore[no-any-return]
+
+
+def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return each one's sum of squares, fp64 [len(grads)]; its order depends on the length alone.
+
+    grads: contiguous CPU tensors of one dtype: fp32, bf16 or fp16.
+    """
+    sums = torch.zeros(len(grads), dtype=torch.float64)
+    if grads and has_memory(grads[0]):
+        wide = [grad.float() for grad in grads] if grads[0].dtype == torch.float16 else grads
+        _sum_squares_kernel(bf16=grads[0].dtype == torch.bfloat16)(_addresses(wide), _sizes(wide), sums.numpy())
+    return sums
+
+
+def accumulate(accs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add each of `grads` to its acc, contiguous CPU tensors of one dtype; return `sum_squares(accs)`, fp64.
+
+    Of fp32 both are done in one pass.
+    """
+    if accs and accs[0].dtype != torch.float32:
+        torch._foreach_add_([*accs], [*grads])
+        return sum_squares(accs)
+    sums = torch.zeros(len(accs), dtype=torch.float64)
+    if accs and has_memory(accs[0]):
+        _accumulate_kernel()(_addresses(accs), _addresses(grads), _sizes(accs), sums.numpy())
+    return sums
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Array:
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> Array:
+    return np.array([tensor.numel() for tensor in tensors], dtype=np.int64)

@@ -1,0 +1,296 @@
+"""AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
+
+    CPU              cpu_kernels.adamw_kernel, a call for each thread and row of dtypes    the bits of adamw_math.adamw
+    CPU, fp16        `step` on chunks, torch's operations                                   the same bits
+    CUDA             adamw_triton.adamw_kernel, a launch for each row of dtypes             the same bits
+    without memory   nothing (a simulation has no values)
+
+Tables of the states' addresses are made once (update_table.py); a step adds those of its gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import is_
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from dzero.optim import adamw_math, cpu_kernels
+from dzero.optim.cuda_kernels import CudaTable
+from dzero.optim.update_table import NoiseSeeds, States, Variant, chunks_by_variant, states_table
+from dzero.utils.numba_views import Array, has_memory
+from dzero.zero.rounding import join, split, to_working
+
+
+@dataclass
+class ParamStates:
+    """One parameter's local states, all flat [n] and contiguous.
+
+    work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
+    remainder: int16 or None. m, v: fp32 or bf16, v empty where the rule keeps one moment. first: global flat index of
+    element 0. name: keys the rounding noise. follows: `work` is what forward reads, and what was edited there since the
+    last update is the master's new value. passing: made for one update.
+    """
+
+    name: str
+    first: int
+    work: torch.Tensor
+    master: torch.Tensor | None
+    remainder: torch.Tensor | None
+    m: torch.Tensor
+    v: torch.Tensor
+    follows: bool = False
+    passing: bool = False
+
+    def slice(self, start: int, length: int) -> ParamStates:
+        """Elements [start, start + length)."""
+
+        def cut(state: torch.Tensor | None) -> torch.Tensor | None:
+            return None if state is None else state[start : start + length]
+
+        m, v, work = (state[start : start + length] for state in (self.m, self.v, self.work))
+        return ParamStates(
+            self.name, self.first + start, work, cut(self.master), cut(self.remainder), m, v, self.follows, True
+        )
+
+
+class Update(NamedTuple):
+    """One parameter's update of this step: its states, its gradient [n] and its coefficients."""
+
+    states: ParamStates
+    grad: torch.Tensor
+    coefficients: adamw_math.Coefficients
+    step: int
+
+    def chunks(self, elems: int) -> Iterator[Update]:
+        """The same update in pieces of at most `elems` elements; itself where it is one."""
+        if 0 < self.grad.numel() <= elems:
+            yield self
+            return
+        for start in range(0, self.grad.numel(), elems):
+            piece = self.grad[start : start + elems]
+            yield Update(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
+
+
+class Table(Protocol):
+    """Parameters whose states stay where they are, updated by a few calls."""
+
+    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
+        """As `CudaTable.update`."""
+
+
+KEPT_TABLES = 256
+"""Tables of other sets of parameters that stay: of a model's units, say, or of what got gradients in a step."""
+
+
+class AdamWUpdater:
+    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the tables.
+
+    cores: bind each thread to one of these.
+    """
+
+    def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
+        self._workers = Workers(threads, cores)
+        self._tables: dict[tuple[object, ...], _Kept] = {}
+
+    @torch.no_grad()
+    def run(self, updates: Sequence[Update]) -> None:
+        """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
+        alike: dict[tuple[str, torch.dtype], list[Update]] = {}
+        for update in updates:
+            if has_memory(update.grad):
+                alike.setdefault((update.grad.device.type, update.grad.dtype), []).append(update)
+        for (device, _), some in alike.items():
+            if device == "cpu" and (halves := [each for each in some if _is_fp16(each)]):
+                pieces = [piece for update in halves for piece in update.chunks(cpu_kernels.CHUNK_ELEMS)]
+                self._workers.each(_apply_with_torch, pieces)
+                some = [each for each in some if not _is_fp16(each)]
+            if some:
+                self._update(some)
+
+    def _update(self, updates: list[Update]) -> None:
+        """Update parameters of one device and one dtype of gradients, by their table."""
+        kept = self._kept(updates)
+        numbers: dict[int, int] = {}
+        rows = [numbers.setdefault(id(update.coefficients), len(numbers)) for update in updates]
+        found = {id(update.coefficients): update.coefficients for update in updates}
+        kept.table.update(
+            np.array([update.grad.data_ptr() for update in updates], np.int64),
+            kept.seeds(updates),
+            np.array(rows, np.int64),
+            np.array([found[each].floats for each in numbers], np.float32),
+        )
+
+    def _kept(self, updates: list[Update]) -> _Kept:
+        """Return the table of these parameters: that of the last step, where their states are still the same."""
+        first = updates[0].grad
+        key = (first.device, first.dtype, *(update.states.name for update in updates))
+        kept = self._tables.get(key)
+        if kept is None or not all(map(is_, kept.states, (update.states for update in updates))):
+            kept = _Kept([update.states for update in updates], first, self._workers)
+            if len(self._tables) >= KEPT_TABLES:
+                self._tables.pop(next(iter(self._tables)))
+            if not any(states.passing for states in kept.states):
+                self._tables[key] = kept
+        return kept
+
+
+class _Kept:
+    """A table, and what belongs to its parameters. `states` are held, so that their addresses stay valid."""
+
+    def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
+        self.states = states
+        dtypes = [grad.dtype] * len(states)
+        self.table: Table = CudaTable(states, dtypes) if grad.is_cuda else CpuTable(states, dtypes, workers)
+        noisy = any(each.m.dtype == torch.bfloat16 for each in states)
+        self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
+
+    def seeds(self, updates: list[Update]) -> Array:
+        """Return the keys of the rounding noise of this step, int64 [params]."""
+        if self._seeds is None:
+            return np.zeros(len(updates), np.int64)
+        return self._seeds.at(np.array([update.step for update in updates]))
+
+
+PIECES = 4
+"""Of the work for each thread: a thread that is late then has less left to do."""
+
+ALONE_ELEMS = 1 << 16
+"""Fewer elements are not worth another thread."""
+
+
+class CpuTable:
+    """As `cuda_kernels.CudaTable`, of states on the CPU but fp16: one call of a kernel for each variant and thread."""
+
+    def __init__(self, states: Sequence[States], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
+        variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
+        self._table, self._workers, self._chunk_elems = states_table(states), workers, cpu_kernels.CHUNK_ELEMS
+        self._work = [
+            (_kernel(variant), chunks, self._ranges(chunks))
+            for variant, chunks in chunks_by_variant(variants, self._table[:, 5], self._chunk_elems).items()
+        ]
+
+    def _ranges(self, chunks: Array) -> list[tuple[int, int]]:
+        """Return [first, last) of the chunks that threads take at a time, of about as many elements each."""
+        left = self._table[chunks[:, 0], 5] - chunks[:, 1].astype(np.int64) * self._chunk_elems
+        done = np.cumsum(np.minimum(left, self._chunk_elems))
+        pieces = min(PIECES * self._workers.threads, int(done[-1]) // ALONE_ELEMS) or 1
+        ends = np.searchsorted(done, np.arange(1, pieces) * (int(done[-1]) / pieces)) + 1
+        cuts = [0, *ends.tolist(), len(chunks)]
+        return list(itertools.pairwise(cuts))
+
+    def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
+        """As `CudaTable.update`; returns when it is done."""
+
+        for kernel, chunks, ranges in self._work:
+
+            def run(cut: tuple[int, int], kernel: Callable[..., None] = kernel, chunks: Array = chunks) -> None:
+                kernel(self._table, chunks, *cut, self._chunk_elems, grads, seeds, rows, coefficients)
+
+            self._workers.each(run, ranges)
+
+
+def _kernel(variant: Variant) -> Callable[..., None]:
+    return cpu_kernels.adamw_kernel(
+        grad_bf16=variant.grad == torch.bfloat16,
+        master=variant.master,
+        moments_bf16=variant.moments_bf16,
+        follows=variant.follows,
+    )
+
+
+class Workers:
+    """A pool of `threads`, each bound to one of `cores` if there are any; without either the caller does all."""
+
+    def __init__(self, threads: int, cores: Sequence[int]) -> None:
+        free = SimpleQueue[int]()
+        for core in cores:
+            free.put(core)
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
+
+    def each(self, do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
+        """Do all pieces, one of them here."""
+        if self._pool is None or len(pieces) == 1:
+            for piece in pieces:
+                do(piece)
+        else:
+            list(self._pool.map(do, pieces))
+
+
+def _bind(free: SimpleQueue[int]) -> None:
+    """This thread takes a core for itself, while there are any."""
+    with suppress(Empty):
+        os.sched_setaffinity(0, {free.get_nowait()})
+
+
+def _is_fp16(update: Update) -> bool:
+    return torch.float16 in (update.states.work.dtype, update.grad.dtype)
+
+
+@torch.no_grad()
+def _apply_with_torch(update: Update) -> None:
+    s = update.states
+    coefficients = update.coefficients.as_tensors(s.work.device)
+    seed = adamw_math.noise_seed(s.name, update.step)
+    step(update.grad, s.work, s.master, s.remainder, s.m, s.v, coefficients, s.first, seed, s.follows)
+
+
+def step(
+    grad: torch.Tensor,
+    work: torch.Tensor,
+    master: torch.Tensor | None,
+    remainder: torch.Tensor | None,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    coefficients: adamw_math.Coefficients,
+    first: int,
+    seed: int,
+    follows: bool,
+) -> None:
+    """`ParamStates` updated in place by torch's operations: decode, `adamw_math.adamw`, round. All tensors flat [n]."""
+    state = master_of(work, master, remainder, follows=follows)
+    m32, v32 = m.float(), v.float()  # the states themselves where they are fp32
+    adamw_math.adamw(grad.float(), state, m32, v32, coefficients)
+    if m.dtype == torch.bfloat16:
+        noise = adamw_math.rounding_noise(first, m.numel(), seed, m.device)
+        m.copy_(adamw_math.stochastic_bf16(m32, noise & 0xFFFF))
+        v.copy_(adamw_math.stochastic_bf16(v32, noise >> 16))
+    write_back(state, work, remainder)
+
+
+def master_of(
+    work: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None, *, follows: bool
+) -> torch.Tensor:
+    """Return fp32 [n], to be updated in place and then given to `write_back`: the master itself, or a new one.
+
+    follows: as in `ParamStates`.
+    """
+    if master is not None:
+        return follow_edits(master, work) if follows else master
+    assert remainder is not None, "a state without fp32 master has a remainder"
+    return join(work, remainder)
+
+
+def follow_edits(master: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+    """Take the elements of `work` that are not `master` [same shape, fp32] rounded into it, in place; return it."""
+    edited = to_working(master, work.dtype) != work
+    return master.copy_(torch.where(edited, work.float(), master))
+
+
+def write_back(state: torch.Tensor, work: torch.Tensor, remainder: torch.Tensor | None) -> None:
+    """Round an updated fp32 `state` [n] into the working copy, and what that leaves into the remainder."""
+    if remainder is not None:
+        rounded, low = split(state)
+        work.copy_(rounded)
+        remainder.copy_(low)
+    elif work.dtype != torch.float32:
+        work.copy_(to_working(state, work.dtype))

@@ -1,0 +1,459 @@
+"""One unit's gradients: taken from FSDP2, accumulated over microbatches, summed up, sent to where the table has them.
+
+For every unit and reduction FSDP2 delivers the flat reduced buffer (`receive`), padded as it pads shards, and sets
+`.grad`. We keep slices of that buffer, in the table's gradient dtype. After the last microbatch `.grad` is a DTensor
+over what was kept (grad_views.py), and `settle` takes over what was done to it. By where a parameter's gradients live:
+
+                      first microbatch          later ones                    last one
+    device            slices are kept           added to them                 averaged over the copies
+    host, no copies   leave at once             land beside and are added     -
+    host, copies      as on the device          as on the device              averaged, then leave
+
+Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's
+(zero/replica_shards.py). Sums of squares are taken while the data is in cache: on the device's slice, or by the
+addition that is the last; once more where a `.grad` was edited since. Each step of this is one call for all parameters
+of the unit.
+
+A loss that reads a sharded parameter itself (a penalty on weights) leaves its gradient in `.grad`, by autograd. What
+comes before the unit's reduction is added after it, before the copies' average; what comes later goes into the view.
+So does what a backward reduces after the last microbatch: several without `microbatch()`, or over one graph.
+
+A parameter without gradient on all ranks has none, as in torch. Ranks must agree on which those are
+(comm/collective_log.py), unless zero.unused=zeros lets zeros stand for them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dzero.offload.manager import Offload
+from dzero.optim import cpu_kernels
+from dzero.optim.grad_sums import SquareSums
+from dzero.optim.grad_views import USED_UP, GradMaker
+from dzero.optim.offloaded_grads import OffloadedGrads
+from dzero.optim.shown_grads import ShownGrads
+from dzero.zero.dtensors import local_of
+from dzero.zero.replica_shards import Shares
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
+from dzero.zero.unit_shapes import ParamShape, rows_of
+
+Named = dict[str, torch.Tensor]
+
+
+class Phase(Enum):
+    """What there is of a unit's gradients in this step; `MOVES` has the legal ways from one to the next."""
+
+    EMPTY = "nothing"
+    ARRIVING = "those of some microbatches, in `views` and the buffers behind them; `.grad` is None"
+    COMPLETE = "those of all: averaged over the copies, summed, where the table has them, and shown as `.grad`"
+    IN_USE = "the same, and the update that writes over them has begun (offload.overlap=backward)"
+
+
+MOVES = {
+    Phase.EMPTY: {Phase.EMPTY, Phase.ARRIVING},
+    Phase.ARRIVING: {Phase.EMPTY, Phase.ARRIVING, Phase.COMPLETE},
+    Phase.COMPLETE: {Phase.EMPTY, Phase.COMPLETE, Phase.IN_USE},
+    Phase.IN_USE: {Phase.EMPTY},
+}
+
+
+class EarlyUpdates(Protocol):
+    """The optimizer, where it may update a unit while backward goes on (offload.overlap=backward)."""
+
+    def begin(self, unit: str, grads: Named) -> bool:
+        """Called when all gradients of a unit (its name) are there; return whether their update has begun."""
+
+    def take_back(self) -> None:
+        """Undo the updates that have begun: their gradients are refused, or dropped."""
+
+
+class UnitGrads:
+    """The gradients of one unit, between their reduction and the update.
+
+    `names`: of the trained parameters. `views`: gradients by name [local shard or part, flat]; `sums`: sums of squares
+    of this rank's chunks, complete after `settle`. copy: (rank, ranks) of the copies of a shard, each of which sums a
+    chunk of it. makers: of `.grad`, by name.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        sharded: Sharded,
+        copy: tuple[int, int],
+        offload: Offload,
+        makers: Mapping[str, GradMaker],
+    ) -> None:
+        self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
+        self._swap = offload.swap
+        self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
+        self._hosted = self._offloaded.names
+        self.names = unit.buffered
+        self._trained = {name: unit.params[name] for name in self.names}
+        self._shown = ShownGrads(unit, self._trained, makers, weakref.ref(self))
+        self._device = torch.device(sharded.mesh.device_type)
+        self.sums = SquareSums(self.names, self._device)
+        self._padded = [self._shapes[name].shard_elems(unit.layout.shard) for name in unit.buffered]
+        self._elems = [local_of(param).numel() for param in self._trained.values()]
+        self._counts_zeros = sharded.layout.unused == "zeros"
+        self.early: weakref.ref[EarlyUpdates] | None = None
+        self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
+        self._phase, self.generation = Phase.EMPTY, 0
+        self._forget()
+        for shape in unit.shape.params:
+            if unit.params[shape.name].requires_grad and not shape.trainable:
+                raise ValueError(
+                    f"{shape.name}: requires_grad was set after shard(): unfreeze before, so that units and reductions "
+                    "hold what is trained; what was trained then may be frozen and unfrozen since"
+                )
+        unit.attach(self)
+
+    @property
+    def phase(self) -> Phase:
+        """What there is of the step's gradients."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, to: Phase) -> None:
+        if to not in MOVES[self._phase]:
+            raise RuntimeError(f"unit {self._unit.shape.name}: gradients went from {self._phase.name} to {to.name}")
+        self._phase = to
+
+    def clear(self, names: frozenset[str]) -> None:
+        """Forget the step's gradients of `names`; those of other optimizers stay until these are done with them."""
+        mine = names.intersection(self._trained)
+        self._shown.drop(mine)
+        if self.phase is Phase.EMPTY:
+            return
+        if len(mine) < len(self._trained):
+            for kind in (self.views, self._held):
+                for name in mine.intersection(kind):
+                    del kind[name]
+            self.sums.drop(mine)
+            self._used -= mine
+        if len(mine) == len(self._trained) or not (self.views or self._held):
+            self._forget()
+
+    def _forget(self) -> None:
+        self.phase = Phase.EMPTY
+        self.generation += 1
+        self.views: Named = {}
+        self.sums.clear()
+        self._held: Named = {}
+        self._used: set[str] = set()
+        self._is_edited = False
+        self._offloaded.forget()
+        self._pieces: Named = {}
+        self._buffers: list[torch.Tensor] = []
+
+    def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
+        """As `Consumer.receive`."""
+        if reduced.numel() != sum(self._padded):
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
+                "sharded; set requires_grad before shard()"
+            )
+        if self.phase is Phase.IN_USE:
+            if self.early is not None and (early := self.early()) is not None:
+                early.take_back()
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch, whose update has "
+                "begun with offload.overlap=backward: of another backward, or of another use of the unit in one "
+                "forward, which FSDP2 reduces apart at stages 0 and 1. Take offload.overlap=forward, or run all but "
+                "the last backward under microbatch(is_last=False) and use the unit once"
+            )
+        self._hide()
+        self._used.update(self.names if self._counts_zeros or not missing else self._trained.keys() - missing)
+        pieces = torch.split(reduced, self._padded)
+        if self._padded != self._elems:
+            pieces = tuple(piece[:elems] for piece, elems in zip(pieces, self._elems, strict=True))
+        self._pieces = dict(zip(self.names, pieces, strict=True))
+        if self.phase is Phase.COMPLETE:
+            self._add_late(reduced, self._pieces)
+        else:
+            self.phase = Phase.ARRIVING
+            self._arrived(reduced, self._pieces)
+        self._sharded.loans.lend(reduced)
+
+    def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
+        """As `Consumer.shown`: of a gradient that stays where it was reduced."""
+        stays = self._is_complete and name in self._used and self.views.get(name) is self._pieces[name]
+        return self._shown.over(name, piece) if stays else None
+
+    def returned(self) -> None:
+        """As `Consumer.returned`."""
+        self._pieces = {}
+        if len(self._shown.names) < len(self.names):
+            others = [name for name in self.names if name not in self._shown.names]
+            self._shown.drop(others)
+            self._show(others)
+
+    def drain(self) -> None:
+        """As `Consumer.drain`."""
+        self._swap.drain()
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.phase in (Phase.COMPLETE, Phase.IN_USE)
+
+    def _show(self, names: Iterable[str]) -> None:
+        """Show those of `names` that have a gradient, once it is complete."""
+        for name in names if self._is_complete else ():
+            if name in self.views and name in self._used:
+                self._shown.show(name, self.views[name], off_device=name in self._hosted)
+
+    def _hide(self) -> None:
+        """Take `.grad` away, to which FSDP2 would add in the parameter's dtype; what autograd left there is held."""
+        if self._is_complete:
+            self._collect()
+        for name, grad in self._shown.hide().items():
+            direct = self._shown.flat(name, grad, shared_out=self._is_complete)
+            self._held[name] = self._held[name] + direct if name in self._held else direct
+            self._used.add(name)
+            self.phase = Phase.ARRIVING
+
+    def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
+        """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
+        self._is_edited = True
+        if self._unit.shares is not None:
+            _, pieces = self._unit.shares.reduce(pieces)
+        elif self._unit.average is not None:
+            self._unit.average(buffer)
+        for name, piece in pieces.items():
+            if name in self.views:
+                self._add_late_to(name, piece)
+            else:
+                self._replace(name, piece)
+
+    def _arrived(self, buffer: torch.Tensor, pieces: Named) -> None:
+        if self._added_on_host:
+            self._add_on_host(buffer, {name: piece for name, piece in pieces.items() if name in self._added_on_host})
+            pieces = {name: piece for name, piece in pieces.items() if name not in self._added_on_host}
+        later = {name: piece for name, piece in pieces.items() if name in self.views} if self.views else {}
+        if len(later) < len(pieces):
+            self._buffers.append(buffer)
+            self.views |= {name: piece for name, piece in pieces.items() if name not in later} if later else pieces
+        self._add_on_device(later)
+        if self._sharded.is_last:
+            self._finish()
+            if self.early is not None and (early := self.early()) is not None:
+                used = {name: grad for name, grad in self.views.items() if name in self._used}
+                if early.begin(self._unit.shape.name, used):
+                    self.phase = Phase.IN_USE
+
+    def _add_on_device(self, pieces: Named) -> None:
+        if not pieces:
+            return
+        accs, added = [self.views[name] for name in pieces], [*pieces.values()]
+        if not accs[0].is_cuda:
+            squares = cpu_kernels.accumulate(accs, added)
+            if self._sharded.is_last and self._unit.average is None:
+                self.sums.put(pieces, squares)
+            return
+        torch._foreach_add_(accs, added)
+
+    def _add_on_host(self, buffer: torch.Tensor, pieces: Named) -> None:
+        first = {name: piece for name, piece in pieces.items() if name not in self.views}
+        if first:
+            if self._sharded.is_last:
+                self._sum(first)
+            self.views |= self._offloaded.leave(first, buffer)
+        self._offloaded.add(self.views, {name: piece for name, piece in pieces.items() if name not in first})
+
+    def _sum(self, grads: Named) -> None:
+        """Find the sums of squares of `grads`, in one call."""
+        self.sums.find({name: self._chunk(name, grad) for name, grad in grads.items()})
+
+    def _finish(self) -> None:
+        """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
+        if self._is_complete or not self.views:
+            return
+        self.phase = Phase.COMPLETE
+        on_host = {name: direct for name, direct in self._held.items() if name in self._added_on_host}
+        for name, direct in self._held.items():
+            if name not in on_host:
+                self._add_held(name, direct)
+        if self._unit.shares is not None:
+            self._keep_shares(self._unit.shares)
+        elif self._unit.average is not None:
+            for buffer in self._buffers:
+                self._unit.average(buffer)
+        on_device = {name: grad for name, grad in self.views.items() if name not in self._added_on_host}
+        self._sum({name: grad for name, grad in on_device.items() if name not in self.sums.found})
+        for buffer in self._buffers if self._hosted else ():
+            leaving = {n: g for n, g in on_device.items() if n in self._hosted and _lies_in(g, buffer)}
+            if leaving:
+                self.views |= self._offloaded.leave(leaving, buffer)
+        self._buffers = []
+        for name, direct in on_host.items():
+            if name in self.views:
+                self._add_late_to(name, direct)
+            else:
+                self._replace(name, direct)
+        self._held = {}
+
+    def _add_held(self, name: str, direct: torch.Tensor) -> None:
+        """Add what autograd left to the reduced gradient of a parameter; it is all of one that had none."""
+        self.sums.drop({name})
+        if name in self.views:
+            self.views[name].add_(direct)
+        else:
+            self.views[name] = direct.to(self._unit.layout.grad.dtype, copy=True)
+            self._buffers.append(self.views[name])
+
+    def _add_late_to(self, name: str, grad: torch.Tensor) -> None:
+        """Add to a parameter's gradient, wherever that lives by now."""
+        if name in self._hosted:
+            own = self.read(name)
+            self.put(name, own.add_(grad.to(own.device)))
+        else:
+            self._is_edited = True
+            self._add_on_device({name: grad.to(self.views[name].dtype)})
+
+    def look(self) -> None:
+        """As `GradUse.look`: nothing is on its way to what lives on the device."""
+
+    def write(self) -> None:
+        """As `GradUse.write`."""
+        if self.phase is Phase.IN_USE:
+            raise RuntimeError(
+                f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
+                "cannot be changed any more: clip by max_norm= of the optimizer, or take offload.overlap=forward"
+            )
+        self._is_edited = True
+
+    def lend(self) -> None:
+        """As `GradUse.lend`: to be sure, what was summed up no longer counts."""
+        self.write()
+
+    def read(self, name: str) -> torch.Tensor:
+        """As `GradUse.read`."""
+        if name not in self.views:
+            raise RuntimeError(f"{name}: {USED_UP}")
+        return self._offloaded.read({name: self.views[name]})[name]
+
+    def put(self, name: str, flat: torch.Tensor) -> None:
+        """As `GradUse.put`."""
+        self.write()
+        self._offloaded.change(self.views[name], flat)
+
+    def _collect(self) -> None:
+        """Take over what happened to `.grad` since: another tensor there, or none."""
+        for name, grad in self._shown.changes():
+            self.write()
+            if grad is None:
+                del self.views[name], self._shown.names[name]
+                self._used.discard(name)
+                continue
+            if not self._is_complete:
+                self.phase = Phase.ARRIVING
+            flat = self._shown.flat(name, grad, shared_out=self._is_complete)
+            if name not in self._shown.names and name in self.views:  # other ranks may have reached it, this one not
+                self._add_late_to(name, flat)
+            else:
+                self._replace(name, flat)
+            self._used.add(name)
+            self._shown.show(name, self.views[name], off_device=name in self._hosted)
+
+    def _replace(self, name: str, flat: torch.Tensor) -> None:
+        """Take `flat` as a parameter's gradient in place of what it is, if it has one."""
+        self._is_edited = True
+        grad = flat.to(self._unit.layout.grad.dtype, copy=True)
+        if name in self._hosted:
+            self.views |= self._offloaded.leave({name: grad}, grad)
+        else:
+            self.views[name] = grad
+
+    def _keep_shares(self, shares: Shares) -> None:
+        """Of each buffer what was averaged takes its place."""
+        for index, buffer in enumerate(self._buffers):
+            whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
+            self._buffers[index], owned = shares.reduce(whole)
+            self.views |= owned
+
+    def settle(self) -> None:
+        """Complete `sums`, also for a unit that the last microbatch did not reach."""
+        if not self._is_complete and self.views:
+            self._hide()
+            self._finish()
+            self._show(self.names)
+        self._collect()
+        if unused := self.views.keys() - self._used:
+            for name in unused:
+                del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
+            self.sums.drop(unused)
+        self._offloaded.put_sums(self.sums)
+        if self._is_edited:
+            self.sums.clear()
+        if missing := self.views.keys() - self.sums.found:
+            self._sum_anywhere(missing)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody wrote into gradients since they were complete."""
+        return self._is_edited
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether other ranks must end up with the same gradients."""
+        return self._copy[1] > 1 and self._unit.shares is None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The data-parallel axes of the unit."""
+        return self._unit.mesh
+
+    def whole_sums(self) -> torch.Tensor:
+        """Return the sums of squares of whole shards, fp64 [names] on the CPU or one device; after `settle`."""
+        sums, grads = SquareSums(self.names, self._device), self.values()
+        for off_device in (False, True):
+            some = {name: grad for name, grad in grads.items() if (name in self._hosted) == off_device}
+            sums.find(some)
+        return torch.stack([each.to(self._device) for each in sums.values]).sum(0)
+
+    def _sum_anywhere(self, names: Iterable[str]) -> None:
+        """Find the sums of squares of gradients wherever they live."""
+        grads = self.values()
+        for off_device in (False, True):
+            self._sum({name: grads[name] for name in names if (name in self._hosted) == off_device})
+
+    @property
+    def absent(self) -> list[str]:
+        """Trained parameters without gradient, after `settle`."""
+        return [name for name in self._trained if name not in self.views]
+
+    def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
+        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
+        grad = self.values()[name]
+        add(grad)
+        self._offloaded.change(self.views[name], grad)
+        self._sum({name: grad})
+
+    def on_device(self) -> list[torch.Tensor]:
+        """Gradients that do not live on the host."""
+        return [grad for name, grad in self.views.items() if name not in self._hosted]
+
+    def values(self) -> Named:
+        """The gradients once they have arrived; copies of those on disk."""
+        if not self._hosted:
+            return self.views
+        return self.views | self._offloaded.read({n: grad for n, grad in self.views.items() if n in self._hosted})
+
+    def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """Of a gradient that all copies have what this rank sums."""
+        if self._unit.shares is not None or self._copy[1] == 1:
+            return grad
+        row = self._shapes[name].row_elems
+        first, rows = rows_of(grad.numel() // row, self._copy)
+        return grad[first * row : (first + rows) * row]
+
+
+def _lies_in(piece: torch.Tensor, buffer: torch.Tensor) -> bool:
+    return piece.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -1,0 +1,282 @@
+"""Gradients between their reduction and the update: decided upon once for all ranks.
+
+Norm: sqrt of sums of squares in fp64 per (parameter, chunk). A shard is cut into chunks by Shard(0), one for each of
+its copies, which sums only that; at stage 0 the shard is the whole. All ranks have the totals of the same additions in
+the same order (optim/grad_norm.py). Beside the sums travels a checksum of the rank's collectives
+(comm/collective_log.py) and of the parameters without gradient: where ranks disagree, a branch in the model has mixed
+data of different units, or missed parts of one, and the step is refused.
+
+Along axes that cut the model itself the totals travel once more: a parameter that such an axis cuts is the sum of its
+ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own
+(optim/pipeline_grads.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dzero.comm.collectives import GatherScalars
+from dzero.mesh import PIPELINE, REPLICATE
+from dzero.offload.manager import Offload
+from dzero.optim.grad_accumulation import EarlyUpdates, Named, UnitGrads
+from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
+from dzero.optim.grad_views import GradMaker
+from dzero.optim.pipeline_grads import AcrossParts
+from dzero.utils.numba_views import has_memory
+from dzero.zero.dtensors import local_of
+from dzero.zero.partial_scalars import watch_numbers
+from dzero.zero.replica_shards import mesh_of_shares
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
+
+TAKEN = (
+    "{}: its gradients already go to another optimizer. Give each parameter to one optimizer, which takes several "
+    "parameter groups, or drop the old one before making a new one"
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do with this step's gradients. `norm`: of the averaged, unscaled gradients, before clipping."""
+
+    norm: float
+    finite: bool
+    factor: float
+    """Multiplies every gradient in fp32: 1 / loss scale and the clipping coefficient."""
+    culprits: tuple[str, ...]
+    """Parameters with a non-finite averaged gradient, as `name (rank r)`: r holds the rows, whoever overflowed."""
+
+
+class Gradients:
+    """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
+
+    def __init__(self, sharded: Sharded, owned: Collection[str], offload: Offload) -> None:
+        self._trail = sharded.ledger.trail
+        self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
+        self._device = torch.device(sharded.mesh.device_type)
+        parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
+        if parts is not None:
+            watch_numbers([parts])
+        self._units = _shared_with_others(sharded, owned, offload) or [
+            UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
+        ]
+        self._names = frozenset(sharded.names)
+        self._sharded, self._is_complete = sharded, False
+        self.own(owned)
+
+    @property
+    def mine(self) -> frozenset[str]:
+        """Names of the parameters whose gradients are this optimizer's to drop: its own, and those of none."""
+        others = [claimed for other, claimed in self._sharded.claims.items() if other is not self]
+        return self._names.difference(*others) if others else self._names
+
+    def own(self, owned: Collection[str]) -> None:
+        """From now on those of `owned` count and are shown. Raises RuntimeError where another optimizer has one."""
+        sharded = self._sharded
+        if taken := frozenset(owned) - self.mine:
+            raise RuntimeError(TAKEN.format(min(taken)))
+        sharded.claims[self] = frozenset(owned)
+        self._owned = [name for name in sharded.names if name in owned]
+        at = {name: index for index, name in enumerate(name for unit in self._units for name in unit.names)}
+        self._at = torch.tensor([at[name] for name in self._owned], device=self._device)
+        self._along_model = [
+            (axis, GatherScalars(each, axis, sharded.ledger), self._cut_by(axis, sharded))
+            for axis, each in sharded.model_groups.items()
+            if axis != PIPELINE
+        ]
+        self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
+
+    def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
+        """[owned]: which parameters the axis cuts."""
+        cut = {param.name for unit in sharded.shapes for param in unit.params if param.is_cut_by(axis)}
+        return [name in cut for name in self._owned]
+
+    def tell(self, early: EarlyUpdates) -> None:
+        """From now on, tell `early`, held weakly, of every unit whose gradients are complete, or refused."""
+        for unit in self._units:
+            unit.early = weakref.ref(early)
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""
+        return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.values().items())
+
+    def arriving(self) -> dict[str, torch.Tensor]:
+        """As `named`, but what is off the device may be on its way; whatever the offload starts waits for it."""
+        return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.views.items())
+
+    def _owned_of(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        grads = dict(named)
+        return {name: grads[name] for name in self._owned if name in grads}
+
+    def on_device(self) -> list[torch.Tensor]:
+        """Those of `named` that lie on the device."""
+        return [grad for unit in self._units for grad in unit.on_device()]
+
+    def complete(self) -> None:
+        """Wait for every unit's, and add what both ends of a pipeline found of tied parameters; once in a step."""
+        if self._is_complete:
+            return
+        for unit in self._units:
+            unit.settle()
+        if self._parts is not None:
+            self._parts.complete()
+        mine = self.mine
+        absent = [name for unit in self._units for name in unit.absent if name in mine]
+        self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
+        self._is_complete = True
+
+    def decide(self, *, scale: float, max_norm: float | None) -> Decision:
+        """Return the global norm, whether it is finite, and the clipping coefficient; the same on every rank.
+
+        Args:
+            scale: Of the loss, by which gradients are still multiplied.
+            max_norm: To which the norm of the unscaled gradients is clipped; None: it is not.
+
+        Raises:
+            RuntimeError: On every rank, where ranks reduced their units in different orders, or where ranks of an axis
+                that cuts the model found different gradients of a parameter that they all have.
+        """
+        self.complete()
+        self._is_complete = False  # a step that ends here, without gradients, may be followed by others
+        sums = self._own_sums()
+        edited = any(unit.is_edited for unit in self._units)
+        totals, edited = self._data_parallel.add(sums, self._trail.checksum, is_edited=edited)
+        if edited:
+            self._check_copies()
+        totals, found = self._add_along_model(totals)
+        norm = math.sqrt(sum(totals.tolist())) / scale
+        finite = bool(torch.isfinite(totals).all())
+        clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
+        return Decision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
+
+    def _own_sums(self) -> torch.Tensor:
+        """Return this rank's sums of squares, fp64 [owned], on the device; those found on the host, if any, in one
+        copy, which waits for the device."""
+        sums = [unit.sums for unit in self._units]
+        found = torch.cat([each.values[0] for each in sums])
+        if any(each.has_host for each in sums):
+            found = found + torch.cat([each.values[1] for each in sums]).to(self._device)
+        return found[self._at]
+
+    def _check_copies(self) -> None:
+        """Check that copies of a shard, if there are any, have equal gradients after an edit; all ranks call this."""
+        whole: dict[DeviceMesh, list[torch.Tensor]] = {}
+        names: dict[DeviceMesh, list[str]] = {}
+        for unit in self._units:
+            if unit.has_copies and all(map(has_memory, unit.views.values())):  # a simulation has no values
+                whole.setdefault(unit.mesh, []).append(unit.whole_sums().to(self._device))
+                names.setdefault(unit.mesh, []).extend(unit.names)
+        if whole:
+            self._data_parallel.check_copies({mesh: torch.cat(sums) for mesh, sums in whole.items()}, names)
+
+    def _add_along_model(self, totals: torch.Tensor) -> tuple[torch.Tensor, list[AxisSums]]:
+        """Add the totals [owned] of the data-parallel ranks along the axes that cut the model.
+
+        Returns:
+            The totals, of the whole model [parameters], and what the ranks of each axis found.
+        """
+        found = []
+        for axis, gather, cut in self._along_model:
+            sums = gather(totals.to(self._device)).cpu()
+            check_alike(sums, self._owned, axis, cut)
+            totals = add_where_cut(sums, cut)
+            found.append(AxisSums(axis, self._owned, sums))
+        if self._parts is not None:
+            sums = self._parts.gather(totals)
+            totals = in_rank_order(sums)
+            found.append(AxisSums(PIPELINE, self._parts.names, sums))
+        return totals, found
+
+    def _nonfinite(self, sums: torch.Tensor, found: Iterable[AxisSums]) -> tuple[str, ...]:
+        """Return the non-finite parameters with the data-parallel ranks that have them; where those are finite, with
+        the ranks of the first other axis along which they are not. Every rank of the model calls this, or none."""
+        names = self._data_parallel.nonfinite(sums, self._owned)
+        for each in found:
+            names = names or each.nonfinite()
+        return tuple(names)
+
+    def drop(self) -> None:
+        """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
+        for unit in self._units[:1]:
+            if unit.early is not None and (early := unit.early()) is not None:
+                early.take_back()
+        self._sharded.abandon_step(self.mine)
+        self.clear()
+
+    def clear(self) -> None:
+        """Free the gradients."""
+        mine = self.mine
+        for unit in self._units:
+            unit.clear(mine)
+        self._is_complete = False
+        self._sharded.loans.clear()
+        self._trail.end_step()
+
+
+def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offload) -> list[UnitGrads] | None:
+    """Return the gradients that other optimizers, still alive, take from the model; None where there are none.
+
+    Raises RuntimeError where two cannot share them.
+    """
+    if not _drain(sharded.units):
+        return None
+    gc.collect()  # a dropped optimizer and its scheduler refer to each other
+    units = [grads for unit in sharded.units if isinstance(grads := unit.attached, UnitGrads)]
+    if not units:
+        return None
+    taken = frozenset[str]().union(*sharded.claims.values()).intersection(owned)
+    if taken:
+        raise RuntimeError(TAKEN.format(min(taken)))
+    layout = sharded.layout
+    hindrances = {
+        "states off the device (offload)": bool(offload.schedule.slots),
+        "zero.states_over=all": layout.shares > 1,
+        "a pipeline": sharded.parts is not None,
+        "fp16, where each would scale the loss by itself": layout.param.dtype == torch.float16,
+    }
+    if found_here := [what for what, is_here in hindrances.items() if is_here]:
+        raise RuntimeError(
+            f"this model's gradients already go to another optimizer, and two cannot share them with "
+            f"{' and '.join(found_here)}: give one optimizer several parameter groups, or drop the old one"
+        )
+    return units
+
+
+def _drain(units: Iterable[Unit]) -> bool:
+    """Wait for work that other optimizers queued, which holds them; return whether there are any."""
+    found = False
+    for unit in units:
+        if (consumer := unit.attached) is not None:
+            consumer.drain()
+            found = True
+    return found
+
+
+def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
+    """Return the makers of a unit's `.grad`, by parameter. parts: the mesh of `Shares`, where there are some."""
+    makers = {}
+    for shape in unit.shape.params:
+        param = unit.params[shape.name]
+        if not shape.trainable or not isinstance(param, DTensor):
+            continue
+        local, mesh, placements = local_of(param).shape, param.device_mesh, param.placements
+        if unit.shares is not None and parts is not None:
+            rows = unit.shares.rows(shape.name)
+            local = torch.Size([rows.stop - rows.start, *local[1:]])
+            mesh, placements = parts, (Shard(0), Shard(0))
+        makers[shape.name] = GradMaker(shape.name, param, unit.layout.grad.dtype, local, mesh, placements)
+    return makers
+
+
+def _copy_of(unit: Unit) -> tuple[int, int]:
+    """(index, count) among the ranks that have copies of a unit: of its gradients each sums its own chunk."""
+    copies = unit.mesh.get_group(REPLICATE)
+    return copies.rank(), copies.size()

@@ -1,0 +1,62 @@
+"""Learning-rate schedules as factors of the base rate, for `torch.optim.lr_scheduler.LambdaLR`.
+
+constant   warm-up, then 1
+cosine     warm-up, then half a cosine from 1 to `final`
+wsd        warm-up, stable at 1, then linear decay to `final` over the last `decay_steps` (Hu et al. 2024)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dzero.utils.ranges import check, number, whole
+
+KINDS = ("constant", "cosine", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over a run, as a factor of optim.lr."""
+
+    kind: str = "cosine"
+    """constant, cosine, or wsd (warm-up, stable, linear decay)."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. null: a 20th of the run."""
+    decay_steps: int | None = None
+    """Steps of the decay (wsd)."""
+    final: float = 0.1
+    """Factor at the last step (cosine, wsd)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
+        check("schedule", self, warmup_steps=whole(0), decay_steps=whole(), final=number(1.0))
+        if self.kind == "constant" and self.final != type(self).final:
+            raise ValueError(f"schedule.final={self.final} has no effect with schedule.kind=constant; remove it")
+        if (self.kind == "wsd") != (self.decay_steps is not None):
+            raise ValueError(
+                f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: only wsd takes and needs it"
+            )
+
+    def factor(self, total_steps: int) -> Callable[[int], float]:
+        """Factor for step 0, 1, ... of a run of `total_steps`. Raises ValueError when warm-up and decay do not fit."""
+        warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
+        decay = self.decay_steps or 0
+        if warmup + decay > total_steps:
+            raise ValueError(
+                f"schedule.warmup_steps={warmup} + schedule.decay_steps={decay} exceed train.steps={total_steps}"
+            )
+
+        def at(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            if self.kind == "constant":
+                return 1.0
+            length = decay if self.kind == "wsd" else total_steps - warmup
+            done = min(1.0, max(0.0, (step - (total_steps - length)) / max(1, length - 1)))
+            fall = done if self.kind == "wsd" else (1 - math.cos(math.pi * done)) / 2
+            return 1 - (1 - self.final) * fall
+
+        return at

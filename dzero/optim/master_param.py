@@ -1,0 +1,99 @@
+"""What a `torch.optim` class updates in place of a parameter: its fp32 master."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dzero.offload.manager import Offload
+from dzero.optim.flat_update import follow_edits
+from dzero.optim.master_handover import KeptElsewhere
+from dzero.optim.state_placement import Homes, read, still_of
+from dzero.zero.dtensors import local_of
+from dzero.zero.offloaded_param import Home, InMemory
+from dzero.zero.rounding import to_working
+
+
+@dataclass
+class Mastered:
+    """A parameter and its fp32 master [local shard], which is a plain parameter for the class to update.
+
+    work: where the working copy is put when the master is on the host. mesh: of the master, None for the parameter's.
+    """
+
+    name: str
+    param: nn.Parameter
+    master: nn.Parameter
+    work: torch.Tensor | None
+    mesh: DeviceMesh | None
+
+    moments = ()
+
+    @classmethod
+    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
+        """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
+        local, mesh = local_of(param), homes.mesh("master", name, param)
+        origin = origin if still_of(origin, local) else None
+        value = local if local.dtype == torch.float32 else local.float() if origin is None else origin.view(local.shape)
+        if mesh is None:
+            return cls(name, param, nn.Parameter(value), None, None)
+        master = homes.offload.view(name, "master", local.numel()).copy_(value.view(-1))
+        own = local.dtype == torch.float32
+        work = master if own else homes.offload.view(name, "work", local.numel())
+        return cls(name, param, nn.Parameter(master.view(local.shape)), work, mesh)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's local shard on the device, flat."""
+        return local_of(self.param).view(-1)
+
+    @property
+    def is_param(self) -> bool:
+        """Whether the master is the parameter itself."""
+        return self.mesh is None and self.param.dtype == torch.float32
+
+    def kept_master(self, unit: str, offload: Offload) -> Home | None:
+        """Return the master for a later optimizer; None where it is the parameter, or only copies it."""
+        if self.param.dtype == torch.float32:
+            return None
+        return InMemory(self.master.detach()) if self.mesh is None else KeptElsewhere(self, unit, offload)
+
+    def values(self) -> torch.Tensor:
+        """As `HasMaster.values`."""
+        return read(self.local)
+
+    def copy_master(self, values: torch.Tensor) -> torch.Tensor:
+        """As `HasMaster.copy_master`, of one on the host."""
+        return follow_edits(self.master.detach().view(-1).clone(), values)
+
+    def flat(self, key: str) -> torch.Tensor:
+        """Its states are the class's, and stay with the master."""
+        raise KeyError(key)
+
+    def follow(self) -> None:
+        """Take a parameter that was loaded with other values as the new master."""
+        local = self.local.to(self.master.device)
+        if not self.is_param and not torch.equal(to_working(self.master.detach().view(-1), local.dtype), local):
+            self.master.data.view(-1).copy_(local)
+
+    def follow_edits(self) -> None:
+        """Take what was edited in the working copy since the last update, where that is what forward reads."""
+        if self.work is None and not self.is_param:
+            follow_edits(self.master.data.view(-1), self.local)
+
+    def take_edits(self) -> None:
+        """The same of a master on the host."""
+        local, master = read(self.local).to(self.master.device), self.master.data.view(-1)
+        if local.dtype == torch.float32:
+            master.copy_(local)
+        else:
+            follow_edits(master, local)
+
+    def write_back(self) -> None:
+        """Round the master into the working copy."""
+        target = self.local if self.work is None else self.work
+        if target.dtype != torch.float32:
+            target.copy_(to_working(self.master.detach().view(-1), target.dtype))

@@ -1,0 +1,158 @@
+"""A step's updates, each where its master lives; what lives elsewhere is brought there and taken back.
+
+    master on     a gradient or moment that lives on the other side     the working copy
+    device        is fetched; moments are evicted again                 updated in place
+    host, disk    is evicted; moments are fetched again                 sent to where forward finds it
+
+Updates on the host run as the offload's lanes allow, in the order in which the next forward needs them. On the device
+the next unit's states are brought while this one is updated. Without offload everything is updated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from dzero.offload.build_schedule import update_order
+from dzero.offload.executor import Move
+from dzero.offload.manager import Offload
+from dzero.offload.param_writeback import Work
+from dzero.zero.shard import Sharded
+
+States = TypeVar("States", bound="Updated")
+Run = Callable[[Sequence[Any]], None]
+
+
+class Updated(Protocol):
+    """A parameter with its states. `work`: where the update puts the working copy on the host, else None."""
+
+    name: str
+    work: torch.Tensor | None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's local shard, flat."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Keys of the moments that travel where they live apart from the master."""
+
+    def flat(self, key: str) -> torch.Tensor:
+        """This rank's part of a state, flat."""
+
+
+@dataclass
+class Pending(Generic[States]):
+    """A parameter to update from `grad` [local shard, flat]. `moved`: moments by key, brought to the update."""
+
+    stored: States
+    grad: torch.Tensor
+    moved: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class TieredUpdates(Generic[States]):
+    """Starts updates unit by unit."""
+
+    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+        self._offload, self._places = offload, offload.places
+        self._units = update_order([unit.shape for unit in sharded.units])
+        off_device = self._places.on_host
+        self._away = frozenset(
+            param.name
+            for unit in self._units
+            for param in unit.params
+            if any(off_device(kind, param.name) for kind in ("grad", "master", "moments"))
+        )
+
+    def start(self, pending: dict[str, Pending[States]], run: Run, updates: int, done: Collection[str] = ()) -> None:
+        """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
+
+        updates: how many steps have updated before, also in the run that a loaded state comes from. run: updates some
+        parameters, all of whose states are where it runs: in the host's lane, or in this thread. done: whole units that
+        were updated before, whose working copies are left to send.
+        """
+        self._offload.begin_updates(updates)
+        at_home = [each for name, each in pending.items() if name not in self._away]
+        away = pending.keys() & self._away
+        by_unit = {
+            unit.name: [pending[each.name] for each in unit.params if each.name in away]
+            for unit in (self._units if away else ())
+        }
+        for unit, of_unit in by_unit.items():
+            if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
+                if any(each.stored.name not in done for each in on_host):
+                    self._start_on_host(unit, on_host, run)
+                else:
+                    self._send_work(unit, on_host)
+        if at_home:
+            run(at_home)
+        on_device = {
+            unit: here
+            for unit, of_unit in by_unit.items()
+            if (here := [each for each in of_unit if not self._places.updated_on_host(each.stored.name)])
+        }
+        self._update_on_device(on_device, run)
+        self._offload.end_step()
+
+    def _start_on_host(self, unit: str, pending: list[Pending[States]], run: Run) -> None:
+        offload = self._offload
+        grads: list[Move] = []
+        moments: list[Move] = []
+        for each in pending:
+            name, elems = each.stored.name, each.grad.numel()
+            if not self._places.on_host("grad", name):
+                grads.append((offload.view(name, "grad", elems), each.grad))
+                each.grad = grads[-1][0]
+            if not self._places.on_host("moments", name):
+                each.moved = {key: offload.view(name, key, elems) for key in each.stored.moments}
+                moments += [(staged, each.stored.flat(key)) for key, staged in each.moved.items()]
+        if grads:
+            offload.evict("grad", unit, grads)
+        if moments:
+            offload.evict("moments", unit, moments)
+        offload.update(unit, partial(run, pending))
+        self._send_work(unit, pending)
+        if moments:
+            offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
+
+    def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
+        self._offload.send(unit, work_of([each.stored for each in pending]))
+
+    def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
+        """Update parameters whose gradients or moments are brought for it."""
+        units = list(by_unit)
+        for index, unit in enumerate(units):
+            for coming in units[0 if index == 0 else index + 1 : index + 2]:
+                self._bring(coming, by_unit[coming])
+            self._offload.follow_brought(unit)
+            run(by_unit[unit])
+            back = [(each.stored.flat(key), moved) for each in by_unit[unit] for key, moved in each.moved.items()]
+            if back:
+                self._offload.put_back(unit, back)
+
+    def _bring(self, unit: str, pending: list[Pending[States]]) -> None:
+        grads: list[Move] = []
+        moments: list[Move] = []
+        for each in pending:
+            if self._places.on_host("grad", each.stored.name):
+                grads.append((torch.empty_like(each.grad, device=each.stored.local.device), each.grad))
+                each.grad = grads[-1][0]
+            if self._places.on_host("moments", each.stored.name):
+                device = each.stored.local.device
+                each.moved = {
+                    key: torch.empty_like(each.stored.flat(key), device=device) for key in each.stored.moments
+                }
+                moments += [(moved, each.stored.flat(key)) for key, moved in each.moved.items()]
+        if grads:
+            self._offload.bring("grad", unit, grads)
+        if moments:
+            self._offload.bring("moments", unit, moments)
+
+
+def work_of(stored: Sequence[Updated]) -> list[Work]:
+    """The working copies that updates make on the host."""
+    return [Work(each.name, each.work, each.local) for each in stored if each.work is not None]

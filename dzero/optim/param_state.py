@@ -1,0 +1,307 @@
+"""What the optimizer stores for one parameter, and how it appears in a state dict.
+
+    key                    local tensor                      when
+    step                   fp32 scalar on the CPU            always
+    master                 fp32 [shard]                      16-bit parameter, precision.master=fp32
+    remainder              int16 [shard]                     precision.master=remainder (zero/rounding.py)
+    exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16 (muon keeps only the first)
+    exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/quantized_moments.py)
+
+All but `step` are DTensors over the parameter's mesh with its placement, or over (shard, replicate) where copies share
+out the states of a shard (zero/replica_shards.py; read "part" for "shard" then), so DCP reshards them exactly; 8-bit
+ones load into the same number of ranks only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dzero.offload.manager import Offload
+from dzero.optim.flat_update import ParamStates, follow_edits
+from dzero.optim.master_handover import KeptElsewhere
+from dzero.optim.quantized_moments import Blocks, EightBit, blocks_of
+from dzero.optim.state_placement import Homes, device_bytes, read, still_of
+from dzero.zero.dtensors import local_of
+from dzero.zero.layout import Layout
+from dzero.zero.offloaded_param import Home
+from dzero.zero.rounding import join, to_working
+from dzero.zero.unit_shapes import ParamShape
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Initial(NamedTuple):
+    """A parameter's shard in the working dtype, and its master's values in fp32; both flat."""
+
+    param: torch.Tensor
+    master: torch.Tensor
+
+
+@dataclass
+class KeptMaster:
+    """The home (`hosted.Home`) of the master of a parameter's `shard`, for the optimizer that comes after this one."""
+
+    shard: torch.Tensor
+    master: torch.Tensor | None
+    remainder: torch.Tensor | None
+
+    def get(self) -> torch.Tensor:
+        """Return the master, fp32 [elems], with what was edited in the shard since the last update."""
+        if self.master is not None:
+            return follow_edits(self.master, self.shard)
+        assert self.remainder is not None
+        return join(self.shard, self.remainder)
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Take other values."""
+        raise NotImplementedError("the master belongs to its optimizer")
+
+
+@dataclass
+class Stored:
+    """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
+
+    work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
+    updates find the states that are on disk. off_device: keys of the states that live elsewhere, in `offload`. kept:
+    the moments that the parameter's rule keeps. number: among those of its optimizer. span: the elements of the
+    parameter's shard that these are the states of. first: the first of them in the whole parameter.
+    """
+
+    name: str
+    param: nn.Parameter
+    span: slice
+    first: int
+    dtype: torch.dtype
+    tensors: dict[str, torch.Tensor]
+    moments8: dict[str, EightBit] = field(default_factory=dict)
+    work: torch.Tensor | None = None
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    off_device: set[str] = field(default_factory=set)
+    offload: Offload | None = None
+    kept: tuple[str, ...] = MOMENTS
+    number: int = 0
+    _kept: tuple[torch.Tensor, ParamStates] | None = None
+
+    @classmethod
+    def create(
+        cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes, kept: tuple[str, ...] = MOMENTS
+    ) -> Stored:
+        """Without values, which `fill` gives."""
+        first, span = homes.span(shape, param, layout.shard)
+        stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
+        stored.offload = homes.offload
+        stored._create_master(layout, homes)
+        for key in kept:
+            elems = shape.shard_elems(layout.shard, layout.shares)
+            stored._create_moment(key, key == MOMENTS[0], elems, layout, homes)
+        return stored
+
+    def _create_master(self, layout: Layout, homes: Homes) -> None:
+        local, mesh = self.local, homes.mesh("master", self.name, self.param)
+        if mesh is None and self.dtype == torch.float32:
+            return  # the parameter is its own master
+        key = "remainder" if layout.remainder else "master"
+        master = homes.blank("master", self.name, key, local, layout.master.dtype)
+        if mesh is not None and self.dtype == torch.float32:
+            self.work = master  # a copy of the parameter between steps, so no state of its own
+            return
+        self._show("master", key, master, homes)
+        if mesh is not None:
+            self.work = homes.offload.view(self.name, "work", local.numel())
+
+    def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
+        local, mesh = self.local, homes.mesh("moments", self.name, self.param)
+        if layout.moments.dtype != torch.uint8:
+            self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
+            return
+        device = local.device if mesh is None else torch.device("cpu")
+        self.moments8[key] = eight = EightBit.zeros(local.numel(), padded_elems, signed=signed, device=device)
+        if mesh is not None:
+            eight.place(*(homes.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
+        for part, tensor in eight.tensors.items():
+            self._show("moments", f"{key}_{part}", tensor, homes, by_row=True)
+
+    def _show(self, kind: str, key: str, flat: torch.Tensor, homes: Homes, *, by_row: bool = False) -> None:
+        mesh = homes.mesh(kind, self.name, self.param)
+        shown = homes.shown(kind, self.name, flat)
+        self.tensors[key] = homes.placed(kind, shown, self.name, self.param, by_row=by_row)
+        if mesh is not None:
+            self.off_device.add(key)
+        if shown is not flat:
+            self.views[key] = flat
+
+    def initial(self, origin: torch.Tensor | None) -> Initial:
+        """The parameter's values now; its master's are `origin` [local shard, fp32] unless it was given others."""
+        local = self.values()
+        return Initial(local, local.float() if not still_of(origin, local) or origin is None else origin.reshape(-1))
+
+    def fill(self, initial: Initial) -> None:
+        """Give all states their first values, moments zeros."""
+        self._fill_master(initial)
+        for key in self.moments:
+            self.flat(key).zero_()
+        for eight in self.moments8.values():
+            eight.clear()
+
+    def _fill_master(self, initial: Initial) -> None:
+        if self.work is not None:
+            self.work.copy_(initial.param)
+        if "master" in self.tensors:
+            self.flat("master").copy_(initial.master)
+        if "remainder" in self.tensors:
+            self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
+
+    def kept_master(self) -> Home | None:
+        """Return the master for a later optimizer; None where it is the parameter itself."""
+        if self.dtype == torch.float32:
+            return None
+        if self.work is not None:
+            assert self.offload is not None
+            return KeptElsewhere(self, self.offload.unit_of(self.name), self.offload)
+        master, remainder = (self.flat(key) if key in self.tensors else None for key in ("master", "remainder"))
+        return KeptMaster(self.local, master, remainder)
+
+    def copy_master(self, values: torch.Tensor) -> torch.Tensor:
+        """As `HasMaster.copy_master`, of one that lives off the device."""
+        if "remainder" in self.tensors:
+            return join(values, self.flat("remainder"))
+        return follow_edits(self.flat("master").clone(), values)
+
+    def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
+        """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
+
+        moved: moments by key that were brought to where the update runs.
+        """
+        if moved or self.moments8:
+            return self._states(moved or {})
+        shard = local_of(self.param)
+        if self._kept is None or self._kept[0] is not shard:  # the first time, and where the model was moved
+            self._kept = shard, self._states({})
+        return self._kept[1]
+
+    def _states(self, moved: Mapping[str, torch.Tensor]) -> ParamStates:
+        if self.param.dtype != self.dtype:
+            raise RuntimeError(
+                f"{self.name} is {self.param.dtype} now, but its states were made for {self.dtype}: do not call .to() "
+                "or .half() after shard(); choose PrecisionConfig(param=...) instead"
+            )
+        work = self.local if self.work is None else self.work
+        m, *others = (self.moments8[k].load() if self.moments8 else moved.get(k, self.flat(k)) for k in self.kept)
+        v = others[0] if others else m.new_empty(0)
+        master = work if work.dtype == torch.float32 else self.flat("master") if "master" in self.tensors else None
+        remainder = self.flat("remainder") if "remainder" in self.tensors else None
+        follows = self.work is None and "master" in self.tensors
+        passing = bool(moved or self.moments8)
+        return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing)
+
+    def put_moment(self, key: str, values: torch.Tensor) -> None:
+        """Store `values` [shard, flat] as a moment, rounded or encoded to what it is kept in."""
+        if key in self.moments8:
+            self.moments8[key].store(values.float())
+        else:
+            self.flat(key).copy_(values)
+
+    def keep(self, states: ParamStates) -> None:
+        """After the update: encode moments that are not stored as they are computed."""
+        for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
+            if key in self.moments8:
+                self.moments8[key].store(value)
+
+    def carried(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and elements of what `carry` gives, by key: the states as any layout can take them.
+
+        master                  fp32 [shard], from whichever kind of master
+        exp_avg, exp_avg_sq     as they are kept [shard]
+        exp_avg_codes, _scale   8-bit ones: uint8 [shard], and the fp32 scale of each 256 of them
+        """
+        elems = self.local.numel()
+        carried = {"master": (torch.float32, elems)}
+        for key in self.kept:
+            if self.moments8:
+                carried |= {f"{key}_codes": (torch.uint8, elems), f"{key}_scale": (torch.float32, blocks_of(elems))}
+            else:
+                carried[key] = (self.flat(key).dtype, elems)
+        return carried
+
+    def carry(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The states one by one, flat, where they are; called where updates find them."""
+        yield "master", self._carried_master()
+        for key in self.kept:
+            if self.moments8:
+                for part, tensor in self.moments8[key].carry().items():
+                    yield f"{key}_{part}", tensor
+            else:
+                yield key, self.flat(key)
+
+    def _carried_master(self) -> torch.Tensor:
+        if "master" in self.tensors:
+            return self.flat("master") if self.work is not None else follow_edits(self.flat("master"), self.local)
+        work = self.local if self.work is None else self.work
+        return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
+
+    def take(self, initial: Initial, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks]) -> None:
+        """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
+
+        moments: by key, flat [shard]. blocks: of 8-bit moments, by key.
+        """
+        self._fill_master(initial)
+        for key in self.kept:
+            if self.moments8:
+                self.moments8[key].take(moments[key], blocks.get(key))
+            else:
+                self.flat(key).copy_(moments[key])
+
+    def follow(self, local: torch.Tensor) -> None:
+        """Take a parameter's `values`, where others were loaded, as the new master.
+
+        A remainder is kept: it lies within the rounding of whatever parameter stands above it.
+        """
+        if "master" in self.tensors:
+            master = self.flat("master")
+            local = local.to(master.device)
+            if not torch.equal(to_working(master, local.dtype), local):
+                master.copy_(local)
+        if self.work is not None:
+            self.work.copy_(local)
+
+    def follow_edits(self, local: torch.Tensor) -> None:
+        """Take the elements of a parameter's `values` that were edited, where the update runs on the host."""
+        assert self.work is not None
+        local = local.to(self.work.device)
+        if "master" in self.tensors:
+            follow_edits(self.flat("master"), local)
+        self.work.copy_(local)
+
+    def values(self) -> torch.Tensor:
+        """Those of `local`, read from where they live."""
+        return read(self.local)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements of the parameter's local shard that these are the states of, as FSDP2 has them, flat."""
+        flat = local_of(self.param).view(-1)
+        return flat if self.span == slice(0, flat.numel()) else flat[self.span]
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Keys of the moments that are stored as they are computed."""
+        return () if self.moments8 else self.kept
+
+    def flat(self, key: str) -> torch.Tensor:
+        """This rank's part of a state, flat; of one on disk, where an update finds it."""
+        view = self.views.get(key)
+        return local_of(self.tensors[key]).view(-1) if view is None else view
+
+    def device_bytes(self) -> dict[str, int]:
+        """Bytes that this rank's states keep on the device, whole storages, by the table's kinds."""
+        kinds = {"param": device_bytes(self.param), "master": 0, "moments": 0}
+        for key, tensor in self.tensors.items():
+            if key != "step" and key not in self.off_device:
+                kind = "master" if key in ("master", "remainder") else "moments"
+                kinds[kind] += local_of(tensor).untyped_storage().nbytes()
+        return kinds

@@ -1,0 +1,63 @@
+"""Gradients of a model whose layers are on several ranks: whose counts, and what tied parameters get from both ends.
+
+    parameter            gradient                                        counts for the norm
+    of one part          that rank's                                     there
+    of the first part    the sum of both, added in the order of the      in the first
+    and the last         parts, after the last backward of either
+
+Both ends then make the same update of the same values, so copies of a tied parameter stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dzero.comm.collectives import GatherScalars
+from dzero.mesh import PIPELINE
+from dzero.optim.grad_accumulation import UnitGrads
+from dzero.zero.shard import Sharded
+
+
+class AcrossParts:
+    """Of one rank of a pipeline, in which every rank makes one. owned: parameters that are trained here. `names`: of
+    all parts."""
+
+    def __init__(self, sharded: Sharded, owned: Sequence[str], units: Sequence[UnitGrads]) -> None:
+        parts, group = sharded.parts, sharded.model_groups[PIPELINE]
+        assert parts is not None
+        self.names = parts.names
+        self._group, self._ledger = group, sharded.ledger
+        self._device = torch.device(sharded.mesh.device_type)
+        self._gather = GatherScalars(group, PIPELINE, sharded.ledger)
+        position = {name: number for number, name in enumerate(parts.names)}
+        self._at = torch.tensor([position[name] for name in owned], dtype=torch.int64)
+        self._counts = torch.tensor([parts.has_first or name not in parts.shared for name in owned])
+        unit_of = {name: grads for unit, grads in zip(sharded.units, units, strict=True) for name in unit.params}
+        self._shared = [(name, unit_of[name]) for name in parts.shared if name in owned]
+
+    def complete(self) -> None:
+        """Add what the other end found of tied parameters; after every unit's `settle`."""
+        for name, unit in self._shared:
+            unit.complete_with(name, self._add_both)
+
+    def gather(self, sums: torch.Tensor) -> torch.Tensor:
+        """Of sums [owned], fp64 on the CPU: those of all ranks [ranks, names], zero where a rank has or counts none."""
+        own = torch.zeros(len(self.names), dtype=torch.float64)
+        own[self._at] = torch.where(self._counts, sums, 0.0)
+        return self._gather(own.to(self._device)).cpu()
+
+    def _add_both(self, grad: torch.Tensor) -> None:
+        first, last = 0, self._group.size() - 1
+        is_first = self._group.rank() == first
+        peer = dist.get_global_rank(self._group, last if is_first else first)
+        mine, theirs = grad.contiguous(), torch.empty_like(grad)
+        moves = [dist.P2POp(move, each, peer, self._group) for move, each in ((dist.isend, mine), (dist.irecv, theirs))]
+        self._ledger.record("reduce", "exchange", PIPELINE, grad.dtype, grad.nbytes)
+        with self._ledger.trail.waiting():
+            for work in dist.batch_isend_irecv(moves):
+                work.wait()
+        ordered = (mine, theirs) if is_first else (theirs, mine)
+        grad.copy_(ordered[0].float() + ordered[1].float())

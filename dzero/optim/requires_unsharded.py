@@ -1,0 +1,23 @@
+"""Which parameters the table alone cuts: what mixes elements of a parameter goes wrong, silently, on any other part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dzero.parallel.tiling.state_dicts import tiled
+from dzero.zero.shard import Sharded
+
+
+def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
+    """Raises ValueError for the first of `names` that tiles or an axis of the mesh cut. rule: the class that asks."""
+    tiles = {part for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
+    splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
+    for name in names:
+        split, needs = splits[name], f"{rule} needs parameters whole: take"
+        if split is not None and split.dim is not None:
+            raise ValueError(
+                f"{name} is cut along the axis {split.axis} as well, and {needs} mesh.{split.axis}=1, or "
+                "optim.rule=adamw"
+            )
+        if name in tiles:
+            raise ValueError(f"{name} is a tile, and {needs} block.tiles=1, or optim.rule=adamw")

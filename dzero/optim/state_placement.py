@@ -1,0 +1,94 @@
+"""A parameter's shard: what this rank holds of it, states that are placed like it, and where those live."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dzero.mesh import REPLICATE, SHARD, host_mesh
+from dzero.offload.manager import Offload
+from dzero.zero.dtensors import local_of, placed_like
+from dzero.zero.offloaded_param import HostShard, memory_of
+from dzero.zero.replica_shards import mesh_of_shares, span_of
+from dzero.zero.rounding import to_working
+from dzero.zero.shard import Sharded
+from dzero.zero.unit_shapes import ParamShape, rows_of
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the elements, from wherever they live."""
+    return tensor.read() if isinstance(tensor, HostShard) else tensor
+
+
+def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
+    """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
+    return origin is not None and torch.equal(
+        to_working(origin, local.dtype).view(-1), local.to(origin.device).view(-1)
+    )
+
+
+def device_bytes(param: nn.Parameter) -> int:
+    """Of this rank's shard, whole storage; 0 for one that lives on the host."""
+    return 0 if memory_of(param) is not None else local_of(param).untyped_storage().nbytes()
+
+
+def sharded_flat(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
+
+    Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
+    is an error instead of shifted elements.
+    """
+    return DTensor.from_local(local.view(1, -1), mesh, [Shard(0)] * mesh.ndim, run_check=False)
+
+
+class Homes:
+    """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
+
+    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+        self.offload, self._places = offload, offload.places
+        self._twins: dict[DeviceMesh, DeviceMesh] = {}
+        layout, mesh = sharded.layout, sharded.mesh
+        self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
+        self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
+
+    def span(self, shape: ParamShape, param: nn.Parameter, shards: int) -> tuple[int, slice]:
+        """The elements of a parameter's flat shard, of so many, whose states this rank has; and the first of them in
+        all of it."""
+        rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
+        shard = rank, shards
+        first, _ = rows_of(shape.shape[0], shard, self._copy)
+        return first * shape.row_elems, span_of(shape, shard, self._copy)
+
+    def mesh(self, kind: str, name: str, param: nn.Parameter) -> DeviceMesh | None:
+        """The mesh of a parameter's "master" or "moments"; None for the device's own. Collective for the first."""
+        if not self._places.on_host(kind, name):
+            return None
+        mesh = self._mesh(param)
+        if mesh not in self._twins:
+            self._twins[mesh] = host_mesh(mesh)
+        return self._twins[mesh]
+
+    def _mesh(self, param: nn.Parameter) -> DeviceMesh:
+        assert isinstance(param, DTensor)
+        return self._of_parts or param.device_mesh
+
+    def placed(self, kind: str, local: torch.Tensor, name: str, param: nn.Parameter, *, by_row: bool) -> torch.Tensor:
+        """This rank's flat part of a parameter's state as a DTensor; by_row: of equal length, one row per rank."""
+        mesh = self.mesh(kind, name, param) or self._mesh(param)
+        if by_row:
+            return sharded_flat(local, mesh)
+        return placed_like(local, param, mesh, None if self._of_parts is None else (Shard(0), Shard(0)))
+
+    def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Room for one state [like.numel()]; its values come with `Stored.fill`."""
+        if self._places.on_host(kind, name):
+            return self.offload.view(name, key, like.numel())
+        return torch.zeros(like.numel(), dtype=dtype, device=like.device)
+
+    def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
+        """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
+        if not self._places.on_disk(kind, name):
+            return view
+        return HostShard.of(self.offload.on_disk(name, view), view.shape)

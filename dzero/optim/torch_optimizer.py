@@ -1,0 +1,316 @@
+"""Any element-wise `torch.optim` class over the same fp32 masters; outside the bit contract where its kernels are.
+
+The class sees this rank's masters as plain parameters with fp32 gradients. An optimizer that mixes elements of a
+parameter (Adafactor's row means, LAMB's trust ratio, Muon, LBFGS) would be silently wrong on a shard: it is refused
+unless nothing is sharded (stage 0).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+from dzero.optim.base import Carried, MasterOptimizer, State
+from dzero.optim.loss_scaler import ScalerConfig
+from dzero.optim.master_param import Mastered
+from dzero.optim.offloaded_step import Pending, TieredUpdates, work_of
+from dzero.optim.requires_unsharded import check_whole
+from dzero.optim.state_placement import Homes, device_bytes, read
+from dzero.zero.dtensors import local_of, placed_like
+from dzero.zero.layout import Layout
+from dzero.zero.rounding import to_working
+from dzero.zero.shard import Sharded
+from dzero.zero.unit import Unit
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")
+
+
+class TorchOptimizer(MasterOptimizer):
+    """`rule` (a class such as torch.optim.SGD) with its own `options`, over fp32 masters.
+
+    elementwise: assert it for a class of your own that updates every element by itself. Raises ValueError for other
+    classes at stages 1-3, and for the `remainder` master and 16- or 8-bit moments, which only AdamW keeps.
+    """
+
+    places_moments = False
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        rule: type[torch.optim.Optimizer],
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        *,
+        max_norm: float | None = None,
+        scaler: ScalerConfig | None = None,
+        elementwise: bool | None = None,
+        **options: Any,
+    ) -> None:
+        check_rule(rule, sharded.layout, elementwise)
+        self._mixes = mixes(rule, elementwise)
+        super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
+        if "foreach" in inspect.signature(rule).parameters:
+            options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
+        rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
+        self._homes, self._in_use = Homes(sharded, self.offload), Lock()
+        self._mastered: dict[nn.Parameter, Mastered] = {}
+        self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
+        groups = [self._mastered_group(group) for group in self.param_groups]
+        self.offload.settle()
+        self.inner = rule(groups, **options)
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            own.update({key: value for key, value in inner.items() if key != "params"})
+            own["updates"] = 0  # saved with the group: classes like SGD keep no count
+
+    def _mastered_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Make the masters of a group's parameters; return it as the class sees it."""
+        unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
+        for param in group["params"]:
+            name = self._names[param]
+            made = Mastered.create(name, param, unit_of[name].take_origin(name), self._homes)
+            if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
+                unit_of[name].origin[name] = kept
+            self._mastered[param] = made
+        return {**group, "params": [self._mastered[param].master for param in group["params"]]}
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        self.inner.add_param_group(self._mastered_group(group))
+        group.update({key: value for key, value in self.inner.param_groups[-1].items() if key != "params"})
+        group["updates"] = self.param_groups[0]["updates"]
+
+    def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
+        super()._check_groups(named)
+        if self._mixes:
+            mixed = [self._names[param] for group in self.param_groups for param in group["params"]]
+            check_whole(mixed, self._sharded, "a rule that mixes elements of a parameter")
+
+    def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
+        self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
+        self.take_edits()
+        self._settle_groups()
+        pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
+        self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
+        for group in self.param_groups:
+            group["updates"] += 1
+        if len(self._state) < len(self._mastered):
+            self.synchronize()
+            self._show_states()
+
+    def _run(self, factor: float, pending: Sequence[Pending[Mastered]]) -> None:
+        with self._in_use:  # by the host's lane, and by this thread for what is updated on the device
+            for each in pending:
+                each.stored.follow_edits()
+                master = each.stored.master
+                master.grad = each.grad.float().mul(factor).view(master.shape)
+            self.inner.step()  # leaves out what has no gradient
+            for each in pending:
+                each.stored.master.grad = None
+                each.stored.write_back()
+
+    def _follow(self, unit: Unit) -> None:
+        for param in unit.params.values():
+            if param in self._mastered:
+                self._mastered[param].follow()
+
+    def _follow_edits(self, unit: Unit) -> None:
+        for mastered in self._of(unit):
+            if mastered.mesh is not None:
+                mastered.take_edits()
+
+    def introduce(self) -> list[str]:
+        """As `MasterOptimizer.introduce`."""
+        updates = [f"offload: {type(self.inner).__name__} updates with torch's own operations, not in one pass"]
+        return super().introduce() + (updates if self.offload.schedule.slots else [])
+
+    def _settle_groups(self) -> None:
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+
+    def _show_states(self) -> None:
+        for param in self._mastered:
+            self._state.put(param, self._states(param))
+
+    def _without_gradients(self) -> None:
+        """torch's checkpoint helpers create the states of a fresh optimizer by a step with zero `.grad`s and rates."""
+        if self._state or any(param.grad is None for param in self._mastered):
+            super()._without_gradients()
+        masters = [mastered.master for mastered in self._mastered.values()]
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        self._settle_groups()
+        self.inner.step()
+        for master in masters:
+            master.grad = None
+        self._show_states()
+
+    def _states(self, param: nn.Parameter) -> dict[str, Any]:
+        """The master and the class's states of a parameter, those of its shape as DTensors placed like it."""
+        mastered = self._mastered[param]
+        master, mesh = mastered.master, mastered.mesh
+        copied = mastered.param.dtype == torch.float32  # the parameter says it all
+        states: dict[str, Any] = {} if copied else {"master": placed_like(master.detach(), param, mesh)}
+        for key, value in self.inner.state.get(master, {}).items():
+            same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
+            states[key] = placed_like(value, param, mesh) if same else value
+        return states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and the class's own states."""
+        packed = super().state_dict()  # synchronises
+        params = [p for group in self.param_groups for p in group["params"]]
+        packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy masters and states; dtypes and devices stay the masters'."""
+        self.synchronize()
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params"})
+            for param, index in zip(own["params"], saved["params"], strict=True):
+                master = self._mastered[param].master
+                values = dict(state_dict["state"].get(index, {}))
+                if "master" in values:
+                    master.data.copy_(local_of(values.pop("master")))
+                self.inner.state[master] = {
+                    key: local_of(value).to(master.device, copy=True) if isinstance(value, torch.Tensor) else value
+                    for key, value in values.items()
+                }
+        self._show_states()
+
+    def carried(self, unit: Unit) -> list[State]:
+        """As `MasterOptimizer.carried`."""
+        return [
+            State(mastered.name, key, tensor.dtype, tensor.numel())
+            for mastered in self._of(unit)
+            for key, tensor in self._carried(unit, mastered)
+        ]
+
+    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """As `MasterOptimizer.carry`."""
+        self.take_edits()
+        for mastered in self._of(unit):
+            mastered.follow_edits()
+            for key, tensor in self._carried(unit, mastered):
+                put(mastered.name, key, tensor)
+
+    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+        """As `MasterOptimizer.take`."""
+        for mastered in (of_unit := self._of(unit)):
+            master, each = mastered.master, carried[mastered.name]
+            tensors = {key: value.view(master.shape) for key, value in each.tensors.items()}
+            stale = tensors.pop("param", None)
+            master.data.copy_(tensors.pop("master"))
+            mastered.write_back()
+            mastered.local.copy_(
+                to_working(master.data, mastered.param.dtype).view(-1) if stale is None else stale.view(-1)
+            )
+            if stale is not None:
+                self.offload.hold_back(unit.shape.name, work_of([mastered]))
+            unit.is_edited = False
+            moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
+            numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
+            self.inner.state.pop(master, None)  # of a save before the first update there is nothing
+            if moments or numbers:
+                self.inner.state[master] = {**numbers, **moments}
+        if of_unit:
+            self._show_states()
+
+    def scalars(self) -> dict[str, Any]:
+        """As `MasterOptimizer.scalars`."""
+        states = {
+            mastered.name: {
+                key: float(value)
+                for key, value in self.inner.state.get(mastered.master, {}).items()
+                if isinstance(value, torch.Tensor) and value.ndim == 0
+            }
+            for mastered in self._mastered.values()
+        }
+        return super().scalars() | {"states": states, "updates": self.param_groups[0]["updates"]}
+
+    def take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """As `MasterOptimizer.take_scalars`."""
+        super().take_scalars(scalars)
+        for group in self.param_groups:
+            group["updates"] = int(scalars["updates"])
+
+    @property
+    def rule_name(self) -> str:
+        """As `MasterOptimizer.rule_name`."""
+        return type(self.inner).__name__
+
+    def _of(self, unit: Unit) -> list[Mastered]:
+        return [mastered for param in unit.params.values() if (mastered := self._mastered.get(param)) is not None]
+
+    def _carried(self, unit: Unit, mastered: Mastered) -> Iterator[tuple[str, torch.Tensor]]:
+        """By key, flat: the master, the class's own states of its shape, and an older parameter that forward uses."""
+        master = mastered.master
+        yield "master", master.detach().view(-1)
+        for key, value in self.inner.state.get(master, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape:
+                yield key, value.view(-1)
+        if self.offload.held_back(unit.shape.name):
+            yield "param", read(mastered.local)
+
+    def state_bytes(self) -> dict[str, int]:
+        """As `MasterOptimizer.state_bytes`; the class's states count as moments."""
+        totals = {"param": 0, "master": 0, "moments": 0}
+        for param in self._sharded.named_params().values():
+            totals["param"] += device_bytes(param)
+        for mastered in self._mastered.values():
+            if mastered.work is None:
+                master = mastered.master
+                totals["master"] += 0 if mastered.is_param else master.untyped_storage().nbytes()
+                states = self.inner.state.get(master, {}).values()
+                tensors = [v for v in states if isinstance(v, torch.Tensor) and v.ndim]
+                totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)
+        return totals
+
+
+def mixes(rule: type[torch.optim.Optimizer], elementwise: bool | None = None) -> bool:
+    """Whether it may update an element by others of its parameter."""
+    known = _is_torchs(rule) and rule.__name__ in ELEMENTWISE
+    return not (known if elementwise is None else elementwise)
+
+
+def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
+    return rule.__module__.startswith("torch.optim")
+
+
+def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
+    """Raises ValueError where `rule` would go wrong on the table's shards, or keeps states in none of its dtypes."""
+    if mixes(rule, elementwise) and layout.master.sharded:
+        foreign = "" if _is_torchs(rule) else ", or pass elementwise=True if it does"
+        raise ValueError(
+            f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
+            f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
+            f"{foreign}{'; optim.rule=muon puts matrices together' if rule is torch.optim.Muon else ''}"
+        )
+    if layout.shares > 1:
+        raise ValueError(
+            f"zero.states_over=all with {rule.__name__}: only adamw keeps parts of a shard's states; take "
+            "optim.rule=adamw, or zero.states_over=shard"
+        )
+    if (layout.moments.tier, layout.moments.fraction) != (layout.master.tier, layout.master.fraction):
+        raise ValueError(
+            f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
+            "to offload.master's"
+        )
+    if layout.master.tier == "disk":
+        raise ValueError(
+            f"offload.master=disk: {rule.__name__} keeps its states in memory, where only adamw can do without; take "
+            "offload.master=host, or optim.rule=adamw"
+        )
+    if layout.offload.mode == "backward":
+        raise ValueError(
+            f"offload.overlap=backward: only adamw can take updates back, not {rule.__name__}; take forward"
+        )
+    if layout.remainder or layout.moments.dtype != torch.float32:
+        raise ValueError(
+            f"{rule.__name__} keeps fp32 masters and its own states: take precision.master=fp32 and "
+            "precision.moments=fp32, or optim.rule=adamw"
+        )

@@ -1,0 +1,147 @@
+"""Context parallelism: every sequence is cut over the ranks of cp, and attention is made whole again.
+
+    what needs whole sequences   what it gets instead
+    the model's tokens           this rank's part: `ContextParallel.part` (zigzag.py), of the targets as well
+    rotary positions             those of the tokens that the rank has
+    attention                    the keys of all ranks, or some heads of all ranks (attention.py)
+
+Everything else sees one token at a time. The ranks are data-parallel ones: a loss is the mean over a rank's own tokens,
+of which all have as many, so the mean of gradients and losses over all ranks is that over all tokens.
+
+The model is plain torch: one module has `features(tokens, positions)`, others `attend(query, key, value)` on tensors
+[batch, heads, time, head_dim], and both are replaced in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dzero.comm.context_exchange import ContextExchange
+from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
+from dzero.comm.reduction import Exact, Native
+from dzero.mesh import CONTEXT
+from dzero.parallel.context.attention import ATTENTIONS, Attention
+from dzero.parallel.context.ring import hops
+from dzero.parallel.context.zigzag import Zigzag
+from dzero.parallel.forward_wrapping import Forward, wrap_method
+
+
+class ContextParallel:
+    """What is done to a model, in place, and to its tokens.
+
+    model: sharded or about to be. group: of the ranks that share every sequence (`mesh.context_group`). attention:
+    `all_gather`, `ulysses` or `ring`. ledger: counts what moves, `Sharded.ledger`. exact: pairwise moves instead of the
+    backend's collectives, `Layout.exact`. Raises ValueError for another attention, and a model without the methods
+    that are replaced.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, ledger: Ledger, *, attention: str, exact: bool
+    ) -> None:
+        if attention not in ATTENTIONS:
+            raise ValueError(f"mesh.cp_attention={attention!r}: choose one of {[*ATTENTIONS]}")
+        self._zigzag = Zigzag(group.rank(), group.size())
+        exchange = ContextExchange((Exact if exact else Native)(group), group.rank(), CONTEXT, ledger)
+        for method, wrap, key, needs in (
+            ("attend", _attending, "context_attention", _eager(ATTENTIONS[attention](exchange))),
+            ("features", _positioned, "context_part", self._zigzag),
+        ):
+            owners = [module for module in model.modules() if callable(getattr(module, method, None))]
+            if not owners:
+                raise ValueError(
+                    f"mesh.cp={group.size()}: {type(model).__name__} has no module with {method}(), which is replaced "
+                    "where sequences are cut; take mesh.cp=1, or a model with the methods of dzero.models.llama"
+                )
+            for module in owners:
+                setattr(module, key, needs)
+            wrap_method(owners, method, wrap)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's tokens or targets: [batch, time] -> [batch, time / ranks]. Raises ValueError where 2 * ranks do
+        not divide."""
+        return self._zigzag.part(whole)
+
+    def positions(self, tokens: int) -> Tensor:
+        """In their sequences, of so many that this rank has of each: int64 [tokens]."""
+        return self._zigzag.positions(tokens)
+
+
+def _attending(_: Forward) -> Forward:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [batch, heads, time, head_dim] of this rank's tokens -> the same."""
+        attention: Attention = self.context_attention
+        return attention(query, key, value)
+
+    return attend
+
+
+def _positioned(features: Forward) -> Forward:
+    def of_part(self: Any, tokens: Tensor, positions: Tensor | None = None) -> Any:
+        """tokens [batch, time] of this rank -> [batch, time, hidden]."""
+        zigzag: Zigzag = self.context_part
+        return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
+
+    return of_part
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Of one call on one rank: `tokens`, all of its sequences together, and the heads that it has of them."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def expected_context(
+    attention: str, sizes: AttentionSizes, *, ranks: int, calls: int, recomputed: bool
+) -> dict[Entry, Traffic]:
+    """Calls and bytes sent per rank over `ranks` of cp, by the ledger's entries (phase context).
+
+    With e elements of this rank's queries and as many of what comes out, k of its keys and as many of its values:
+
+        all_gather   forward    all_gather        (ranks - 1) * 2 k
+                     backward   reduce_scatter    (ranks - 1) * 2 k
+        ulysses      either     all_to_all        (ranks - 1) * (e + 2 k) / ranks
+                                all_to_all        (ranks - 1) * e / ranks
+        ring         forward    permute           2 k, ranks - 1 times
+                     backward   permute           2 k, ranks - 1 times, and in fp32 ranks times
+
+    calls: of attention, layers * microbatches. recomputed: a second forward in backward (activation checkpointing).
+    """
+    totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
+    for kind, sent_elems, forward, dtype in _moves(attention, sizes, ranks):
+        times = calls * (2 if recomputed and forward else 1)
+        totals[Entry("context", kind, CONTEXT, dtype_key(dtype))] += Traffic(times, times * sent_elems * dtype.itemsize)
+    return dict(totals)
+
+
+def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[str, int, bool, torch.dtype]]:
+    """(kind, elements that are sent, whether in forward, as what) of one call and its backward."""
+    queries, keys = (sizes.tokens * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
+    if attention == "all_gather":
+        yield "all_gather", (ranks - 1) * 2 * keys, True, sizes.dtype
+        yield "reduce_scatter", (ranks - 1) * 2 * keys, False, sizes.dtype
+        return
+    for forward in (True, False):
+        if attention == "ring":
+            for dtype, times in hops(sizes.dtype, ranks)[not forward]:
+                yield from [("permute", 2 * keys, forward, dtype)] * times
+            continue
+        yield "all_to_all", (ranks - 1) * ((queries + 2 * keys) // ranks), forward, sizes.dtype
+        yield "all_to_all", (ranks - 1) * (queries // ranks), forward, sizes.dtype
+
+
+def _eager(attend: Attention) -> Attention:
+    """Keep torch.compile out of attention that exchanges. Only a model that is cut imports the compiler for it."""
+    disabled: Attention = torch.compiler.disable(attend.__call__)  # type: ignore[no-untyped-call]
+    return disabled

@@ -1,0 +1,110 @@
+"""Styles for GPT-2's projections in transformers, `Conv1D`: y = x W + b with W [in, out].
+
+    style       a rank holds          weight          bias         its input        its output
+    Columns     columns of y          Shard(1)        Shard(0)     everything       its columns
+    Rows        rows of what comes    Shard(0)        whole        its columns      its part of the sequence
+    Fused(n)    columns of each of n  Shard(2)        Shard(1)     everything       its columns of all n, side by side
+
+`Fused` is for c_attn, whose columns are query, key and value. No slice of them all has a rank's heads of each, so its
+parameters become [in, n, out] and [n, out], the same elements in the same order, of which the last dim is cut.
+Checkpoints have them as the model was built (zero/unit_shapes.py, `ParamShape.fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import PrepareModuleInput
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+
+class Columns(ParallelStyle):
+    """See the table. The input is a DTensor, the output this rank's tensor [batch, time, out / ranks]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)}, self.src_data_rank)
+        module.register_forward_hook(lambda _, inputs, output: output.to_local())
+        return module
+
+
+class Rows(ParallelStyle):
+    """See the table. The input is this rank's tensor [batch, time, in / ranks], so is the output [batch, time / ranks,
+    out]."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _cut(module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, self.src_data_rank)
+        module.register_forward_pre_hook(
+            lambda _, inputs: (DTensor.from_local(inputs[0], device_mesh, (Shard(-1),), run_check=False),)
+        )
+        module.register_forward_hook(lambda _, inputs, output: output.redistribute(placements=(Shard(1),)).to_local())
+        _become(module, RowsProjection)
+        return module
+
+
+class Fused(ParallelStyle):
+    """See the table. The input is a DTensor, the output this rank's tensor [batch, time, n * out / ranks]."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in ("weight", "bias"):
+            param = module.get_parameter(name)
+            viewed = param.detach().view(*param.shape[:-1], self.n, -1)
+            setattr(module, name, nn.Parameter(viewed, param.requires_grad))
+        _cut(module, device_mesh, {"weight": Shard(2), "bias": Shard(1)}, self.src_data_rank)
+        _become(module, FusedProjection)
+        return module
+
+
+class RowsProjection(nn.Module):
+    """What such a module is then: every rank finds all of its bias' gradient."""
+
+
+class FusedProjection(nn.Module):
+    """What such a module is then: weight [in, n, out], bias [n, out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, in], all of it on every rank -> [batch, time, n * out / ranks]."""
+        weight, bias = _local(self.weight), _local(self.bias)
+        assert isinstance(x, DTensor)
+        whole = x.to_local(grad_placements=(Partial(),))
+        made = torch.addmm(bias.flatten(), whole.flatten(0, -2), weight.flatten(1))
+        return made.view(*whole.shape[:-1], -1)
+
+
+class FusedInput(PrepareModuleInput):
+    """The input of an attention whose `c_attn` is `Fused`, which splits what that gives by `split_size`."""
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        module.split_size //= device_mesh.size()
+        prepared: nn.Module = super()._apply(module, device_mesh)
+        return prepared
+
+
+def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], source: int | None) -> None:
+    for name, placement in placements.items():
+        param = module.get_parameter(name)
+        cut = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=source)
+        setattr(module, name, nn.Parameter(cut, param.requires_grad))
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Make it a `kind` besides what it is, with the same name."""
+    cls = type(module)
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    module.__class__ = type(cls.__name__, (kind, cls), named)
+
+
+def _local(param: Tensor) -> Tensor:
+    assert isinstance(param, DTensor)
+    return param.to_local()

@@ -1,0 +1,158 @@
+"""Which models are cut how (parallelize.py has the table): a plan of torch's for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from dzero.parallel.divisibility import Sizes
+from dzero.parallel.expert.styles import OwnTokens, Routing
+from dzero.parallel.tensor.conv1d import Columns, Fused, FusedInput, Rows
+
+SEQUENCE, WHOLE, VOCABULARY, TOKENS = Shard(1), Replicate(), Shard(-1), Shard(0)
+
+
+def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, ParallelStyle], list[str]]:
+    """Of a model of a known kind, or of a module around one: its plan, and the parameters that all ranks have and use
+    on the same inputs. Raises ValueError for others, and sizes not divided."""
+    for prefix, module in model.named_modules():
+        known = PLANS.get(type(module).__name__)
+        if known is not None:
+            sizes, plan = known(module)
+            sizes.check(ranks, axis)
+            alike = [f"{prefix}.{name}".removeprefix(".") for name in ALIKE.get(type(module).__name__, ())]
+            return {f"{prefix}.{name}".removeprefix("."): style for name, style in plan.items()}, alike
+    raise ValueError(
+        f"{axis}={ranks}: no plan is known for {type(model).__name__}, only for {sorted(PLANS)}; give parallelize() a "
+        "plan of torch's, a ParallelStyle for each module by its name"
+    )
+
+
+def _llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    sizes = _sizes_of(model.shape, model.shape.ffn_size)
+    return sizes, _around_ffn() | _swiglu("layers.*.ffn", SEQUENCE)
+
+
+def _moe(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """As Llama, but the tokens of a rank's part of the sequence go to experts as they are. What all tokens share is cut
+    as a dense part is, and gathers them as rows."""
+    shape, mixture = model.shape, "layers.*.ffn"
+    shared = shape.shared_experts * shape.ffn_size
+    styles = {mixture: OwnTokens(SEQUENCE), f"{mixture}.router": Routing()}
+    plan = _around_ffn() | styles | (_swiglu(f"{mixture}.shared", TOKENS) if shared else {})
+    return _sizes_of(shape, shared), plan
+
+
+def _sizes_of(shape: Any, ffn_size: int) -> Sizes:
+    return Sizes(shape.heads, shape.kv_heads, ffn_size, shape.vocab_size)
+
+
+def _around_ffn() -> dict[str, ParallelStyle]:
+    """Of the project's decoders all but the feed-forward parts."""
+    block = "layers.*"
+    return {
+        "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),
+        f"{block}.attention_norm": SequenceParallel(),
+        f"{block}.attention": _gathered(SEQUENCE, None, None),
+        **{f"{block}.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+        f"{block}.attention.out": RowwiseParallel(output_layouts=SEQUENCE),
+        f"{block}.ffn_norm": SequenceParallel(),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _swiglu(name: str, layout: Shard) -> dict[str, ParallelStyle]:
+    """Features cut; what comes in is cut along tokens as `layout` says, and so is what goes out."""
+    return {
+        name: _gathered(layout),
+        **{f"{name}.{each}": ColwiseParallel() for each in ("gate", "up")},
+        f"{name}.down": RowwiseParallel(output_layouts=layout),
+    }
+
+
+def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """transformers counts positions by what the embedding gives, so sequences are cut where the first block begins."""
+    config, block = model.config, "model.layers.*"
+    heads = config.num_attention_heads
+    sizes = Sizes(heads, config.num_key_value_heads or heads, config.intermediate_size, config.vocab_size)
+    return sizes, {
+        "model.embed_tokens": RowwiseParallel(input_layouts=WHOLE, output_layouts=WHOLE),
+        "model.layers.0": PrepareModuleInput(
+            input_layouts=(WHOLE,), desired_input_layouts=(SEQUENCE,), use_local_output=True
+        ),
+        f"{block}.input_layernorm": SequenceParallel(),
+        f"{block}.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": SEQUENCE},
+            desired_input_kwarg_layouts={"hidden_states": WHOLE},
+        ),
+        **{f"{block}.self_attn.{name}_proj": ColwiseParallel() for name in ("q", "k", "v")},
+        f"{block}.self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        f"{block}.post_attention_layernorm": SequenceParallel(),
+        f"{block}.mlp": _gathered(SEQUENCE),
+        **{f"{block}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        f"{block}.mlp.down_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """As Llama, with norms of queries and keys [batch, time, heads, head_dim], of which a rank has some heads."""
+    sizes, plan = _hf_llama(model)
+    of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}
+
+
+def _hf_gpt2(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
+    """Positions are added to whole sequences, which are cut where the first block begins."""
+    config, block = model.config, "transformer.h.*"
+    sizes = Sizes(config.n_head, config.n_head, config.n_inner or 4 * config.n_embd, config.vocab_size)
+    return sizes, {
+        "transformer.wte": RowwiseParallel(input_layouts=WHOLE, output_layouts=WHOLE),
+        "transformer.h.0": PrepareModuleInput(
+            input_layouts=(WHOLE, None, None, None),
+            desired_input_layouts=(SEQUENCE, None, None, None),
+            use_local_output=True,
+        ),
+        **{f"{block}.{name}": SequenceParallel() for name in ("ln_1", "ln_2")},
+        f"{block}.attn": FusedInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
+        f"{block}.attn.c_attn": Fused(3),
+        f"{block}.attn.c_proj": Rows(),
+        f"{block}.mlp": _gathered(SEQUENCE),
+        f"{block}.mlp.c_fc": Columns(),
+        f"{block}.mlp.c_proj": Rows(),
+        "transformer.ln_f": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
+    }
+
+
+def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
+    """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
+    adds what their readers give before one reduce-scatter."""
+    whole = tuple(None if each is None else WHOLE for each in layouts)
+    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole)
+
+
+PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
+    "Llama": _llama,
+    "MoE": _moe,
+    "LlamaForCausalLM": _hf_llama,
+    "MistralForCausalLM": _hf_llama,
+    "Qwen2ForCausalLM": _hf_llama,
+    "Qwen3ForCausalLM": _hf_qwen3,
+    "GPT2LMHeadModel": _hf_gpt2,
+}
+"""By the name of the class: the sizes that must divide, and the plan."""
+ALIKE = {"GPT2LMHeadModel": ("transformer.wpe.weight",)}
+"""By the name of the class, parameters that the plan leaves whole."""

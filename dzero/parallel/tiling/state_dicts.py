@@ -1,0 +1,210 @@
+"""The parameters of a tiled module, and their state dicts: the keys and shapes of the untiled module, both ways.
+
+Saved, the tiles of a parameter are one tensor again; loaded, it is cut. With sharded parameters both are DTensors
+`Shard(0)`, each rank with its rows. Tiles cut along dim 1 lie beside each other on every rank. Those cut along dim 0
+lie elsewhere than the whole's rows, so rows move between ranks, a tile at a time: no rank holds more than its own rows
+of the whole and one gathered tile. So a state dict, or loading one, is a collective: every rank calls it.
+A state dict's tensors are copies: what is read into them counts once `load_state_dict` has been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dzero.parallel.tiling.tiles import Cut, Tiles
+
+
+@torch.no_grad()
+def join_on_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """State dict post-hook of a tiled module."""
+    tiles = module.tiles
+    assert isinstance(tiles, Tiles)
+    for cut in tiles.cuts:
+        parts = [
+            state_dict.pop(f"{prefix}tiles.{index}.{cut.key}")
+            for index in range(len(cut.sizes))
+            if tiles.param(index, cut) is not None
+        ]
+        state_dict[prefix + cut.key] = join(parts, cut)
+
+
+@torch.no_grad()
+def cut_on_load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Load state dict pre-hook of a tiled module."""
+    tiles = module.tiles
+    assert isinstance(tiles, Tiles)
+    for cut in tiles.cuts:
+        key = prefix + cut.key
+        params = {index: param for index in range(len(cut.sizes)) if (param := tiles.param(index, cut)) is not None}
+        whole, shape = state_dict.pop(key, None), _whole_shape(params[0], cut)
+        parts: Mapping[int, Tensor] = params  # loaded into themselves where the state dict has nothing that fits
+        if whole is None:
+            missing_keys.append(key)
+        elif whole.shape != shape:
+            error_msgs.append(f"size mismatch for {key}: {tuple(whole.shape)} in the state dict, {shape} in the model")
+        else:
+            parts = {index: part_of(whole, cut, index, param) for index, param in params.items()}
+        state_dict.update({f"{prefix}tiles.{index}.{cut.key}": part for index, part in parts.items()})
+
+
+@torch.no_grad()
+def join_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
+    """What `get_optimizer_state_dict(model, optim)` gave, by the untiled names and shapes. Collective.
+
+    Raises ValueError for states that are not placed as their parameter is: 8-bit ones follow the tiles' blocks.
+    """
+    state, groups = dict(packed["state"]), packed["param_groups"]
+    names = {}
+    for whole, cut, parts in tiled(model):
+        names.update({part: whole if index == 0 else None for index, part in enumerate(parts)})
+        kept = [state.pop(part) for part in parts if part in state]
+        if kept:
+            params = [model.get_parameter(part) for part in parts]
+            state[whole] = {key: _joined_state(whole, key, [s[key] for s in kept], cut, params[0]) for key in kept[0]}
+    renamed = [[names.get(param, param) for param in group["params"]] for group in groups]
+    filtered = [[name for name in of_group if name is not None] for of_group in renamed]
+    return {
+        **packed,
+        "state": state,
+        "param_groups": [{**group, "params": params} for group, params in zip(groups, filtered, strict=True)],
+    }
+
+
+@torch.no_grad()
+def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
+    """The way back, for `set_optimizer_state_dict(model, optim, …)`. Collective."""
+    state, groups = dict(packed["state"]), packed["param_groups"]
+    names = {}
+    for whole, cut, parts in tiled(model):
+        names[whole] = parts
+        if (kept := state.pop(whole, None)) is not None:
+            for index, part in enumerate(parts):
+                param = model.get_parameter(part)
+                state[part] = {key: _state_of_part(value, cut, index, param) for key, value in kept.items()}
+    return {
+        **packed,
+        "state": state,
+        "param_groups": [
+            {**group, "params": [part for name in group["params"] for part in names.get(name, [name])]}
+            for group in groups
+        ],
+    }
+
+
+def tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
+    """(untiled name, cut, names of the parts) of every parameter that was tiled."""
+    for name, tiles in model.named_modules():
+        if isinstance(tiles, Tiles):
+            for cut in tiles.cuts:
+                parts = [i for i in range(len(cut.sizes)) if tiles.param(i, cut) is not None]
+                yield name.removesuffix("tiles") + cut.key, cut, [f"{name}.{i}.{cut.key}" for i in parts]
+
+
+def _joined_state(name: str, key: str, parts: Sequence[Any], cut: Cut, param: nn.Parameter) -> Any:
+    if not isinstance(parts[0], Tensor) or parts[0].ndim == 0:
+        return parts[0]  # a count of steps: all tiles make the same
+    if parts[0].shape != param.shape:
+        raise ValueError(
+            f"{key} of {name} is not shaped like its parameter (8-bit moments lie in blocks of their shards), so the "
+            "tiles' cannot be joined: take precision.moments=fp32 or bf16, or save it under the tiles' own names, for "
+            "the same tiles and ranks"
+        )
+    return join(parts, cut)
+
+
+def _state_of_part(whole: Any, cut: Cut, index: int, param: nn.Parameter) -> Any:
+    if not isinstance(whole, Tensor):
+        return whole
+    return whole.clone() if whole.ndim == 0 else part_of(whole, cut, index, param)
+
+
+def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """The whole of a parameter's tiles, or of their states."""
+    first = parts[0]
+    if cut.dim is None:
+        return first
+    if not isinstance(first, DTensor):
+        return torch.cat([*parts], cut.dim)
+    locals_ = [part.to_local() for part in parts if isinstance(part, DTensor)]
+    shape, mesh = _whole_shape(first, cut), first.device_mesh
+    if cut.dim > 0:
+        return _sharded(torch.cat(locals_, cut.dim), mesh, shape)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    lower, upper = _rows_of(rank, shape[0], ranks)
+    mine = first.to_local().new_empty((upper - lower, *shape[1:]))
+    for index, local in enumerate(locals_):
+        start, size = cut.span(index)
+        gathered = _gather(local, [_rows_of(each, size, ranks) for each in range(ranks)], mesh)
+        begin, end = max(lower, start), min(upper, start + size)
+        if begin < end:
+            mine[begin - lower : end - lower] = gathered[begin - start : end - start]
+    return _sharded(mine, mesh, shape)
+
+
+def part_of(whole: Tensor, cut: Cut, index: int, like: Tensor) -> Tensor:
+    """Tile `index` of a whole parameter, or of its state; `like`: placed as the tile is."""
+    if not isinstance(whole, DTensor):
+        part = whole if cut.dim is None else whole.narrow(cut.dim, *cut.span(index))
+        if isinstance(like, DTensor):  # every rank has the whole
+            return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
+        return part
+    if cut.dim is None:
+        return whole
+    whole = whole.redistribute(placements=[Shard(0)])
+    mesh, (start, size) = whole.device_mesh, cut.span(index)
+    local, shape = whole.to_local(), list(whole.shape)
+    shape[cut.dim] = size
+    if cut.dim > 0:
+        return _sharded(local.narrow(cut.dim, start, size).contiguous(), mesh, tuple(shape))
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    spans = [_rows_of(each, whole.shape[0], ranks) for each in range(ranks)]
+    within = [(min(max(low - start, 0), size), min(max(high - start, 0), size)) for low, high in spans]
+    first = within[rank][0] + start - spans[rank][0]  # in this rank's rows, of those that are in the tile
+    gathered = _gather(local[first : first + within[rank][1] - within[rank][0]], within, mesh)
+    low, high = _rows_of(rank, size, ranks)
+    return _sharded(gathered[low:high].clone(), mesh, tuple(shape))
+
+
+def _gather(local: Tensor, rows: Sequence[tuple[int, int]], mesh: DeviceMesh) -> Tensor:
+    """Rows [0, last) of which rank r of the mesh has `rows[r]`, on every rank; as bytes, whatever the dtype."""
+    gathered = local.new_empty((rows[-1][1], *local.shape[1:]))
+    low, high = rows[mesh.get_local_rank()]
+    gathered[low:high] = local
+    for rank, (low, high) in enumerate(rows):
+        if low < high and mesh.size() > 1:
+            dist.broadcast(gathered[low:high].view(-1).view(torch.uint8), group=mesh.get_group(), group_src=rank)
+    return gathered
+
+
+def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
+    """[first, last) of the rows of a rank under `Shard(0)`."""
+    step = -(-rows // ranks)
+    return min(rank * step, rows), min((rank + 1) * step, rows)
+
+
+def _whole_shape(part: Tensor, cut: Cut) -> tuple[int, ...]:
+    shape = list(part.shape)
+    if cut.dim is not None:
+        shape[cut.dim] = sum(cut.sizes)
+    return tuple(shape)
+
+
+def _sharded(local: Tensor, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,0 +1,206 @@
+"""Memory-centric tiling (ZeRO-Infinity, section 5.1.3): a huge operator as tiles that are gathered and freed in turn.
+
+    module                                    cut along            tiles give          joined by
+    nn.Linear                                 output features      y[..., rows]        concatenation, no rounding
+    MLP: down(act(gate(x)) * up(x))           hidden features      a part of the sum   addition in fp32, rounded once
+
+Output features, not input ones: each output stays one dot product, and dim 0 is the one that ZeRO shards. An MLP's
+hidden features meet in one sum only, so a tile is a narrower MLP of the same class: where its forward is recomputed in
+backward, the hidden activations too exist for one tile at a time. A bias of `down` belongs to the first tile.
+The gradient of x is a sum over tiles in x's dtype, made by autograd as for any value with several readers.
+
+Note: what stays. The module keeps its class name, children, hooks and place; its parameters are None, and the new child
+`tiles` holds theirs. Each tile is a unit of `zero/units.py`. State dicts show the untiled keys and shapes
+(`state_dicts.py`); `named_parameters()` and what is made from it (names in logs, optimizer groups) show the tiles.
+
+Note: values. A module with values is cut at once. On meta, the untiled parameters are filled whole, one Linear at a
+time, and cut, once for each tile (`fill_tiles`): the values are those of the untiled model, wherever they come from.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dzero.parallel.forward_wrapping import Forward, checkpointed_part, keep, wrap_method
+from dzero.parallel.tiling.state_dicts import cut_on_load, join_on_save
+from dzero.parallel.tiling.tiles import Cut, Tiles
+
+# (cut along their output features, along their input features), by their names in the MLP.
+MLPS = ((("gate", "up"), "down"), (("gate_proj", "up_proj"), "down_proj"))
+
+
+def tile(module: nn.Module, n: int, *, recompute: bool = False) -> nn.Module:
+    """`module` itself, from now on in `n` tiles; do it before the model is sharded.
+
+    module: an nn.Linear, or an MLP whose only parameters are those of three nn.Linear named as in `MLPS`.
+    recompute: keep the input alone for backward, and compute what is inside a tile again. Needed in a checkpointed
+        block: its recomputation would gather all tiles at once, and stops before them this way.
+
+    Raises ValueError for another module, for n < 1, and for more tiles than features.
+    """
+    tile_all([module], n, recompute=recompute)
+    return module
+
+
+def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -> None:
+    """`tile` each of the modules; those of one class keep sharing one, and so a compilation."""
+    if n < 1:
+        raise ValueError(f"tiles={n}: must be a whole number ≥ 1")
+    plans = [(module, _plan(module, n)) for module in modules]  # all are refused before any is cut
+    if n == 1:
+        return
+    for module, cuts in plans:
+        _cut(module, cuts, n, recompute)
+    if recompute:
+        wrap_method([each for module in modules for each in tiles_of(module)], "forward", checkpointed_part)
+    wrap_method([m for m in modules if isinstance(m, nn.Linear)], "forward", _concatenated)
+    wrap_method([m for m in modules if not isinstance(m, nn.Linear)], "forward", _added)
+
+
+def tiles_of(module: nn.Module) -> list[nn.Module]:
+    """The tiles of a module that was tiled, else none."""
+    tiles = module._modules.get("tiles")
+    return [*tiles.children()] if isinstance(tiles, Tiles) else []
+
+
+def is_mlp(module: nn.Module) -> bool:
+    """Whether `tile` knows it as an MLP."""
+    return _mlp_names(module) is not None
+
+
+def find_tiles(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, tile) of every tile. Raises ValueError where a parameter that was cut is used, or cut, elsewhere too."""
+    found = []
+    params = {*model.parameters()}
+    cut: set[int] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, Tiles):
+            origins = {id(origin) for origin in module.origins}  # Python makes one such reference per object
+            if origins & cut or any(origin() in params for origin in module.origins):
+                raise ValueError(
+                    f"{name.removesuffix('.tiles')} was tiled, but the model uses its parameter elsewhere too: tied "
+                    "parameters cannot be tiled (a tied head: tile_loss cuts its loss by tokens instead)"
+                )
+            cut |= origins
+            found += [(f"{name}.{index}", each) for index, each in module.named_children()]
+    return found
+
+
+def fill_tiles(model: nn.Module, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """`materialise`, which knows the untiled modules, for a model with tiles."""
+    whose = {each: (module, index) for module in model.modules() for index, each in enumerate(tiles_of(module))}
+
+    def fill(module: nn.Module) -> None:
+        for each in module.modules():
+            if each in whose:
+                _fill(*whose[each], materialise)
+        materialise(module)
+
+    return fill
+
+
+def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None]) -> None:
+    """Each untiled Linear for a moment: its place in the model, its name and its initialiser are those that count."""
+    tiles = module.tiles
+    assert isinstance(tiles, Tiles)
+    module.register_module("tiles", None)  # what is filled is the untiled module
+    on_meta = [cut for cut in tiles.cuts if (param := tiles.param(index, cut)) is not None and param.is_meta]
+    for owner, cuts in itertools.groupby(on_meta, key=lambda cut: cut.owner):
+        linear = module.get_submodule(owner)
+        whole = {cut: tiles.on_meta[cut.key] for cut in tiles.cuts if cut.owner == owner}
+        for cut, param in whole.items():
+            setattr(linear, cut.attribute, param)
+        materialise(linear)
+        for cut in cuts:
+            tiles.put(index, cut, getattr(linear, cut.attribute))
+        for cut in whole:
+            setattr(linear, cut.attribute, None)
+    module.register_module("tiles", tiles)
+
+
+def _plan(module: nn.Module, n: int) -> list[Cut]:
+    """Every parameter of `module` and where it is cut. Raises ValueError."""
+    kind = type(module).__name__
+    if tiles_of(module):
+        raise ValueError(f"{kind} is in {len(tiles_of(module))} tiles already: tile it once")
+    if any(isinstance(param, DTensor) for param in module.parameters()):
+        raise ValueError(f"{kind} is sharded already: tile it before the model is sharded")
+    params = dict(module.named_parameters(remove_duplicate=False))
+    names = _mlp_names(module) if len({*params.values()}) == len(params) else None
+    if isinstance(module, nn.Linear) and params.keys() <= {"weight", "bias"}:
+        dims: dict[str, int | None] = {"weight": 0, "bias": 0}
+        features, what = module.out_features, "output features"
+    elif names is not None:
+        widening, narrowing = names
+        dims = {f"{name}.{attribute}": 0 for name in widening for attribute in ("weight", "bias")}
+        dims |= {f"{narrowing}.weight": 1, f"{narrowing}.bias": None}
+        features, what = module.get_parameter(f"{narrowing}.weight").shape[1], "hidden features"
+    else:
+        raise ValueError(
+            f"{kind} with the parameters {[*params]} cannot be tiled: an nn.Linear can, and an MLP whose only "
+            "parameters are those of three nn.Linear named "
+            f"{' or '.join(str([*wide, narrow]) for wide, narrow in MLPS)}"
+        )
+    if n > features:
+        raise ValueError(f"tiles={n}: {kind} has {features} {what}; take at most as many tiles")
+    sizes = tuple(features // n + (index < features % n) for index in range(n))
+    return [Cut(key, dims[key], sizes) for key in params]
+
+
+def _mlp_names(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
+    owners = {name: child for name, child in module.named_modules() if [*child.named_parameters(recurse=False)]}
+    for widening, narrowing in MLPS:
+        if owners.keys() == {*widening, narrowing} and all(isinstance(child, nn.Linear) for child in owners.values()):
+            return widening, narrowing
+    return None
+
+
+def _cut(module: nn.Module, cuts: list[Cut], n: int, recompute: bool) -> None:
+    """Move the parameters of `module` into `n` narrower copies of it."""
+    whole = {cut: module.get_parameter(cut.key) for cut in cuts}
+    for cut in cuts:
+        setattr(module.get_submodule(cut.owner), cut.attribute, None)
+    empty = copy.deepcopy(module)
+    tiles = Tiles(cuts, whole, recompute)
+    for index in range(n):
+        tiles.add_module(str(index), copy.deepcopy(empty))
+        for cut, param in whole.items():
+            tiles.put(index, cut, param)
+    module.tiles = tiles
+    module.register_state_dict_post_hook(join_on_save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(cut_on_load)  # type: ignore[no-untyped-call]
+
+
+def _concatenated(_: Forward) -> Forward:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        """x [..., inputs] -> [..., outputs]."""
+        return torch.cat([*_outputs(self, x)], dim=-1)
+
+    return forward
+
+
+def _added(_: Forward) -> Forward:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        """x [..., inputs] -> the same; partial sums in fp32."""
+        outputs = _outputs(self, x)
+        first = next(outputs)
+        total = first.float()
+        for output in outputs:
+            total = total + output
+        return total.to(first.dtype)
+
+    return forward
+
+
+def _outputs(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
+    """What each tile makes of x, when it is asked for."""
+    tiles = module.tiles
+    assert isinstance(tiles, Tiles)
+    again = (keep(x, len(tiles_of(module))),) if tiles.recompute and torch.is_grad_enabled() else ()
+    return (tile(x, *again) for tile in tiles.children())

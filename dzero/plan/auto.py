@@ -1,0 +1,171 @@
+"""`zero=auto`: from the settings of a run to those that it stands for, on hardware that need not be here.
+
+what is searched    estimate/search.py, of it what was not given
+what is given       stays: on the command line (a group gives all its settings), or otherwise not the default
+sequences per step  stay: train.accumulate follows the microbatch. Either of the two being given fixes both;
+                    train.accumulate=null train.global_sequences=N leaves them free
+ranks               all decide for themselves, on the same figures, and so alike
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dzero.config import RunConfig
+from dzero.errors import RunError
+from dzero.estimate.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.microbatch_costs import Costs
+from dzero.estimate.search import Ranking, Subject, search
+from dzero.launch.config import launched
+from dzero.mesh import local_ranks
+from dzero.models.build import flops_per_token
+from dzero.optim.build import moments_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, units_of
+from dzero.plan.plan_run import check_foreseen, hardware_of, ranks_of
+from dzero.plan.run_layout import layout_on
+from dzero.plan.search_tables import headline, nothing_fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """`config`: the run with what was chosen; `line` tells it. defaults: of what is searched, the
+    stage left out, which is told in any case."""
+
+    config: RunConfig
+    ranking: Ranking
+    defaults: Settings
+    line: str
+
+
+def choose(config: RunConfig, given: Sequence[str]) -> Choice:
+    """What `zero=auto` stands for. given: the settings of the command line.
+
+    Raises RunError where nothing fits, where activations leave the device, or what hardware there is cannot be known
+    alike on all ranks.
+    """
+    check_foreseen(config)
+    if config.mesh.pp > 1:
+        raise RunError(f"zero=auto with mesh.pp={config.mesh.pp}: of a pipeline nothing is chosen; give zero.stage")
+    config = replace(config, auto=False)
+    hardware = _hardware(config)
+    defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}
+    ranking = search(candidates_of(config, pinned(config, given), hardware), subject_of(config, hardware))
+    if not ranking.best:
+        raise RunError(nothing_fits(ranking, defaults))
+    best = ranking.best[0]
+    chosen = with_settings(config, best.candidate.settings)
+    return Choice(config=chosen, ranking=ranking, defaults=defaults, line=headline(best, defaults))
+
+
+def chosen(config: RunConfig, given: Sequence[str]) -> RunConfig:
+    """`config` itself, or what its `zero=auto` stands for, which rank 0 then tells. Raises as `choose`."""
+    if not config.auto:
+        return config
+    choice = choose(config, given)
+    if os.environ.get("RANK", "0") == "0":
+        print(choice.line, flush=True)
+    return choice.config
+
+
+def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
+    """What candidates are judged by."""
+    ranks, model = ranks_of(config), model_of(config)
+    flops = flops_per_token(model, config.train.sequence_tokens)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
+    return Subject(
+        units=units,
+        costs=partial(_costs, config),
+        hardware=hardware,
+        step_tokens=config.train.sequences(config.mesh.readers(ranks)) * config.train.sequence_tokens,
+        model_flops=flops,
+        moments=moments_of(config.optim),
+    )
+
+
+def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
+    """Every combination of what is not `fixed`, the simplest first. Raises RunError where all are impossible."""
+    readers = config.mesh.readers(ranks_of(config))
+    sequences = config.train.sequences(readers) // readers
+    distinct = dict.fromkeys(
+        tuple((key, value) for key, value in each.items() if key not in fixed) for each in space(sequences)
+    )
+    candidates, why = [], ""
+    for simplicity, settings in enumerate(dict(each) for each in distinct):
+        try:
+            run = with_settings(config, settings)
+            layout = layout_on(run, ranks_of(config), hardware.device_type)
+        except ValueError as error:
+            why = why or str(error)
+            continue
+        candidates.append(
+            Candidate(
+                settings=settings,
+                layout=layout,
+                recompute=run.block.activation_checkpoint,
+                microbatch=run.train.microbatch_sequences,
+                simplicity=simplicity,
+            )
+        )
+    if not candidates:
+        raise RunError(f"zero=auto: what is given leaves no choice: {why}")
+    return candidates
+
+
+def pinned(config: RunConfig, given: Sequence[str]) -> set[str]:
+    """Searched settings that stay as they are."""
+    keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
+    searched = next(space(1))
+
+    def is_given(key: str) -> bool:
+        return any(key == each or key.startswith(f"{each}.") for each in keys) or value_of(config, key) != default_of(
+            config, key
+        )
+
+    found = {key for key in searched if is_given(key)}
+    found |= {f"{key}_fraction" for key in found if f"{key}_fraction" in searched}
+    if config.train.accumulate is None:
+        found.discard(ACCUMULATE)
+    return found | {MICROBATCH, ACCUMULATE} if found & {MICROBATCH, ACCUMULATE} else found
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """Of `group.name`."""
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), name)
+
+
+def default_of(config: RunConfig, key: str) -> Any:
+    """Of `group.name`."""
+    group, _, name = key.partition(".")
+    return getattr(type(getattr(config, group)), name)
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The same run with other values of some settings. Raises ValueError as the dataclasses do."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return replace(config, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
+
+
+def _costs(config: RunConfig, recompute: str, microbatch: int) -> Costs:
+    """Of a microbatch of so many sequences."""
+    block = replace(config.block, activation_checkpoint=recompute)
+    train = replace(config.train, microbatch_sequences=microbatch, accumulate=1, global_sequences=None)
+    return costs_for(replace(config, block=block, train=train))
+
+
+def _hardware(config: RunConfig) -> HardwareConfig:
+    if config.hardware is None and launched() and int(os.environ["WORLD_SIZE"]) != local_ranks():
+        raise RunError(
+            "zero=auto on several nodes: each would decide by figures of its own; name the nodes, hardware=NODE "
+            "(conf/hardware; python -m dzero hardware prints this machine as a file for it)"
+        )
+    return hardware_of(config)

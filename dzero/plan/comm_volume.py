@@ -1,0 +1,72 @@
+"""What a step of a run moves inside of the model, by formulas: between ranks that share sequences, matrices, layers.
+
+What its states move is in zero/cost_model.py, what tokens move to experts in parallel/expert/dispatch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
+from dzero.models.llama import Llama
+from dzero.models.moe import MoE
+from dzero.parallel.context.parallelize import AttentionSizes, expected_context
+from dzero.parallel.pipeline.schedule import Hidden, expected_pipeline
+from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
+from dzero.zero.cost_model import expected_copies
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+
+Moved = dict[Entry, Traffic]
+
+
+def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None = None) -> Moved:
+    """Per rank: what attention passes on where sequences are cut. parts: of a pipeline. Empty for models of users."""
+    mesh, train = config.mesh, config.train
+    if mesh.cp == 1 or not isinstance(model, Llama):
+        return {}
+    sizes = AttentionSizes(
+        tokens=train.microbatch_sequences * train.sequence_tokens // mesh.cp,
+        heads=model.shape.heads // mesh.tp,
+        kv_heads=model.shape.kv_heads // mesh.tp,
+        head_dim=model.shape.head_dim,
+        dtype=layout.param.dtype,
+    )
+    layers = model.shape.layers if parts is None else parts.blocks
+    calls, recomputed = layers * layout.microbatches, config.block.activation_checkpoint != "none"
+    return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)
+
+
+def tensor_traffic(
+    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], parts: Parts | None = None
+) -> Moved:
+    """Per rank: what matrices that are cut exchange. Empty for models of users and of transformers."""
+    mesh, train = config.mesh, config.train
+    if mesh.tp == 1 or not isinstance(model, Llama):
+        return {}
+    sizes = TensorSizes(
+        tokens=train.microbatch_sequences * train.sequence_tokens // mesh.cp,
+        width=model.shape.hidden_size,
+        blocks=model.shape.layers if parts is None else parts.blocks,
+        cuts_ffn=not isinstance(model, MoE) or model.shape.shared_experts > 0,
+        experts=model.shape.experts if isinstance(model, MoE) and model.shape.balance == "loss" else 0,
+        has_first=parts is None or parts.has_first,
+        has_last=parts is None or parts.has_last,
+        dtype=layout.param.dtype,
+    )
+    recomputed = config.block.activation_checkpoint != "none"
+    moved = expected_tensor(sizes, ranks=mesh.tp, microbatches=layout.microbatches, recomputed=recomputed)
+    for entry, traffic in expected_copies(layout, units).items():
+        moved[entry] = moved.get(entry, Traffic()) + traffic
+    return moved
+
+
+def pipeline_traffic(parts: Parts | None, hidden: Hidden | None, layout: Layout) -> Moved:
+    """Per rank: hidden states and their gradients from part to part."""
+    if parts is None or hidden is None:
+        return {}
+    return expected_pipeline(parts, hidden, microbatches=layout.microbatches)

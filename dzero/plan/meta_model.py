@@ -1,0 +1,160 @@
+"""The model of a run's settings as one of its ranks has it, on meta, where only shapes and operators are asked of it.
+
+axis        how it gets there
+tp, cp, ep  cut, attending, and with its experts, as a rank of a fake group of as many
+pp          cut as the rank with some part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dzero.comm.ledger import Ledger, Traffic
+from dzero.config import RunConfig
+from dzero.data.corpus import vocab_size_of
+from dzero.errors import user_errors
+from dzero.estimate.fake_group import fake_group
+from dzero.estimate.in_flight import Flights
+from dzero.estimate.microbatch_costs import Costs, costs_of
+from dzero.hardware import dtype_of
+from dzero.mesh import CONTEXT, EXPERT, TENSOR, make_mesh
+from dzero.models.build import build
+from dzero.models.llama import Llama
+from dzero.models.moe import with_added
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.context.parallelize import ContextParallel
+from dzero.parallel.expert.dispatch import parallelize_experts
+from dzero.parallel.pipeline.schedule import Hidden, expected_pipeline, order_of
+from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on, and of tokens
+    that go to experts. `experts`: the modules of those that ranks share, by their names."""
+
+    parts: Parts | None
+    ledger: Ledger
+    experts: Mapping[str, nn.Module]
+
+
+def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
+    """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
+    if vocab_size is None and config.model.vocab_size is None:
+        vocab_size = vocab_size_of(config.data)
+    # Where a rank's tokens stand cannot be asked of fake ones; the configuration knows that sequences are short enough.
+    cut = config.mesh.cp * config.mesh.pp > 1
+    model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
+    apply_blocks(model, config.block, "cpu")
+    return model
+
+
+def units_of(config: RunConfig, model: nn.Module, rank: OnRank | None = None) -> list[UnitShape]:
+    """Its units, the root last. rank: whose model it is."""
+    parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
+    units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
+    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
+
+
+@contextmanager
+def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[OnRank]:
+    """Inside, `model` is what a rank of `mesh.tp` and `mesh.ep` has of it, with that part of `mesh.pp`, and attends as
+    one of `mesh.cp` does; only shapes and operators may be asked of it.
+
+    Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
+    """
+    mesh = config.mesh
+    with ExitStack() as inside:
+        if mesh.sharing > 1:
+            inside.enter_context(fake_group(mesh.sharing))
+        with user_errors():
+            experts = parallelize_experts(model, make_mesh("cpu", tp=mesh.tp), mesh.ep) if mesh.ep > 1 else None
+            ledger = Ledger() if experts is None else experts.ledger
+            tensor = parallelize(model, make_mesh("cpu", tp=mesh.tp)[TENSOR]) if mesh.tp > 1 else None
+            if mesh.cp > 1:
+                group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
+                ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
+            several, tokens = mesh.parts_of_a_rank, config.train.sequence_tokens
+            parts = cut_parts(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
+        if tensor is not None:
+            inside.enter_context(tensor.loss())
+        yield OnRank(parts, ledger, {} if experts is None else experts.modules)
+
+
+def parts_of(config: RunConfig) -> Sequence[int]:
+    """Of a pipeline those that may need most: with the embedding and the most microbatches, with blocks alone, and with
+    the loss."""
+    return sorted({0, min(1, config.mesh.pp - 1), config.mesh.pp - 1})
+
+
+def hidden_of(config: RunConfig, parts: Parts) -> Hidden:
+    """What travels between parts."""
+    tokens = config.train.sequence_tokens // (config.mesh.cp * config.mesh.tp)
+    return Hidden((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
+
+
+def flights_of(config: RunConfig, rank: OnRank, layout: Layout) -> Flights:
+    """What a rank of a pipeline has of several microbatches at once."""
+    parts = rank.parts
+    if parts is None:
+        return Flights()
+    hidden, count = hidden_of(config, parts), layout.microbatches
+    order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
+    neighbours = 2 - parts.has_first - parts.has_last
+    moved = expected_pipeline(parts, hidden, microbatches=count)
+    return Flights(
+        ahead=next((index for index, (what, _) in enumerate(order) if what == "backward"), 1),
+        room_bytes=neighbours * count * hidden.bytes,
+        names=len(parts.names),
+        shared=parts.shared,
+        sent=sum((each for each in moved.values()), Traffic()),
+    )
+
+
+def costs_for(config: RunConfig, model: nn.Module | None = None, rank: OnRank | None = None) -> Costs:
+    """Of one microbatch of the run. model, rank: as on a rank; the model is used up."""
+    if model is None or rank is None:
+        model = model_of(config)
+        with as_on_a_rank(config, model) as rank:
+            return costs_for(config, model, rank)
+    working, loss = model.to(dtype_of(config.precision.param)), _Loss(config, rank.parts)
+    beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
+    return costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+
+
+class _Loss:
+    """Mean cross-entropy of a rank's tokens of one microbatch, as the trainer takes it; of a part that is not the last,
+    any scalar of what comes out."""
+
+    def __init__(self, config: RunConfig, parts: Parts | None) -> None:
+        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
+        self._tiled, self._parts = config.block.loss_tiles > 1, parts
+        self._hidden = None if parts is None else hidden_of(config, parts)
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
+        if self._tiled:
+            loss: torch.Tensor = model(tokens, targets)
+            return with_added(loss, model)
+        out = self._out(model, tokens)
+        if self._parts is not None and not self._parts.has_last:
+            return with_added(out.sum(), model)
+        return with_added(cross_entropy(out, targets), model)
+
+    def _out(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        if self._parts is None or self._hidden is None:
+            logits: torch.Tensor = model(tokens)
+            return logits
+        x = tokens if self._parts.has_first else self._hidden.on("cpu").requires_grad_()
+        out: torch.Tensor = model(x, torch.arange(tokens.shape[1])) if isinstance(model, Llama) else model(x)
+        return out

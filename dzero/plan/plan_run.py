@@ -1,0 +1,242 @@
+"""From a run's configuration to its forecast: the same settings, on hardware that need not be here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
+from dzero.errors import RunError
+from dzero.estimate.explain import actions, tables
+from dzero.estimate.forecast import Forecast, forecast
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.measure_hardware import cached, measured, unmeasured
+from dzero.hardware import format_bytes
+from dzero.launch.config import is_first_of_node, launched
+from dzero.launch.devices import device_type
+from dzero.mesh import PIPELINE, local_ranks
+from dzero.models.build import flops_per_token
+from dzero.models.moe import MoE
+from dzero.monitor.tensorboard import TensorBoardSink
+from dzero.optim.build import moments_of
+from dzero.parallel.expert.dispatch import expected_experts
+from dzero.parallel.pipeline.split import Parts
+from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
+from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
+from dzero.plan.picture import pixels
+from dzero.plan.provenance import sources, stands_for
+from dzero.plan.run_layout import layout_on, workers_of
+from dzero.plan.tables import tables as plan_tables
+from dzero.utils.terminal import Table
+from dzero.zero.cost_model import expected_traffic
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+
+MANY_LAYERS, LAYERS_PER_S = 300, 10
+MOST_RANKS_HERE = 8
+"""A run of more ranks than a node has devices is one of a cluster's GPUs, unless its settings say otherwise."""
+
+
+def ranks_of(config: RunConfig) -> int:
+    """Data-parallel ones of the run that is planned: those of `mesh.dp`, or what torchrun's, or those that a plain run
+    would start here, leave for it."""
+    if config.mesh.dp is not None:
+        return config.mesh.dp * config.mesh.cp
+    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else workers_of(config))
+
+
+def layout_of(config: RunConfig, device_type: str) -> Layout:
+    """The table as these settings fill it. Raises ValueError for ranks that do not divide."""
+    return layout_on(config, ranks_of(config), device_type)
+
+
+def target_of(config: RunConfig) -> tuple[str, str]:
+    """Return the device type that a run with these settings is meant for, and the machine in words.
+
+    It is the chosen hardware's, or `launch.device`. Where neither is chosen it is this machine's for as many ranks as
+    this machine may start, and GPUs for more ranks.
+    """
+    if config.hardware is not None:
+        return config.hardware.device_type, config.hardware.name
+    ranks = config.mesh.ranks
+    if config.launch.device == "auto" and ranks is not None and ranks > MOST_RANKS_HERE:
+        return "cuda", f"{ranks} GPUs (or say hardware=NODE, or launch.device=cpu)"
+    kind = device_type(config.launch)
+    return kind, f"this machine's {'GPUs' if kind == 'cuda' else 'processor'}"
+
+
+def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
+    """What a run with these settings is and does; and its actions off the device, a line each."""
+    kind, where = target_of(config)
+    layout = layout_of(config, kind)
+    model = model_of(config)
+    with as_on_a_rank(config, model) as rank:
+        units = units_of(config, model, rank)
+    told = [sources(config, settings, conf), stands_for(config, layout, kind, where)]
+    told += [
+        *tables(layout, units),
+        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
+        _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
+        _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
+        _moved(
+            "what the first rank of the pipeline, whose units these are, passes on",
+            _passed_on(config, layout, units, rank.parts),
+        ),
+    ]
+    return [table for table in told if table.rows], actions(layout, units)
+
+
+def _routed_alike(config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None) -> dict[Entry, Traffic]:
+    """Of a step, per rank. What a run moves follows from what its tokens choose."""
+    mesh, train = config.mesh, config.train
+    if mesh.ep == 1 or not isinstance(model, MoE):
+        return {}
+    calls = layout.microbatches * (model.shape.layers if parts is None else parts.blocks)
+    rows = train.microbatch_sequences * train.sequence_tokens // (mesh.cp * mesh.tp) * model.shape.top_k
+    return expected_experts(
+        ranks=mesh.ep,
+        experts=model.shape.experts,
+        calls=calls,
+        rows_moved=calls * 2 * rows * (mesh.ep - 1) // mesh.ep,
+        row_elems=model.shape.hidden_size,
+        dtype=layout.param.dtype,
+        recomputed=config.block.activation_checkpoint != "none",
+    )
+
+
+def _passed_on(
+    config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: Parts | None
+) -> dict[Entry, Traffic]:
+    """Hidden states, their gradients, and those of tied parameters to the other end."""
+    if parts is None:
+        return {}
+    ends = expected_traffic(layout, units, parts.shared)
+    moved = {entry: each for entry, each in ends.items() if entry.axis == PIPELINE}
+    return moved | pipeline_traffic(parts, hidden_of(config, parts), layout)
+
+
+def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
+    rows = tuple(
+        (entry.kind, entry.axis, entry.dtype, str(each.calls), format_bytes(each.sent_bytes))
+        for entry, each in traffic.items()
+    )
+    header = ("collective", "axis", "dtype", "calls", "a rank sends")
+    return Table(f"{what} in a step, in forward and backward", header, rows, left=3)
+
+
+def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
+    """What a run with these settings needs of `hardware`.
+
+    Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
+    """
+    check_foreseen(config)
+    tell_if_slow(config)
+    ranks, train = ranks_of(config), config.train
+    layout, found = layout_of(config, hardware.device_type), list[Forecast]()
+    for part in parts_of(config):
+        model = model_of(config, vocab_size)
+        flops = flops_per_token(model, train.sequence_tokens)
+        with as_on_a_rank(config, model, part) as rank:
+            units, costs = units_of(config, model, rank), costs_for(config, model, rank)
+        found.append(
+            forecast(
+                layout,
+                units,
+                costs,
+                hardware,
+                step_tokens=train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens,
+                model_flops=flops,
+                moments=moments_of(config.optim),
+                flights=flights_of(config, rank, layout),
+            )
+        )
+    slowest = max(found, key=lambda each: each.pace.step_s or 0.0)
+    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace, bound=slowest.bound)
+
+
+def tell_if_slow(config: RunConfig) -> None:
+    """Say on stderr that a model of very many layers takes a while to be laid out."""
+    layers = config.model.layers or 0
+    if layers > MANY_LAYERS and is_first_of_node():
+        print(f"laying out {layers} layers, which takes about {layers // LAYERS_PER_S} s or more", file=sys.stderr)
+
+
+def check_foreseen(config: RunConfig) -> None:
+    """Raises RunError for activations that leave the device, and several parts on a rank."""
+    if config.mesh.parts_of_a_rank > 1:
+        raise RunError(
+            f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "
+            "mesh.pp_schedule=1f1b it is, which needs less"
+        )
+    if config.offload.activations != "device":
+        raise RunError(
+            f"what offload.activations={config.offload.activations} takes off the device is not foreseen; with "
+            "offload.activations=device it is, which needs more of the device and less of the host"
+        )
+
+
+def hardware_of(config: RunConfig) -> HardwareConfig:
+    """What the settings name; by default this machine, measured once."""
+    if config.hardware is not None:
+        return config.hardware
+    ranks = local_ranks() if launched() else config.launch.workers
+    known = cached(ranks)
+    if known is None and not launched():
+        print("measuring this machine, once, for about half a minute", file=sys.stderr)
+    return (known or measured(ranks)).hardware
+
+
+def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
+    """The same of a run, by one of its ranks: on the hardware that its settings name, if it is of this kind, else here.
+
+    Nothing is measured, and no random number is taken.
+    """
+    local, hardware = local_ranks(), config.hardware
+    if hardware is None or hardware.device_type != device_type:
+        known = cached(local)
+        hardware = known.hardware if known else None
+    if hardware is None or hardware.device_type != device_type:
+        hardware = unmeasured(local, device_type)
+    mesh, block = replace(config.mesh, dp=config.mesh.readers(ranks)), replace(config.block, compile=None)
+    with torch.random.fork_rng(devices=[]):
+        return planned(replace(config, mesh=mesh, block=block), hardware, vocab_size)
+
+
+def tell_plan(
+    board: TensorBoardSink, step: int, config: RunConfig, ranks: int, device_type: str, vocab_size: int
+) -> tuple[int | None, str | None]:
+    """The plan of a run under way, onto its board: the device's peak that it predicts, and a line on what is lacking.
+
+    The run goes on whatever happens here.
+    """
+    if config.mesh.sharing > 1:  # a plan of these needs a process that is in no group
+        return None, (
+            "TensorBoard has no plan of a run whose ranks share sequences, matrices or experts: "
+            "python -m dzero plan, with the same settings, makes it"
+        )
+    try:
+        forecast = planned_under_way(config, ranks, device_type, vocab_size)
+        return forecast.peak_bytes, onto_board(board, forecast, step)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return None, f"TensorBoard has no plan of this run: {type(error).__name__}: {reason}"
+
+
+def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str | None:
+    """Write it there; what the board lacks where matplotlib is not installed."""
+    picture, lacks = None, None
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # that it builds its cache is no news of a run
+    try:
+        picture = pixels(forecast)
+    except RunError as error:
+        lacks = str(error)
+    board.plan(step, plan_tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
+    return lacks

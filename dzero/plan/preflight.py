@@ -1,0 +1,231 @@
+"""Before a run allocates anything: `zero=auto` is settled, and what cannot fit this machine is refused.
+
+    tier    needs (estimate/memory.py)         has, for one rank
+    device  the fullest moment of a step     of a GPU its memory; of a CPU its part of host memory, within every limit
+    host    what is off the device           its part of host memory, within every limit
+    disk    scratch files                    its part of the free space at offload.disk.paths
+
+Refused is what needs more than there is, without any margin: it would surely fail. What needs more than is free now, or
+leaves less than the headroom of estimate/search.py, is warned of. Nothing is measured here, and no device is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby, islice
+
+import torch
+
+from dzero.config import RunConfig
+from dzero.errors import RunError, user_errors
+from dzero.estimate.candidates import ACCUMULATE, Candidate
+from dzero.estimate.forecast import FRAGMENTS, Tier, tiers_of
+from dzero.estimate.hardware_spec import HardwareConfig
+from dzero.estimate.memory import Memory, memory_of, with_moments
+from dzero.estimate.microbatch_costs import Costs
+from dzero.estimate.search import fitting, short_bytes
+from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
+from dzero.launch.config import launched
+from dzero.launch.devices import device_type
+from dzero.mesh import local_rank, local_ranks
+from dzero.models.config import SHAPES
+from dzero.optim.build import check_options, moments_of
+from dzero.plan.auto import candidates_of, chosen, subject_of, value_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
+from dzero.plan.plan_run import MANY_LAYERS, layout_of, ranks_of, tell_if_slow
+from dzero.plan.run_layout import workers_of
+from dzero.plan.search_tables import words
+from dzero.utils.scratch_paths import make_folder
+from dzero.zero.offload_config import KINDS, OffloadConfig
+
+SUGGESTED = LARGEST = 3
+HOPELESS = 64
+"""Times the memory there is, beyond which sizes are refused before a model of them is laid out."""
+MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
+LINGER_S = 2.0
+LEAST_IDS = 1
+
+
+class UnforeseenError(Exception):
+    """What a model needs cannot be told before it runs; the message says what went wrong."""
+
+
+def prepared(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int]:
+    """Return what will be trained, as `settled`, and by how many workers where this machine starts them."""
+    config = settled(config, given)
+    return config, 0 if launched() else workers_of(config)
+
+
+def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
+    """What will be trained. given: the settings of the command line. Raises RunError where it cannot fit.
+
+    Under torchrun all ranks find the same, and the first of a node says it.
+    """
+    try:
+        with user_errors():
+            check_options(config.optim)
+            check_scratch(config.offload)
+            if config.launch.check_memory:
+                check_least(config)
+            tell_if_slow(config)
+            config = chosen(config, given)
+            check_scratch(config.offload)  # which zero=auto may have chosen
+            if config.launch.check_memory:
+                check_memory(config)
+    except RunError:
+        if local_rank() == 0:
+            raise
+        time.sleep(LINGER_S)  # torchrun ends the others when the first rank leaves, which shall be the one that tells
+        sys.exit(1)
+    return config
+
+
+def check_memory(config: RunConfig) -> None:
+    """Raises RunError for a run that needs more of a tier than this machine has; warns of one that comes near."""
+    try:
+        memory = needed(config)
+    except UnforeseenError as error:
+        _warn(f"memory was not checked: {error}")
+        return
+    here = this_machine(config, host_memory_bytes())
+    tiers = tiers_of(memory, here, ranks_of(config))
+    if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
+        raise RunError(_refusal(config, here, lacking))
+    now = this_machine(config, host_available_bytes())
+    for name, tier in tiers_of(memory, now, ranks_of(config)).items():
+        if tier.capacity_bytes is not None and short_bytes({name: tier}):
+            needs, free = format_bytes(tier.total_bytes), format_bytes(tier.capacity_bytes)
+            _warn(
+                f"the {name} will be nearly full, or too small: each rank needs about {needs} of {free} that are free"
+            )
+
+
+def check_least(config: RunConfig) -> None:
+    """Raise RunError for sizes that are hopeless by arithmetic, before a model of them is laid out.
+
+    A rank has at least its share of 16-bit parameters and one hidden state of its part of a microbatch.
+    """
+    if config.model.kind not in SHAPES:
+        return
+    shape, mesh, train = config.model.shape(config.model.vocab_size or LEAST_IDS), config.mesh, config.train
+    ranks = ranks_of(config) * mesh.tp * mesh.pp
+    sequences = 1 if config.auto else train.microbatch_sequences  # zero=auto may choose smaller microbatches
+    tokens, hidden = sequences * train.sequence_tokens // (mesh.cp * mesh.tp), "a hidden state of the microbatch"
+    least = {"parameters": 2 * shape.params // ranks, hidden: 2 * tokens * shape.hidden_size}
+    here = this_machine(config, host_memory_bytes())
+    beside = 0 if here.devices_are_host else here.host_bytes or 0
+    if config.auto or "disk" in map(config.offload.tier, KINDS):
+        beside += here.disk_bytes or 0
+    has = {"parameters": here.device_bytes + beside, hidden: here.device_bytes}
+    quick = shape.layers <= MANY_LAYERS  # to lay out, so that the user is told what takes how much, and what would fit
+    for what, needs in least.items():
+        if needs > (HOPELESS if quick else 1) * has[what]:
+            raise RunError(
+                f"this run cannot fit this machine, so it was not started: {what} alone would take "
+                f"{format_bytes(needs)} of the {format_bytes(has[what])} that each rank has; make the sizes of model "
+                "or train smaller, or take more ranks. launch.check_memory=false starts it all the same"
+            )
+
+
+def needed(config: RunConfig) -> Memory:
+    """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
+
+    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
+    """
+    if config.mesh.parts_of_a_rank > 1:
+        raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
+    return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
+
+
+def _needed(config: RunConfig, part: int) -> Memory:
+    layout, model = layout_of(config, device_type(config.launch)), model_of(config)
+    try:
+        with as_on_a_rank(config, model, part) as rank:
+            units = units_of(config, model, rank)
+            costs = costs_for(config, model, rank) if config.offload.activations == "device" else Costs(())
+    except RunError:  # mesh.tp does not divide the model: no run would begin
+        raise
+    except Exception as error:
+        raise UnforeseenError(f"{type(error).__name__}: {error}") from error
+    memory = memory_of(layout, units, costs, device_type(config.launch))
+    return flights_of(config, rank, layout).held(with_moments(memory, moments_of(config.optim)), costs)
+
+
+def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
+    """Its capacities, without measuring: memory of the smallest device, `host_bytes`, and free scratch space."""
+    local = local_ranks() if launched() else workers_of(config)
+    kind = device_type(config.launch)
+    devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
+    return HardwareConfig.of_sizes(
+        "this machine",
+        kind,
+        local,
+        device_bytes=min(devices, default=host_bytes // local),
+        host_bytes=host_bytes,
+        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk(config) else None,
+    )
+
+
+def may_use_disk(config: RunConfig) -> bool:
+    """Return whether states may be on disk: where a setting says so, or zero=auto may choose it."""
+    return config.offload.uses_disk or config.auto
+
+
+def check_scratch(offload: OffloadConfig) -> None:
+    """Make the last folder of scratch paths where it is missing. Raises DiskError for one that cannot be used."""
+    if offload.uses_disk:
+        for path in offload.disk.paths:
+            make_folder(path)
+
+
+def free_bytes(paths: Sequence[str]) -> int:
+    """Return the free bytes of the disks at `paths`, each disk counted once."""
+    disks = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}
+    return sum(disks.values())
+
+
+def _surely(tier: Tier) -> Tier:
+    """Without the margin for fragmentation."""
+    return replace(tier, kinds={kind: count for kind, count in tier.kinds.items() if kind != FRAGMENTS})
+
+
+def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier]) -> str:
+    lines = ["this run cannot fit this machine, so it was not started:"]
+    for name, tier in ((name, _surely(tier)) for name, tier in lacking.items()):
+        kinds = sorted(tier.kinds, key=lambda kind: -tier.kinds[kind])[:LARGEST]
+        parts = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
+        need, has, short = map(format_bytes, (tier.total_bytes, tier.capacity_bytes or 0, tier.short_bytes))
+        lines.append(f"  on the {name} each rank needs {need} of {has}: {short} short (most of it: {parts})")
+    would = suggestions(config, here)
+    lines.append(
+        f"would fit: {' | '.join(would)}" if would else f"no stage, tier, recomputation or microbatch would fit; {MORE}"
+    )
+    lines.append("launch.check_memory=false starts it all the same")
+    return "\n".join(lines)
+
+
+def suggestions(config: RunConfig, here: HardwareConfig) -> list[str]:
+    """The first few settings that would fit with headroom: as few changes as possible, the simplest first."""
+    if config.offload.activations != "device":
+        return []
+    candidates = candidates_of(config, (), here)
+    now = {key: value_of(config, key) for key in candidates[0].settings}
+    now[ACCUMULATE] = config.train.microbatches(ranks_of(config))
+
+    def changes(candidate: Candidate) -> int:
+        return len({key.partition(".")[0] for key, value in candidate.settings.items() if value != now[key]})
+
+    fit = fitting(sorted(candidates, key=changes), subject_of(config, here))
+    for _, alike in groupby(fit, key=lambda each: changes(each.candidate)):
+        return [words(each.candidate.settings, now) for each in islice(alike, SUGGESTED)]
+    return []
+
+
+def _warn(line: str) -> None:
+    if local_rank() == 0:
+        print(f"warning: {line}", file=sys.stderr)

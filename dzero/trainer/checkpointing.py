@@ -1,0 +1,180 @@
+"""A run's saves: what they hold besides the states, when they are made, what is told of them, and how a run goes on.
+
+So that a run that goes on has the bits of one that was never stopped, a checkpoint also holds the position in the data,
+the number of steps (which says the learning rate), the loss scale, and every rank's random generators; and, to be
+exported, the model's description. Settings are never taken from a checkpoint: those of the command line count, and what
+changed is told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import LambdaLR
+
+from dzero.checkpoint.checkpointer import Checkpoints, Resumed
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import MANIFEST
+from dzero.checkpoint.manifest_types import check_extra
+from dzero.config import RunConfig
+from dzero.data.stream import TokenStream
+from dzero.errors import RankLost
+from dzero.mesh import PIPELINE, TENSOR
+from dzero.models.published import describe
+from dzero.monitor.sinks import Monitor
+from dzero.optim.base import MasterOptimizer
+from dzero.zero.shard import Sharded
+
+NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
+"""Groups whose settings change no result."""
+
+
+class Saves:
+    """Of one worker's run. Does nothing where nothing is saved and nothing resumed. Raises CheckpointError."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sharded: Sharded,
+        optim: MasterOptimizer,
+        schedule: LambdaLR,
+        stream: TokenStream,
+        device: torch.device,
+    ) -> None:
+        self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
+        self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
+        wanted = config.checkpoint.every is not None or config.resume.source is not None
+        self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
+        self.notes: list[str] = []
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.__exit__(kind, error, at)
+
+    def resume(self) -> int:
+        """The number of steps that were made before, 0 where the run starts afresh. `notes` says what was found."""
+        if self._checkpoints is None:
+            return 0
+        config, resumed = self._config.resume, None
+        if config.source is not None:
+            resumed = self._checkpoints.resume(config.source, strict=config.strict)
+            if resumed is None:
+                self.notes.append(f"resume: no checkpoint in {self._config.checkpoint.folder}; the run starts afresh")
+        if resumed is None:
+            if self._config.checkpoint.every is not None:
+                self._checkpoints.begin()
+            return 0
+        for note in resumed.notes:  # at once, and where a scheduler's mail has it
+            print(f"WARNING: {note}", file=sys.stderr, flush=True)
+        if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
+            raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
+        check_extra(str(resumed.path / MANIFEST), resumed.extra)
+        self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
+        self._stream.load_state_dict(resumed.extra["stream"])
+        self._check_batch(resumed)
+        self._set_steps(resumed.step)
+        if resumed.local is None or self._shared_otherwise(resumed):
+            self.notes.append("resume: other ranks than those that saved; random generators start afresh (dropout)")
+        else:
+            self._set_generators(resumed.path, resumed.local)
+        return resumed.step
+
+    def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
+        """Save if it is time to, or if the run stops here; tell of a save that has become whole.
+
+        Whether this step is saved, where the run ends or stops here.
+        """
+        if self._checkpoints is None:
+            return False
+        config, end = self._config.checkpoint, step == self._config.train.steps
+        self._tell(step, monitor, self._checkpoints.finished)
+        if config.every is not None and (step % config.every == 0 or (end and config.last) or stop):
+            self._tell(step, monitor, lambda: self._save(step))
+        return (end or stop) and self._tell(step, monitor, self._checkpoints.finish)
+
+    def _save(self, step: int) -> None:
+        assert self._checkpoints is not None
+        extra = {
+            "stream": self._stream.state_dict(),
+            "step_sequences": self._config.train.sequences(self._readers),
+            "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
+            "model": describe(self._model),
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        self._checkpoints.save(step, extra, self._generators())
+
+    def _tell(self, step: int, monitor: Monitor, do: Callable[[], str | None]) -> bool:
+        """Whether something became whole."""
+        try:
+            name = do()
+        except CheckpointError as error:
+            if self._config.checkpoint.on_error == "stop" or isinstance(error, RankLost):
+                raise
+            monitor.note(step, f"NOT SAVED, training goes on (checkpoint.on_error=warn): {error}")
+            return False
+        if name is not None:
+            monitor.note(step, f"saved {self._config.checkpoint.folder}/{name}")
+        return name is not None
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        states = {"rng.cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def _set_generators(self, path: Path, states: dict[str, torch.Tensor]) -> None:
+        try:
+            torch.set_rng_state(states["rng.cpu"])
+            if self._device.type == "cuda" and "rng.cuda" in states:
+                torch.cuda.set_rng_state(states["rng.cuda"], self._device)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(str(path), f"no state of random generators is in it: {error}") from error
+
+    def _shared_otherwise(self, resumed: Resumed) -> bool:
+        """Whether other ranks than then share their samples, whose random numbers must be the same."""
+        was: dict[str, Any] = resumed.extra["config"].get("mesh", {})
+        return any(was.get(axis, 1) != getattr(self._config.mesh, axis) for axis in (TENSOR, PIPELINE))
+
+    def _set_steps(self, steps: int) -> None:
+        """The learning rates are those of this run's settings after `steps`."""
+        schedule = self._schedule
+        schedule.last_epoch = steps
+        rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(self._optim.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+
+    def _check_batch(self, resumed: Resumed) -> None:
+        """Raises CheckpointError where a step would be another number of sequences."""
+        train, ranks = self._config.train, self._readers
+        was, now = resumed.extra["step_sequences"], train.sequences(ranks)
+        if was != now:
+            per_rank = train.microbatch_sequences * ranks
+            repair = f"train.accumulate={was // per_rank}" if was % per_rank == 0 else "other ranks or microbatches"
+            repair += f", or train.accumulate=null train.global_sequences={was} in every run"
+            raise CheckpointError(
+                str(resumed.path), f"a step was {was} sequences and is {now} with these ranks: take {repair}"
+            )
+
+    def _drift(self, resumed: Resumed) -> list[str]:
+        """What is set otherwise than in the run that saved."""
+        was = _flat(resumed.extra["config"])
+        now = _flat(OmegaConf.to_container(OmegaConf.structured(self._config)))
+        keys = [key for key in sorted({*was, *now}) if key.split(".")[0] not in NO_NEWS]
+        return [f"resume: {key} was {was.get(key)}, is {now.get(key)}" for key in keys if was.get(key) != now.get(key)]
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix.rstrip("."): tree}
+    return {key: value for name, each in tree.items() for key, value in _flat(each, f"{prefix}{name}.").items()}

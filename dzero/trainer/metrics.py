@@ -1,0 +1,244 @@
+"""What a run tells of itself: a record per step, a summary at the end, from the owners of each figure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from dzero import streams
+from dzero.comm import dtensor_traffic
+from dzero.comm.collectives import GatherScalars
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
+from dzero.hardware import peak_flops
+from dzero.mesh import AXES
+from dzero.monitor.memory import MemoryMeter, storage_bytes
+from dzero.monitor.meter import Meter
+from dzero.monitor.records import RunSummary, StepRecord
+from dzero.offload.executor import LaneUse
+from dzero.optim.base import MasterOptimizer
+from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
+from dzero.trainer.build import Assembled
+from dzero.zero.cost_model import expected_control, expected_traffic, peak_bytes, resting_bytes
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all ranks know before the update.
+
+    Attributes:
+        loss: The mean over the ranks, nats.
+        culprit: The last rank whose own loss is not finite, or None.
+        stop: Whether a rank was asked to stop after this step.
+    """
+
+    loss: float
+    culprit: int | None
+    stop: bool
+
+
+LEARNING_STEPS = 3
+"""Steps after which the sizes of states and gradients stay as they are: some rules make their states in the first."""
+READING_STEPS = 10
+"""After those, how many steps pass between two readings of the peak, which only grows: the kernel takes half a
+millisecond for one."""
+
+
+class Recorder:
+    """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
+
+    done_steps: made before, by the run that this one goes on from.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        assembled: Assembled,
+        optim: MasterOptimizer,
+        memory: MemoryMeter,
+        device: torch.device,
+        done_steps: int = 0,
+    ) -> None:
+        sharded, flops_per_token = assembled.sharded, assembled.flops_per_token
+        self._assembled, self._sharded, self._optim = assembled, sharded, optim
+        self._memory, self._device = memory, device
+        self._scaled = config.precision.param == "fp16"
+        readers = config.mesh.readers(sharded.layout.ranks)
+        self._step_tokens = config.train.sequences(readers) * config.train.sequence_tokens
+        rank_tokens = self._step_tokens / dist.get_world_size()
+        self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
+        self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
+        self._meter = Meter(
+            total_steps=config.train.steps - done_steps,
+            flops_per_token=flops_per_token,
+            peak_flops=self._peak_flops,
+            ranks=dist.get_world_size(),
+        )
+        self._tokens_before = done_steps * self._step_tokens
+        groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
+        self._has_loss = sharded.parts is None or sharded.parts.has_last
+        self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
+        table = sharded.model, sharded.layout
+        self._inside = context_traffic(config, *table, sharded.parts)
+        self._inside |= pipeline_traffic(sharded.parts, assembled.hidden, sharded.layout)
+        if assembled.counts_tensor:
+            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.parts)
+        self._counted: dict[Entry, Traffic] = {}
+        self._traffic: dict[Entry, Traffic] = {}
+        self._lanes: dict[str, LaneUse] = {}
+        self.losses: list[float] = []
+        self.planned_bytes: int | None = None
+        self._grad_bytes, self._state_bytes = 0, dict[str, int]()
+        self._memory_read: Mapping[str, int] = {}
+        self._lr = self._scale = 0.0
+
+    def begin_run(self) -> None:
+        """Peaks count from here."""
+        self._memory.reset()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """What is done inside, between two steps, is no part of the run."""
+        return self._memory.aside()
+
+    def begin_step(self) -> None:
+        """Time counts from here."""
+        self._meter.begin()
+
+    def before_update(self) -> None:
+        """Note what the update will use and then drop: gradients, rate, loss scale."""
+        if self._meter.steps < LEARNING_STEPS:
+            self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
+        self._lr = float(self._optim.param_groups[0]["lr"])
+        self._scale = self._optim.scaler.scale
+
+    def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], Shared]:
+        """Share the loss and the wish to stop with all ranks, in one small gather along every axis.
+
+        Args:
+            loss: This rank's, a scalar on the device; where another rank of its pipeline has it, what this one's parts
+                add to that, or 0.
+            stop: Whether this rank was asked to stop after this step.
+
+        Returns:
+            What reads the result. It waits for the device, so call it where the host has to wait for the step anyway.
+        """
+        bad = torch.where(loss.isfinite(), -1, dist.get_rank())
+        asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
+        values = torch.stack([loss.double(), bad.double(), asked.double(), counts.double()])
+        for gather in self._across:
+            every = gather(values)
+            values = torch.stack([every[:, 0].sum(), every[:, 1].max(), every[:, 2].max(), every[:, 3].sum()])
+        on_host = streams.pin_memory(torch.empty(values.shape, dtype=values.dtype), self._device)
+        on_host.copy_(values, non_blocking=True)
+        copied = streams.record_event(self._device)
+
+        @cache
+        def read() -> Shared:
+            streams.synchronize(copied, holding=[values])
+            total, culprit, stopping, losses = on_host.tolist()
+            return Shared(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
+
+        return read
+
+    def end_step(self, step: int, mean_loss: float) -> StepRecord:
+        """The record of `step`; `mean_loss`: of all ranks."""
+        seconds = self._meter.end(self._step_tokens)
+        self.losses.append(mean_loss)
+        moved = self._sharded.ledger.take()
+        self._counted |= {entry: each for entry, each in moved.items() if entry.phase == dtensor_traffic.PHASE}
+        moved |= self._counted  # in the first step; all others send the same
+        by_kind: Counter[str] = Counter()
+        for entry, traffic in moved.items():
+            self._traffic[entry] = self._traffic.get(entry, Traffic()) + traffic
+            by_kind[entry.kind] += traffic.sent_bytes
+        lanes = self._optim.offload.take_use()
+        for lane, use in lanes.items():
+            self._lanes[lane] = self._lanes.get(lane, LaneUse()) + use
+        if self._meter.steps <= LEARNING_STEPS or self._meter.steps % READING_STEPS == 0:
+            self._memory_read = self.memory_by_kind()
+        decision = self._optim.last_decision
+        assert decision is not None
+        return StepRecord(
+            step=step,
+            loss=mean_loss,
+            lr=self._lr,
+            grad_norm=decision.norm,
+            tokens=self._tokens_before + self._meter.tokens,
+            seconds=seconds,
+            loss_scale=self._scale if self._scaled else None,
+            speed=self._meter.now(),
+            eta_s=self._meter.eta_s(),
+            skipped_steps=self._optim.skipped_steps,
+            memory_bytes=self._memory_read,
+            traffic_bytes=by_kind,
+            lanes=lanes,
+        )
+
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        """The mean of a loss over all ranks that have one, the same on every one; others give 0."""
+        values = torch.stack([value.double(), torch.full_like(value, self._has_loss).double()])
+        for gather in self._across:
+            values = gather(values).sum(0)
+        total, losses = values.tolist()
+        return float(total / losses)
+
+    def summarise(self, held_out: float | None) -> RunSummary:
+        """The run so far. `held_out`: the last held-out loss."""
+        return RunSummary(
+            steps=self._meter.steps,
+            tokens=self._meter.tokens,
+            seconds=self._meter.seconds,
+            counted_steps=self._meter.counted_steps,
+            first_loss=self.losses[0],
+            loss=self.losses[-1],
+            held_out_loss=held_out,
+            speed=self._meter.overall(),
+            peak_flops=self._peak_flops,
+            skipped_steps=self._optim.skipped_steps,
+            peak_bytes=self._memory_of_ranks(),
+            traffic=self._traffic,
+            traffic_steps=self._meter.steps,
+            theory=self._theory(),
+            routed=self._assembled.routed(self._meter.steps),
+            lanes=self._lanes,
+            host_bytes=self._optim.offload.host_bytes,
+            step_flops=self._step_flops,
+            planned_bytes=self.planned_bytes if self._device.type == "cuda" else None,
+        )
+
+    def _theory(self) -> dict[Entry, Traffic]:
+        """What a step moves, by formulas."""
+        table = self._sharded.layout, self._sharded.shapes
+        parts, balance = self._sharded.parts, self._assembled.balance.expected()
+        moved = expected_traffic(*table, parts.shared if parts else ())
+        control = expected_control(*table, len(self._sharded.names))
+        return {**moved, **control, **self._inside, **balance, **self._optim.traffic}
+
+    def memory_by_kind(self) -> Mapping[str, int]:
+        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
+
+        On a CPU machine the offload's arena lies in the same memory.
+        """
+        if not self._state_bytes or self._meter.steps <= LEARNING_STEPS:
+            states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
+            unsharded = peak_bytes(*table).param - resting_bytes(*table).param
+            self._state_bytes = {**states, "param": states["param"] + unsharded}
+        kinds = {**self._state_bytes, "grad": self._grad_bytes}
+        if self._device.type == "cpu" and (arena := self._optim.offload.host_bytes):
+            kinds["arena"] = arena
+        return self._memory.split(kinds)
+
+    def _memory_of_ranks(self) -> list[dict[str, int]]:
+        memory = self.memory_by_kind()
+        values = torch.tensor([*memory.values()], dtype=torch.float64, device=self._device)
+        for gather in reversed(self._across):
+            values = gather(values.flatten())
+        self._sharded.ledger.take()
+        rows = values.reshape(-1, len(memory)).long().tolist()
+        return [dict(zip(memory, row, strict=True)) for row in rows]

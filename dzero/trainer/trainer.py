@@ -1,0 +1,262 @@
+"""The training loop: build, step, evaluate, tell.
+
+A step reads as its phases: microbatches under `microbatch(is_last)`; the ranks share their losses, and whether they
+shall stop; the optimizer decides once for all ranks, then updates or skips; the learning rate moves; the step is
+recorded.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import record_function
+
+from dzero.config import RunConfig, as_yaml
+from dzero.data.corpus import Corpus, load
+from dzero.data.prefetch import BatchesAhead
+from dzero.data.stream import TokenStream, evaluation_batches
+from dzero.errors import RunError, user_errors
+from dzero.hardware import format_count
+from dzero.launch.signals import EXIT_SAVED, StopRequest
+from dzero.launch.watchdog import Watch
+from dzero.models.build import count
+from dzero.monitor.memory import MemoryMeter
+from dzero.monitor.out_of_memory import explained
+from dzero.monitor.profile import Profiler
+from dzero.monitor.records import RunSummary
+from dzero.monitor.sinks import Monitor
+from dzero.optim.build import build_optimizer
+from dzero.plan.plan_run import tell_plan
+from dzero.plan.run_layout import check_ranks
+from dzero.trainer.build import Assembled
+from dzero.trainer.checkpointing import Saves
+from dzero.trainer.metrics import Recorder, Shared
+from dzero.utils.stdout import outlast_readers
+from dzero.utils.terminal import from_here
+from dzero.zero.dtensors import local_of
+
+
+class TrainingStopped(RunError):
+    """The run cannot go on; the message says why and what to change."""
+
+
+def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
+    """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
+    outlast_readers()
+    with Watch(config.launch.timeout) as watch:
+        folder = _folder_of_rank_0(run_folder, device)
+        with user_errors():
+            trainer = Trainer(config, folder, device)
+        watch.follow(trainer.sharded.ledger.trail)
+        if trainer.done_steps >= config.train.steps:
+            trainer.close()
+        else:
+            recorder = trainer.recorder
+            held, planned = recorder.memory_by_kind, lambda: recorder.planned_bytes
+            with explained(folder, dist.get_rank(), device, held, planned):
+                trainer.run()
+
+
+class Trainer:
+    """The state of one worker's run."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
+        self.config, self.device, self.run_folder = config, device, run_folder
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        check_ranks(config, world)
+        memory = MemoryMeter(device)
+        self.corpus: Corpus = load(config.data)
+        self.assembled = assembled = Assembled(config, device, self.corpus.vocab_size)
+        self.sharded, self.microbatches = assembled.sharded, assembled.microbatches
+        self.sharded.ledger.trail.check = config.launch.check_collectives
+        self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
+        self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
+        slices = {
+            "sequence_tokens": config.train.sequence_tokens,
+            "microbatch_sequences": config.train.microbatch_sequences,
+            "rank": assembled.reader,
+            "ranks": assembled.readers,
+        }
+        self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        self.batches = BatchesAhead(self.stream, device)
+        self.evaluation = partial(
+            evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
+        )
+        if self._evaluates:
+            self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
+        self.saves = Saves(config, self.sharded, self.optim, self.schedule, self.stream, device)
+        self.done_steps = self.saves.resume()
+        self.recorder = Recorder(config, assembled, self.optim, memory, device, self.done_steps)
+        self.profiler = Profiler(
+            config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
+        )
+
+    def close(self) -> None:
+        """Say that nothing is left to train, as where a scheduler starts a finished run again, and let go of all."""
+        self.sharded.forget_masters()
+        with self.saves:
+            steps, made = self.config.train.steps, self.done_steps
+        if self.rank == 0:
+            nothing = f"nothing is left to train: {made} steps were made, train.steps={steps}"
+            print(*self.saves.notes, nothing, sep="\n", flush=True)
+
+    def run(self) -> RunSummary:
+        """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic.
+
+        Raises SystemExit with `EXIT_SAVED` where a signal asked to stop, the run saves, and this one has been saved.
+        """
+        config, steps = self.config, self.config.train.steps
+        self.sharded.forget_masters()
+        monitor = Monitor(
+            config.monitor, self.run_folder, rank=self.rank, total_steps=steps, resolved_config=as_yaml(config)
+        )
+        deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
+        with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
+            for line in [self._introduce(), *self.optim.introduce(), *self.saves.notes]:
+                monitor.note(self.done_steps, line)
+            self.recorder.begin_run()
+            held_out = None
+            for step in range(self.done_steps + 1, steps + 1):
+                shared = self.step(step, monitor, stop=stop.asked is not None)
+                self.profiler.step()
+                saved = self.saves.after(step, monitor, stop=shared.stop)
+                if shared.stop and step < steps:
+                    self._stop(step, monitor, stop, saved=saved)
+                if saved:
+                    stop.saved()  # the last step: a signal during what is left costs nothing
+                if step == steps or step % config.train.evaluate_every_steps == 0:
+                    held_out = self._evaluate()
+                    if held_out is not None:
+                        monitor.held_out(step, held_out)
+            self.optim.synchronize()  # what failed in the last update is raised here
+            summary = self.recorder.summarise(held_out)
+            monitor.summary(summary)
+        return summary
+
+    def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> Shared:
+        """One optimizer step, phase by phase; `stop`: this rank was asked to stop after it."""
+        self.recorder.begin_step()
+        first = step == self.done_steps + 1
+        with self.assembled.counted() if first else nullcontext():
+            loss = self._microbatches()
+        read_shared = self.recorder.share(loss, stop=stop)
+        self.recorder.before_update()
+        self.optim.refuse_step(lambda: self._nonfinite_loss(step, read_shared().culprit))
+        self.optim.step()
+        shared = read_shared()
+        self.schedule.step()
+        self._after_update(step, monitor)
+        monitor.step(self.recorder.end_step(step, shared.loss))
+        if first:
+            self._plan(step, monitor)  # not before it: a restart waits for its first step
+        return shared
+
+    def _microbatches(self) -> torch.Tensor:
+        """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
+        if self.assembled.pipeline is not None:
+            batches = [self.batches.next() for _ in range(self.microbatches)]
+            return self.assembled.pipelined(batches, self.optim.scale_loss)
+        total = torch.zeros((), device=self.device)
+        for index in range(self.microbatches):
+            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.assembled.losses():
+                loss = self.assembled.loss(*self.batches.next()) / self.microbatches
+                with record_function("backward"):
+                    self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+                total += local_of(loss.detach())
+        return total
+
+    def _nonfinite_loss(self, step: int, culprit: int | None) -> str:
+        """Name the loss of rank `culprit`, if any: though not finite, it can have finite gradients, which would be
+        applied. Raises TrainingStopped where train.on_nan=stop."""
+        if culprit is None:
+            return ""
+        whose = f"the loss of rank {culprit}"
+        if self.config.train.on_nan == "stop":
+            raise TrainingStopped(
+                f"step {step}: {whose} is not finite, and train.on_nan=stop. The step was not made; train.on_nan=skip "
+                "leaves such steps out. Lower optim.lr, or look at the data"
+            )
+        return whose
+
+    def _stop(self, step: int, monitor: Monitor, stop: StopRequest, *, saved: bool) -> None:
+        """All ranks are here, and the run is saved, or its failure told."""
+        name = stop.asked.name if stop.asked is not None else "a signal to another rank"
+        if not saved:
+            monitor.note(step, f"{name}: stopped after step {step}, which is NOT SAVED")
+            sys.exit(1)
+        stop.saved()
+        monitor.note(step, f"{name}: stopped after step {step}, which is saved; resume=auto goes on from here")
+        sys.exit(EXIT_SAVED)
+
+    def _after_update(self, step: int, monitor: Monitor) -> None:
+        decision = self.optim.last_decision
+        assert decision is not None
+        self.assembled.balance.step(made=decision.finite)
+        if decision.finite:
+            return
+        where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
+        monitor.note(step, f"skipped, not finite: {where}")
+        if self.optim.consecutive_skips > self.config.train.max_skipped_steps:
+            raise TrainingStopped(
+                f"{self.optim.consecutive_skips} steps in a row had non-finite gradients, last in {where}; "
+                f"train.max_skipped_steps={self.config.train.max_skipped_steps} allows no more. Lower optim.lr or "
+                "scaler.init, take precision=bf16, or look at the data"
+            )
+
+    @torch.no_grad()
+    def _evaluate(self) -> float | None:
+        """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
+        if not self._evaluates:
+            return None
+        self.sharded.train(False)
+        with self.assembled.losses():
+            losses = [local_of(self.assembled.held_out_loss(*batch)) for batch in self.evaluation()]
+        self.sharded.train(True)
+        self.sharded.reshard()
+        mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
+        self.sharded.ledger.take()  # what evaluation moved is no part of a step
+        return mean
+
+    @property
+    def _evaluates(self) -> bool:
+        return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
+
+    def _plan(self, step: int, monitor: Monitor) -> None:
+        """This run's plan, for its board."""
+        if monitor.board is not None and self.config.monitor.plan:
+            ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
+            with self.recorder.aside():
+                told = tell_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
+            self.recorder.planned_bytes, lacks = told
+            if lacks:
+                monitor.note(step, lacks)
+
+    def _introduce(self) -> str:
+        layout, mesh = self.sharded.layout, self.config.mesh
+        axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
+        axes += f" x {mesh.pp} pp, {mesh.pp_schedule}" if mesh.pp > 1 else ""
+        axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
+        axes += f", {mesh.ep} to the experts" if mesh.ep > 1 else ""
+        here = " of the first rank" if mesh.pp > 1 else ""
+        return (
+            f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "
+            f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
+            f"{self.config.precision.param}; "
+            f"{self.corpus.summary}; run folder {from_here(self.run_folder)}"
+        )
+
+
+def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:
+    """Every rank writes where rank 0 does, also where torchrun started them in other folders or at other seconds."""
+    path = torch.zeros(4096, dtype=torch.uint8)
+    encoded = str(folder.absolute()).encode()
+    path[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    path = path.to(device)
+    dist.broadcast(path, src=0)
+    return Path(bytes(path.cpu().tolist()).rstrip(b"\0").decode())

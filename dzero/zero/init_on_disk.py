@@ -1,0 +1,111 @@
+"""First values on disk, from shard() until an optimizer takes them: parameters, and fp32 origins, that live there.
+
+One file without a name per rank: it ends with its last tensor, and the kernel has it gone when the process ends. All
+its space is reserved before the first tensor, and what is read is verified, as on the disk tier itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from dzero.hardware import format_bytes
+from dzero.utils.scratch_paths import DiskError, make_folder, open_path, telling
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.units import Slot
+
+
+class ColdRoom:
+    """`needed_bytes` of the directory `path`. Raises DiskError where it is none, or has too little space."""
+
+    def __init__(self, path: str, needed_bytes: int) -> None:
+        os.close(open_path(path))
+        self.path, self._end = os.path.abspath(path), 0
+        what = f"{format_bytes(needed_bytes)} of scratch space for first values, which states take over afterwards"
+        with telling(self.path, what):
+            file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (it lives as long as this)
+            weakref.finalize(self, file.close)
+            self.fd = file.fileno()
+            if needed_bytes:
+                os.posix_fallocate(self.fd, 0, needed_bytes)
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        slots: Mapping[str, Sequence[Slot]],
+        shapes: Mapping[str, UnitShape],
+        off_device: Mapping[str, frozenset[str]],
+        *,
+        rank: int,
+    ) -> ColdRoom | None:
+        """For what of units' `slots` lives on disk; None where nothing does. Every rank tries all paths first."""
+        paths = layout.offload.disk.paths
+        on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
+        for path in paths if on_disk or layout.offload.activations == "disk" else ():
+            make_folder(path)
+        if not on_disk & {"param", "master"}:
+            return None
+        needed, working = 0, layout.param.dtype
+        for unit, slot, param in ((u, *each) for u in slots for each in zip(slots[u], shapes[u].params, strict=True)):
+            shard = layout.of_unit(shapes[unit]).shard
+            if "param" in on_disk and slot.name in off_device["param"]:
+                needed += param.shard_elems(shard) * working.itemsize
+            if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
+                needed += param.shard_elems(shard, layout.shares) * torch.float32.itemsize
+        return cls(paths[rank % len(paths)], needed)
+
+    def keep(self, name: str, tensor: torch.Tensor) -> Cold:
+        """Write `tensor`; whoever holds what is returned holds the room."""
+        cold = Cold(self, name, self._end, tensor.shape, tensor.dtype)
+        self._end += tensor.nbytes
+        cold.put(tensor)
+        return cold
+
+
+@dataclass
+class Cold:
+    """The home (offloaded_param.py) of a tensor in a `ColdRoom`."""
+
+    room: ColdRoom
+    name: str
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    digest: int = 0
+
+    def get(self) -> torch.Tensor:
+        """A copy. Raises DiskError, with errno EBADMSG where it is not what was written."""
+        found = torch.empty(self.shape, dtype=self.dtype)
+        data = _bytes(found)
+        done = 0
+        with telling(self.room.path, f"reading the first values of {self.name}"):
+            while done < len(data):
+                moved = os.preadv(self.room.fd, [data[done:]], self.offset + done)
+                if not moved:
+                    raise OSError(errno.EIO, "the file was cut short")
+                done += moved
+        if xxhash.xxh3_64_intdigest(data) != self.digest:
+            what = f"the first values of {self.name} are not what was written: the disk or its cable is failing"
+            raise DiskError(errno.EBADMSG, self.room.path, what, piece=self.name, offset=self.offset, count=len(data))
+        return found
+
+    def put(self, flat: torch.Tensor) -> None:
+        """Written, and its checksum kept in memory."""
+        data, done = _bytes(flat.detach().cpu().contiguous()), 0
+        with telling(self.room.path, f"writing the first values of {self.name}"):
+            while done < len(data):
+                done += os.pwritev(self.room.fd, [data[done:]], self.offset + done)
+        self.digest = xxhash.xxh3_64_intdigest(data)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data

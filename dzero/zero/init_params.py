@@ -1,0 +1,100 @@
+"""Values before the cut: equal on every rank, on the device, rounded to the working dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dzero.zero.dtensors import local_of, placed_like
+from dzero.zero.layout import Layout
+from dzero.zero.rounding import to_working
+from dzero.zero.unit_shapes import rows_of
+from dzero.zero.units import Slot, swap
+
+Materialise = Callable[[nn.Module], None]
+Groups = Mapping[str, dist.ProcessGroup]
+
+
+class Values:
+    """Gives a unit its values; on meta none. `groups`, here: those of the axes over which they must agree. ends: the
+    group of a pipeline, and the names of parameters that its first rank and its last have both."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        materialise: Materialise | None,
+        ends: tuple[dist.ProcessGroup, Collection[str]] | None = None,
+    ) -> None:
+        self._layout, self._device, self._materialise, self._ends = layout, device, materialise, ends
+        self._blank = device.type == "meta"
+
+    def equalise_buffers(self, model: nn.Module, groups: Groups) -> None:
+        """Rank 0's buffers for all, unless they are drawn; as bytes, since not every backend moves every dtype."""
+        if self._materialise is not None:
+            return
+        for buffer in model.buffers():
+            if not buffer.is_meta and buffer.numel():
+                buffer.data = buffer.data.to(self._device).contiguous()
+                _broadcast(buffer.data.view(-1).view(torch.uint8), groups)
+
+    def fill(self, modules: list[nn.Module], slots: list[Slot], groups: Groups) -> None:
+        """Parameters drawn by `materialise`, or rank 0's. Raises ValueError for one that stays on meta."""
+        for module in modules:
+            if self._materialise is not None:
+                self._materialise(module)
+        for slot in slots:
+            param = slot.param
+            if param.is_meta and not self._blank:
+                raise ValueError(f"parameter {slot.name} is on meta: pass materialise= to give it values")
+            if not isinstance(param, DTensor):
+                param.data = param.data.to(self._device).contiguous()
+            if self._materialise is None and not self._blank:
+                _broadcast(local_of(param), groups)
+                if self._ends is not None and slot.name in self._ends[1]:
+                    _broadcast_to_last(local_of(param), self._ends[0])
+
+    @torch.no_grad()
+    def round(
+        self, modules: list[nn.Module], slots: list[Slot], cuts: Sequence[tuple[int, int]]
+    ) -> dict[str, torch.Tensor]:
+        """Round parameters to the working dtype; of those that lost anything the fp32 rows of this rank's masters.
+
+        cuts: which those are (shapes.rows_of).
+        """
+        rows: dict[str, torch.Tensor] = {}
+        placed: dict[nn.Parameter, nn.Parameter] = {}
+        working = self._layout.param.dtype
+        for slot in slots:
+            param = slot.param
+            if param.dtype == working:
+                continue
+            unsharded = local_of(param).detach().float()  # no alias: `data` below would change it
+            rounded = to_working(unsharded, working)
+            if isinstance(param, DTensor):  # its dtype is its own; `data` changes that of a plain tensor alone
+                placed[param] = nn.Parameter(placed_like(rounded, param), param.requires_grad)
+            else:
+                param.data = rounded
+            if param.requires_grad:
+                first, count = rows_of(unsharded.shape[0], *cuts)
+                rows[slot.name] = unsharded[first : first + count].clone()
+        swap(modules, placed)
+        return rows
+
+
+def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
+    for group in groups.values():
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+def _broadcast_to_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """From the group's first rank; no other rank takes part."""
+    last = group.size() - 1
+    if group.rank() == 0:
+        dist.send(tensor, dist.get_global_rank(group, last), group=group)
+    else:
+        dist.recv(tensor, dist.get_global_rank(group, 0), group=group)

@@ -1,0 +1,54 @@
+"""State dicts of a model with parameters off the device: DTensors over the host's mesh, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dzero.mesh import SHARD, host_mesh
+from dzero.zero.dtensors import placed_like
+from dzero.zero.offloaded_param import HostMemory, HostShard, InMemory, memory_of
+from dzero.zero.unit import Unit, as_module
+
+
+def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
+    """Hooks of the modules of a unit with parameters on the host. Collective where the mesh is not the CPU's."""
+    on_host = host_mesh(mesh)[SHARD]
+
+    def show(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+        """After `state_dict()`: what lies in host memory appears as that, without a copy; what is on disk is read by
+        whoever looks at it, tensor by tensor."""
+        unit.settle()
+        for key, value in state_dict.items():
+            if key.startswith(prefix) and isinstance(value, DTensor):
+                with torch.no_grad():
+                    local = value.to_local()
+                if isinstance(local, HostShard):
+                    state_dict[key] = placed_like(_as_on_host(local), value, on_host)
+
+    def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        """Before `load_state_dict()` copies: FSDP2's parameters take tensors of the device's mesh only."""
+        for name, param in module.named_parameters(remove_duplicate=False):
+            value, memory = state_dict.get(prefix + name), memory_of(param)
+            if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
+                local = value.to_local()
+                if not isinstance(local, HostShard):  # else the root's hook has wrapped it
+                    flat = local.contiguous().view(-1)
+                    local = HostShard.of(HostMemory.of(name, flat, memory.device), local.shape)
+                    state_dict[prefix + name] = placed_like(local, value, param.device_mesh)
+
+    for module in (as_module(each) for each in unit.modules):
+        module.register_state_dict_post_hook(show)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
+
+
+def _as_on_host(local: HostShard) -> torch.Tensor:
+    memory = local.memory
+    if isinstance(memory.home, InMemory):
+        return local.within(memory.home.flat)
+    return HostShard(replace(memory, device=torch.device("cpu")), local.outline)

@@ -1,0 +1,83 @@
+"""A unit's reduced buffer holds all of its trained parameters, whichever got gradients on this rank; `.grad` are views.
+
+FSDP2 leaves out those that got none, so ranks that ran other modules of a unit would add gradients of different
+parameters to each other, or wait for data of another size. Here zeros stand for what is missing; who takes the buffer
+is told which those are, and whether `.grad` is set. This needs what FSDP2 keeps to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from dzero.zero.deferred_grads import groups_of, unreduced
+from dzero.zero.scalar_params import widen_gradient
+from dzero.zero.unit import Consumer, Unit
+
+
+def reduce_whole(unit: Unit) -> None:
+    """Let FSDP2 reduce all trained parameters of `unit` together; called once, before its first forward."""
+    groups = [_Whole(unit, group) for group in groups_of(unit.modules[0])]
+    unit.buffered = tuple(name for group in groups for name in group.names)
+
+
+class _Whole:
+    """FSDP2's `post_backward` of a group of parameters, called for each use and at the end of each backward."""
+
+    def __init__(self, unit: Unit, group: Any) -> None:
+        name_of = {param: name for name, param in unit.params.items()}
+        self._unit, self._group = unit, group
+        self._consumer: Consumer | None = None
+        self._held = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        self.names = [name_of[held.sharded_param] for held in self._held]
+        self._scalars = [held for held in self._held if not held._orig_size]
+        self._run, group.post_backward = group.post_backward, self
+        for held, name in zip(self._held, self.names, strict=True):
+            held.to_sharded_dtensor = partial(self._as_grad, name, unit.params[name], held.to_sharded_dtensor)
+
+    def __call__(self, *unused: Any) -> None:
+        if not self._group.reduce_grads and "_unsharded_param" not in self._group.fsdp_params[0].__dict__:
+            return  # never gathered so far: FSDP2 would look for a parameter that is not there
+        missing = self._fill() if self._group.reduce_grads else []
+        for held in self._scalars if self._group.reduce_grads else ():
+            widen_gradient(held)
+        self._unit.expect(frozenset(missing))
+        without = [param for name in missing if (param := self._unit.params[name]).grad is None]
+        self._consumer, layout = self._unit.attached, self._unit.layout
+        # FSDP2 rounds the reduced buffer to this, for `.grad`: an optimizer of ours takes it as it is.
+        self._group._orig_dtype = layout.param.dtype if self._consumer is None else layout.grad.dtype
+        self._run(*unused)
+        self._unit.delivered()
+        for param in without if self._consumer is None else ():
+            param.grad = None
+        self._consumer = None
+
+    def _as_grad(
+        self, name: str, param: nn.Parameter, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor
+    ) -> DTensor:
+        """FSDP2's `to_sharded_dtensor`, by which it makes `.grad` of a part of the reduced buffer."""
+        param.grad_dtype = None  # the table's, whatever the parameter's is
+        shown = None if self._consumer is None else self._consumer.shown(name, piece)
+        return make(piece) if shown is None else shown
+
+    def _fill(self) -> list[str]:
+        """Give zeros to the parameters without gradient, where others have one; return their names."""
+        found = unreduced(self._held)
+        if not found or len(found) == len(self._held):
+            return []
+        missing = [index for index, held in enumerate(self._held) if held not in found]
+        waiting = any(held.unsharded_accumulated_grad is not None for held in self._held)
+        for held in self._held if waiting else ():  # FSDP2 keeps those of earlier microbatches in the reduced dtype
+            held.to_accumulated_grad_if_needed()
+        for index in missing:
+            held = self._held[index]
+            if waiting:
+                held.unsharded_accumulated_grad = torch.zeros_like(held._unsharded_param, dtype=held.reduce_dtype)
+            else:
+                held._unsharded_param.grad = torch.zeros_like(held._unsharded_param)
+        return [self.names[index] for index in missing]

@@ -1,0 +1,61 @@
+"""What a model that is cut along other axes, tiled or shared does not go together with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.zero.layout import Layout
+from dzero.zero.unit_shapes import UnitShape
+
+
+def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
+    """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
+    dense = (unit for unit in units if unit.shared_by == 1)
+    split = next((param for unit in dense for param in unit.params if param.split is not None), None)
+    if split is None or split.split is None:
+        return
+    axis = split.split.axis
+    if axis not in groups:
+        raise ValueError(
+            f"parameter {split.name} is cut along the axis {axis}, which the mesh does not have: pass the whole mesh "
+            f"(dzero.make_mesh(..., {axis}={split.split.count})), of which it was parallelized over mesh[{axis!r}]"
+        )
+    if tiled:
+        raise ValueError(
+            f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
+            f"the axis {axis} makes operators smaller too"
+        )
+
+
+def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None, model_ranks: int) -> None:
+    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks, of which
+    `mesh` has one of each `model_ranks`."""
+    shared = [unit for unit in units if unit.shared_by > 1]
+    if shared and experts is None:
+        raise ValueError(
+            f"{shared[0].shared_by} ranks share experts of unit {shared[0].name}: pass what parallelize_experts "
+            "returned as experts="
+        )
+    if experts is None:
+        return
+    over = experts.mesh.mesh
+    if over.numel() != mesh.size() * model_ranks or not torch.isin(mesh.mesh, over).all():
+        raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
+
+
+def check_tables(layout: Layout, units: list[UnitShape], *, tiled: bool) -> None:
+    """Raises ValueError for states that the table would cut where tensors of the model begin and end."""
+    if layout.shares > 1 and tiled:
+        raise ValueError(
+            "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
+            "block.loss_tiles=1, or zero.states_over=shard"
+        )
+    fused = [param.name for unit in units for param in unit.params if param.fused]
+    if fused and layout.moments.dtype == torch.uint8:
+        raise ValueError(
+            f"precision.moments=int8: parameter {fused[0]} is cut in several places, which its blocks would mix; take "
+            "precision.moments=bf16"
+        )

@@ -1,0 +1,88 @@
+"""Ranks wait for one that is slow, miss one that is gone, and tell each other why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from pool import Pool
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dzero.checkpoint.errors import CheckpointError, NoAnswer
+from dzero.checkpoint.rank_consensus import Agreement
+from dzero.mesh import make_mesh, timeout_of_ranks
+
+TIMEOUT_S = 1.5
+
+
+@contextmanager
+def short_timeout() -> Iterator[None]:
+    """Of the default group."""
+    before = timeout_of_ranks()
+    _set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+    try:
+        yield
+    finally:
+        _set_pg_timeout(before, dist.group.WORLD)
+
+
+def agreed(rank: int, ranks: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    with short_timeout():
+        agreement = Agreement("runs/checkpoints")
+
+        def slow() -> str:
+            time.sleep(2 * TIMEOUT_S * rank)
+            return f"rank {rank}"
+
+        def fails() -> str:
+            if rank == 1:
+                raise OSError("no such disk")
+            return ""
+
+        began_s = time.monotonic()
+        seen["slow"] = agreement.agree(slow)
+        seen["slow_s"] = time.monotonic() - began_s
+        try:
+            agreement.agree(fails)
+        except (OSError, CheckpointError) as error:
+            seen["failed"] = repr(error)
+        seen["after"] = agreement.agree()
+        began_s = time.monotonic()
+        if rank == 0:
+            try:
+                agreement.agree()
+            except NoAnswer as error:
+                seen["hung"] = str(error)
+        else:
+            time.sleep(3 * TIMEOUT_S)
+        seen["hung_s"] = time.monotonic() - began_s
+        agreement.close()
+    return seen
+
+
+def test_slow_failing_and_hung_ranks(pool: Pool) -> None:
+    first, second = pool.run(agreed, 2)
+    assert first["slow"] == second["slow"] == ["rank 0", "rank 1"]
+    assert first["slow_s"] >= 2 * TIMEOUT_S
+    assert first["failed"] == "CheckpointError('rank 1: OSError: no such disk')"
+    assert second["failed"] == "OSError('no such disk')"
+    assert first["after"] == second["after"] == ["", ""]
+    assert first["hung"].startswith("runs/checkpoints: a rank is gone: ")
+    assert TIMEOUT_S * 0.9 < first["hung_s"] < 3 * TIMEOUT_S
+
+
+def timeouts(rank: int, ranks: int) -> list[timedelta]:
+    with short_timeout():
+        mesh = make_mesh("cpu", replicate=2)
+        groups = [mesh.get_group(axis) for axis in ("replicate", "shard")]
+        return [group._get_backend(group._device_types[0]).options._timeout for group in groups]
+
+
+def test_the_groups_of_a_mesh_wait_as_long_as_the_default_group(pool: Pool) -> None:
+    for found in pool.run(timeouts, 4):
+        assert found == [timedelta(seconds=TIMEOUT_S)] * 2

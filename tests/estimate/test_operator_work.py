@@ -1,0 +1,73 @@
+"""The work that a plan counts on fake tensors is that of the same operators on real ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
+from dzero.estimate.operator_probe import decoder_loss
+from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, Work, work_of
+from dzero.models.llama import Llama
+from dzero.models.shapes import LlamaShape
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.config import BlockConfig
+
+SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=48)
+LOSS = partial(decoder_loss, sequences=2, length=16)
+
+
+class Counting(TorchDispatchMode):
+    """Sums the work of what really runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work, self.names = Work(), list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.work += work_of(func, args, kwargs or {}, out)
+        self.names.append(str(func))
+        return out
+
+
+def decoder(recompute: str) -> Llama:
+    model = Llama(SHAPE).to(torch.bfloat16)
+    apply_blocks(model, BlockConfig(activation_checkpoint=recompute, compile=False), "cpu")
+    return model
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_work_of_a_decoder_is_that_of_a_real_one(recompute: str) -> None:
+    with torch.device("meta"):
+        costs = costs_of(decoder(recompute), LOSS)
+    model = decoder(recompute)
+    with Counting() as real:
+        LOSS(model).backward()
+    assert costs.work(FORWARD) + costs.work(BACKWARD) == real.work, real.names
+
+
+def test_the_work_of_a_linear_and_a_relu_by_hand() -> None:
+    """y = relu(x W^T) of fp32, x: [5, 3], W: [4, 3]; summed. Backward makes W's gradient alone."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU())
+    costs = costs_of(model, lambda made: made(torch.zeros(5, 3)).sum())
+    forward, backward = costs.work(FORWARD), costs.work(BACKWARD)
+    assert forward.flops == backward.flops == 2 * 5 * 3 * 4
+    zeros, relu, sum_, ones_like, under_threshold = 5 * 3, 2 * 5 * 4, 5 * 4 + 1, 2, 3 * 5 * 4
+    assert forward.bytes == 4 * (zeros + relu + sum_)
+    assert backward.bytes == 4 * (ones_like + under_threshold), "expand is a view: what is read is its 5 x 4"
+
+
+def test_attention_of_grouped_heads_has_the_products_of_all() -> None:
+    """Two products forward, with the scores again five backward: of 2 x 5 x 7 positions, heads of 3."""
+    query, grad = torch.empty(2, 4, 5, 3, device="meta"), torch.empty(2, 4, 5, 3, device="meta")
+    key, value = torch.empty(2, 2, 7, 3, device="meta"), torch.empty(2, 2, 7, 3, device="meta")
+    product = 2 * (2 * 4) * 5 * 7 * 3
+    assert {FLOPS[kind](query, key, value, out_val=None) for kind in ATTENTION} == {2 * product}
+    assert {FLOPS[kind](grad, query, key, value, out_val=None) for kind in ATTENTION_BACKWARD} == {5 * product}

@@ -1,0 +1,81 @@
+"""Starting is light: what only shows something imports no torch, and neither does the process that starts workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ipv6_only import NOT_PERMITTED
+from small_runs import ROOT, write_text
+from train_runs import SMALLEST
+
+from dzero.cli.settings_help import groups
+
+HEAVY = {"torch", "numpy", "numba", "tensorboard", "transformers"}
+TRAIN = str(ROOT / "train.py")
+
+
+def imported(stderr: str) -> set[str]:
+    """Top-level packages in what `python -X importtime` tells."""
+    return {line.split("|")[2].strip().split(".")[0] for line in stderr.splitlines() if line.startswith("import time:")}
+
+
+def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`python -X importtime train.py words`, in a folder."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    line = [sys.executable, "-X", "importtime", TRAIN, *words]
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--help"], "zero.stage=2"),
+        (["--cfg", "job", "zero.stage=3"], "stage: 3"),
+    ],
+    ids=["help", "cfg"],
+)
+def test_what_shows_something_imports_no_torch(words: list[str], told: str, tmp_path: Path) -> None:
+    ended = typed(tmp_path, *words)
+    assert ended.returncode == 0, ended.stderr
+    assert told in ended.stdout
+    assert imported(ended.stderr) & HEAVY == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_that_starts_workers_imports_no_torch(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "words.txt", 4000)
+    ended = typed(tmp_path, *SMALLEST, f"data.path={data}", "train.steps=1", "launch.workers=1")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^step=1 loss=", ended.stdout, re.MULTILINE)
+    assert imported(ended.stderr) & HEAVY == set()
+
+
+def test_the_process_that_tells_why_a_worker_failed_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"te')
+    ended = typed(tmp_path, *SMALLEST, "data.path=broken.jsonl", "launch.workers=1")
+    assert "error: " in ended.stderr
+    assert "broken.jsonl line 2 is not JSON" in ended.stderr
+    assert imported(ended.stderr) & HEAVY == set()
+
+
+def test_help_says_what_every_setting_means() -> None:
+    without = [setting.key for group in groups() for setting in group.settings if not setting.meaning]
+    assert without == []
+    assert [group.name for group in groups() if not group.meaning] == []
+
+
+def test_workers_meet_on_a_host_that_has_only_ipv6(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "words.txt", 4000)
+    line = [sys.executable, str(ROOT / "tests/support/ipv6_only.py"), sys.executable, TRAIN, *SMALLEST]
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")}
+    settings = [f"data.path={data}", "train.steps=1", "launch.workers=2"]
+    ended = subprocess.run([*line, *settings], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    if ended.returncode == NOT_PERMITTED:
+        pytest.skip(f"no network namespace can be made here: {ended.stdout}")
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"^step=1 loss=", ended.stdout, re.MULTILINE)

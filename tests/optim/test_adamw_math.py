@@ -1,0 +1,196 @@
+"""The update's kernels against plain torch operations: the same bits for every dtype, length and cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dzero.optim import adamw_math, cpu_kernels
+from dzero.optim import flat_update as update_module
+from dzero.optim.adamw_math import Coefficients
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
+from dzero.optim.quantized_moments import BLOCK_ELEMS, EightBit
+from dzero.zero.rounding import join, split, to_working
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+C = Coefficients.of(step=3, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, scale=0.37)
+KINDS = ["fp32", "bf16 + fp32", "bf16 + remainder", "fp16 + fp32"]
+
+
+def states(kind: str, moments: torch.dtype, elems: int, seed: int = 0) -> ParamStates:
+    """One parameter's states with values over several binades; m, v after some updates."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(elems, generator=generator)
+
+    master = normal() * normal().exp()
+    m, v = (normal() * 0.1).to(moments), (normal().square() * 0.01).to(moments)
+    if kind == "fp32":
+        return ParamStates("w", 1000, master, master, None, m, v)
+    if kind == "bf16 + remainder":
+        work, remainder = split(master)
+        return ParamStates("w", 1000, work, None, remainder, m, v)
+    return ParamStates("w", 1000, to_working(master, BF16 if "bf16" in kind else FP16), master, None, m, v)
+
+
+def copy(s: ParamStates) -> ParamStates:
+    work = s.work.clone()
+    master = work if s.master is s.work else None if s.master is None else s.master.clone()
+    return ParamStates(
+        s.name, s.first, work, master, None if s.remainder is None else s.remainder.clone(), s.m.clone(), s.v.clone()
+    )
+
+
+def plain(s: ParamStates, grad: Tensor, step: int) -> None:
+    """The update by `adamw_math.adamw` on whole tensors, stored as `s` stores."""
+    master = join(s.work, s.remainder) if s.remainder is not None else s.master
+    assert master is not None
+    m, v = s.m.float(), s.v.float()
+    adamw_math.adamw(grad.float(), master, m, v, C)
+    if s.m.dtype == BF16:
+        noise = adamw_math.rounding_noise(s.first, m.numel(), adamw_math.noise_seed(s.name, step), m.device)
+        m, v = adamw_math.stochastic_bf16(m, noise & 0xFFFF), adamw_math.stochastic_bf16(v, noise >> 16)
+    s.m.copy_(m)
+    s.v.copy_(v)
+    if s.remainder is not None:
+        s.work.copy_(split(master)[0])
+        s.remainder.copy_(split(master)[1])
+    elif s.master is not s.work:
+        s.work.copy_(to_working(master, s.work.dtype))
+
+
+def apply(update: Update) -> None:
+    AdamWUpdater(1).run([update])
+
+
+def same(a: ParamStates, b: ParamStates) -> bool:
+    pairs = [(a.work, b.work), (a.m, b.m), (a.v, b.v)]
+    if a.master is not None and b.master is not None:
+        pairs.append((a.master, b.master))
+    if a.remainder is not None and b.remainder is not None:
+        pairs.append((a.remainder, b.remainder))
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_update_has_the_bits_of_separate_fp32_operations(kind: str) -> None:
+    for moments, grad_dtype, elems in itertools.product((FP32, BF16), (FP32, BF16, FP16), (1, 3, 17, 1000, 4099)):
+        before = states(kind, moments, elems)
+        grad = torch.randn(elems, generator=torch.Generator().manual_seed(1)).to(grad_dtype)
+        ours, want = copy(before), copy(before)
+        apply(Update(ours, grad, C, 3))
+        plain(want, grad, 3)
+        assert same(ours, want), (kind, moments, grad_dtype, elems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moments", [FP32, BF16])
+def test_a_slice_is_updated_to_the_bits_of_the_whole(kind: str, moments: torch.dtype) -> None:
+    elems, cuts = 1013, [0, 1, 14, 15, 500, 1012, 1013]
+    before = states(kind, moments, elems)
+    grad = torch.randn(elems, generator=torch.Generator().manual_seed(2)).to(BF16)
+    whole, pieces = copy(before), copy(before)
+    apply(Update(whole, grad, C, 5))
+    for start, end in itertools.pairwise(cuts):
+        apply(Update(pieces.slice(start, end - start), grad[start:end], C, 5))
+    assert same(whole, pieces)
+
+
+def test_threads_and_chunks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "CHUNK_ELEMS", 100)
+    monkeypatch.setattr(update_module, "ALONE_ELEMS", 100)
+    before = states("bf16 + remainder", BF16, 4099)
+    grad = torch.randn(4099, generator=torch.Generator().manual_seed(3))
+    one, three = copy(before), copy(before)
+    AdamWUpdater(1).run([Update(one, grad, C, 2)])
+    AdamWUpdater(3).run([Update(three, grad, C, 2)])
+    plain(before, grad, 2)
+    assert same(one, before)
+    assert same(three, before)
+
+
+def test_the_rule_is_adamw_to_fp32_accuracy() -> None:
+    """Against torch.optim.AdamW in fp64 over 50 steps: relative error below 50 steps of a few fp32 roundings each."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(500, generator=generator)
+    peer = torch.nn.Parameter(start.double())
+    optim = torch.optim.AdamW([peer], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    master, m, v = start.clone(), torch.zeros(500), torch.zeros(500)
+    for step in range(1, 51):
+        grad = torch.randn(500, generator=generator)
+        peer.grad = grad.double()
+        optim.step()
+        c = Coefficients.of(step=step, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, scale=1.0)
+        adamw_math.adamw(grad, master, m, v, c)
+    assert (master.double() - peer.detach()).abs().max() < 50 * 4 * 2.0**-24
+
+
+def test_exact_sqrt_is_correctly_rounded() -> None:
+    x = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert np.array_equal(adamw_math.exact_sqrt(x).numpy(), np.sqrt(x.numpy()))
+
+
+def test_stochastic_rounding_is_unbiased_and_goes_to_a_neighbour() -> None:
+    value = torch.tensor([1.0 + 2.0**-7 * 0.3, -3.14159, 1e-3, 2.0**-130, 1.0])
+    noise = torch.arange(1 << 16)
+    for x in value:
+        rounded = adamw_math.stochastic_bf16(x.expand(1 << 16).contiguous(), noise).double()
+        low, high = rounded.min(), rounded.max()
+        assert low <= x.double() <= high
+        assert len(rounded.unique()) <= 2  # type: ignore[no-untyped-call]
+        # Over all 2^16 noises the mean is the value itself, exactly: each of the low half's values counts once.
+        assert math.isclose(rounded.mean().item(), x.item(), rel_tol=1e-12)
+
+
+def test_rounding_noise_is_uniform_and_keyed_by_parameter_step_and_index() -> None:
+    n = 1 << 16
+    seeds = {adamw_math.noise_seed(name, step) for name in ("a", "b") for step in (1, 2, 3)}
+    assert len(seeds) == 6
+    noise = adamw_math.rounding_noise(0, n, adamw_math.noise_seed("a", 1), torch.device("cpu"))
+    assert torch.equal(
+        noise[777:], adamw_math.rounding_noise(777, n - 777, adamw_math.noise_seed("a", 1), torch.device("cpu"))
+    )
+    for half in (noise & 0xFFFF, noise >> 16):
+        # the mean of n uniform values has a standard deviation of 2^16 / sqrt(12 n) = 74; six of them
+        assert abs(half.double().mean().item() - 32767.5) < 6 * 2**16 / math.sqrt(12 * n)
+    low, high = ((half.double() - 32767.5) for half in (noise & 0xFFFF, noise >> 16))
+    assert abs(torch.corrcoef(torch.stack([low, high]))[0, 1].item()) < 6 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_sum_squares_is_the_fp64_sum(dtype: torch.dtype) -> None:
+    for elems in (0, 1, 255, 256, 257, 10_001):
+        x = torch.randn(elems, generator=torch.Generator().manual_seed(elems)).to(dtype)
+        exact = math.fsum(value * value for value in x.double().tolist())
+        assert math.isclose(cpu_kernels.sum_squares([x]).item(), exact, rel_tol=1e-13, abs_tol=0)
+    assert math.isnan(cpu_kernels.sum_squares([torch.tensor([1.0, math.nan], dtype=dtype)]).item())
+    assert cpu_kernels.sum_squares([torch.tensor([1.0, -math.inf], dtype=dtype)]).item() == math.inf
+    if dtype == FP32:  # the square of a large fp32 is finite in fp64
+        assert cpu_kernels.sum_squares([torch.tensor([3e38])]).item() == torch.tensor(3e38).double().square().item()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_accumulate_adds_in_place_and_returns_the_sum_of_squares(dtype: torch.dtype) -> None:
+    for elems in (1, 256, 4099):
+        generator = torch.Generator().manual_seed(elems)
+        acc, grad = (torch.randn(elems, generator=generator).to(dtype) for _ in range(2))
+        want = acc + grad
+        assert cpu_kernels.accumulate([acc], [grad]).item() == cpu_kernels.sum_squares([want]).item()
+        assert torch.equal(acc, want)
+
+
+def test_eight_bit_states_keep_their_length_and_relative_size() -> None:
+    value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    eight = EightBit.zeros(1000, 1003, signed=True, device=value.device)
+    assert torch.equal(eight.load(), torch.zeros(1000))
+    eight.store(value)
+    largest = torch.nn.functional.pad(value, (0, 24)).view(-1, BLOCK_ELEMS).abs().amax(1)
+    # neighbouring codes are at most 1/64 of the block's largest value apart
+    assert ((eight.load() - value).abs() <= largest.repeat_interleave(BLOCK_ELEMS)[:1000] / 64).all()
+    assert {key: tuple(t.shape) for key, t in eight.tensors.items()} == {"codes": (1024,), "scale": (4,)}

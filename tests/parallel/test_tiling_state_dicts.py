@@ -1,0 +1,155 @@
+"""Checkpoints do not know of tiles: model and optimizer load from any tiles, stage and ranks into any other."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from parity_cells import whole
+from pool import Pool
+from tiled_models import VOCAB, assert_close, llama, reference_loss, sharded_llama
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+from dzero import AdamW, Sharded
+from dzero.parallel.config import BlockConfig
+from dzero.parallel.tiling.state_dicts import cut_optimizer, join_optimizer
+
+TILED = BlockConfig(tiles=3, loss_tiles=4)
+
+
+def seen_as_dtensors(rank: int, ranks: int) -> None:
+    """A joined tensor is a DTensor as the untiled one is: shape, placement and rows; each rank has its own only."""
+    plain, tiled = sharded_llama(), sharded_llama(TILED)
+    ours, theirs = tiled.model.state_dict(), plain.model.state_dict()
+    assert [*ours] == [*theirs]
+    for name, want in theirs.items():
+        got = ours[name]
+        assert isinstance(got, DTensor)
+        assert got.placements == (Shard(0),), name
+        assert (got.shape, got.stride()) == (want.shape, want.stride()), name
+        assert torch.equal(got.to_local(), want.to_local()), name
+        assert got.to_local().untyped_storage().nbytes() <= 4 * -(-want.shape[0] // ranks) * want[0].numel(), name
+    other = sharded_llama(seed=1)
+    tiled.model.load_state_dict(other.model.state_dict())
+    plain.model.load_state_dict(tiled.model.state_dict())
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(plain.model.state_dict()[name].to_local(), value.to_local()), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sharded_state_dict_is_the_untiled_models(pool: Pool, ranks: int) -> None:
+    pool.run(seen_as_dtensors, ranks)
+
+
+def whole_dicts(rank: int, ranks: int) -> None:
+    """torch's helpers, with whole tensors on every rank."""
+    options = StateDictOptions(full_state_dict=True)
+    tiled = sharded_llama(TILED).model
+    got = get_model_state_dict(tiled, options=options)
+    assert_close(got, llama().state_dict(), rtol=0, atol=0)
+    other = llama(seed=1).state_dict()
+    set_model_state_dict(tiled, copy.deepcopy(other), options=options)
+    assert_close(get_model_state_dict(tiled, options=options), other, rtol=0, atol=0)
+    del other["layers.1.ffn.down.weight"]
+    with pytest.raises(RuntimeError, match=r"layers\.1\.ffn\.down\.weight"):
+        set_model_state_dict(tiled, other, options=options)
+
+
+def test_whole_state_dicts_load_into_tiles(pool: Pool) -> None:
+    pool.run(whole_dicts, 2)
+
+
+def step(sharded: Sharded, optim: AdamW, seed: int) -> None:
+    drawn = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed))
+    reference_loss(sharded.model, drawn[:, :-1], drawn[:, 1:]).backward()  # type: ignore[no-untyped-call]
+    optim.step()
+
+
+def packed(sharded: Sharded, optim: AdamW) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(sharded.model),
+        "optim": join_optimizer(sharded.model, get_optimizer_state_dict(sharded.model, optim)),
+    }
+
+
+def flat(states: dict[str, Any]) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint."""
+    model = {f"model.{name}": whole(value) for name, value in states["model"].items()}
+    optim = {
+        f"optim.{name}.{key}": whole(value).clone()  # `step` moves on
+        for name, kept in sorted(states["optim"]["state"].items())
+        for key, value in kept.items()
+    }
+    return {**model, **optim}
+
+
+Run = tuple[BlockConfig, dict[str, Any]]
+
+
+def save(rank: int, ranks: int, folder: str, run: Run) -> tuple[dict[str, Tensor], list[str]]:
+    sharded = sharded_llama(run[0], **run[1])
+    optim = AdamW(sharded, lr=1e-2)
+    for seed in range(2):
+        step(sharded, optim, seed)
+    states = packed(sharded, optim)
+    dcp.save(states, checkpoint_id=folder)  # type: ignore[attr-defined]
+    return flat(states), states["optim"]["param_groups"][0]["params"]
+
+
+def load(rank: int, ranks: int, folder: str, run: Run) -> dict[str, Tensor]:
+    sharded = sharded_llama(run[0], seed=1, **run[1])
+    optim = AdamW(sharded, lr=1e-2)
+    states = packed(sharded, optim)
+    dcp.load(states, checkpoint_id=folder)  # type: ignore[attr-defined]
+    set_model_state_dict(sharded.model, states["model"])
+    set_optimizer_state_dict(sharded.model, optim, cut_optimizer(sharded.model, states["optim"]))
+    loaded = flat(packed(sharded, optim))
+    step(sharded, optim, 2)  # and it goes on
+    return loaded
+
+
+PLAIN = BlockConfig()
+CHECKPOINTS: list[tuple[tuple[int, Run], tuple[int, Run]]] = [
+    ((2, (TILED, {"stage": 3})), (1, (PLAIN, {"stage": 2}))),
+    ((1, (PLAIN, {"stage": 1, "param": "bf16"})), (2, (TILED, {"stage": 3, "param": "bf16"}))),
+    (
+        (4, (TILED, {"param": "bf16", "master": "remainder", "moments": "bf16"})),
+        (2, (BlockConfig(tiles=7), {"param": "bf16", "master": "remainder", "moments": "bf16"})),
+    ),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), CHECKPOINTS, ids=["untiled", "tiled", "other tiles"])
+def test_checkpoints_load_exactly_into_other_tiles_stages_and_ranks(
+    pool: Pool, tmp_path: Path, saved: tuple[int, Run], loaded: tuple[int, Run]
+) -> None:
+    want, names = pool.run(save, saved[0], str(tmp_path), saved[1])[0]
+    assert sorted(names) == sorted(name for name, _ in llama().named_parameters())
+    for got in pool.run(load, loaded[0], str(tmp_path), loaded[1]):
+        assert_close(got, want, rtol=0, atol=0)
+
+
+def eight_bits(rank: int, ranks: int) -> str:
+    sharded = sharded_llama(TILED, param="bf16", moments="int8")
+    optim = AdamW(sharded)
+    with pytest.raises(ValueError, match="8-bit") as error:
+        packed(sharded, optim)
+    return str(error.value)
+
+
+def test_eight_bit_states_of_tiles_are_refused_by_name(pool: Pool) -> None:
+    message = pool.run(eight_bits, 2)[0]
+    assert "layers.0.ffn.gate.weight" in message
+    assert "precision.moments=fp32" in message

@@ -1,0 +1,129 @@
+"""The same step really made: what simulations are held against. For pool workers, so importable by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from simulator.measured_memory import Taking
+from simulator.observe import Observed, observe
+from simulator.scenario import Scenario
+from simulator.storage_meter import StorageMeter, Where
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dzero import AdamW, make_mesh, shard
+from dzero.comm.ledger import Entry, Traffic
+from dzero.config import RunConfig
+from dzero.models.build import build, materialiser
+from dzero.parallel.blocks import apply_blocks
+from dzero.parallel.pipeline.run import Pipeline
+from dzero.trainer.build import Assembled
+
+STEPS = 3
+
+
+def really(rank: int, ranks: int, scenarios: list[Scenario]) -> list[Observed]:
+    """Return a step of each scenario on this rank, on the CPU."""
+    return [measured(scenario) for scenario in scenarios]
+
+
+def measured(scenario: Scenario) -> Observed:
+    """Return what a step with values does, and the least that is held after each operator in one of several steps.
+
+    A collective's thread lets go of its tensors a moment after the collective has ended, later on a busy machine.
+    """
+    model = build(scenario.model, scenario.vocab_size)
+    fill = materialiser(scenario.model, model, seed=0, device="cpu")
+    mesh = make_mesh("cpu", replicate=scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)[0])
+    experts = scenario.share(model, mesh)
+    apply_blocks(model, scenario.block, "cpu")
+    sharded = shard(
+        model,
+        scenario.zero,
+        precision=scenario.precision,
+        mesh=mesh,
+        microbatches=scenario.accumulate,
+        materialise=fill if experts is None else experts.filling(fill),
+        experts=experts,
+    )
+    optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+    with StorageMeter() as meter:
+        steps = [observe(sharded, optim, scenario.loss_of(sharded.model), meter) for _ in range(STEPS)]
+    together = zip(*(step.moments for step in steps), strict=True)
+    return replace(steps[0], moments=[min(moments, key=lambda moment: moment.total) for moments in together])
+
+
+def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, Traffic]]:
+    """The most that this rank of a pipeline holds in the second of two steps, and what it moves; with values."""
+    model = build(scenario.model, scenario.vocab_size)
+    fill = materialiser(scenario.model, model, seed=0, device="cpu")
+    mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], pp=scenario.mesh.pp)
+    parts = scenario.cut(model, mesh.get_local_rank("pp"))
+    assert parts is not None
+    apply_blocks(model, scenario.block, "cpu")
+    microbatches = scenario.accumulate
+    sharded = shard(
+        model,
+        scenario.zero,
+        precision=scenario.precision,
+        mesh=mesh,
+        microbatches=microbatches,
+        materialise=fill,
+        parts=parts,
+    )
+    parts.forget()
+    optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
+
+    def run(part: nn.Module, x: Tensor) -> Tensor:
+        out: Tensor = part(x, torch.arange(scenario.tokens))
+        return out
+
+    def loss(part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(run(part, x).float().flatten(0, 1), targets.flatten())
+
+    with StorageMeter() as meter:
+        for states in optim.state.values():
+            meter.claim("moments", [tensor for key, tensor in states.items() if key != "step"])
+        meter.claim("param", sharded.named_params().values())
+        pipeline = Pipeline(
+            parts,
+            mesh.get_group("pp"),
+            sharded.ledger,
+            schedule=scenario.mesh.pp_schedule,
+            microbatches=microbatches,
+            hidden=scenario.hidden(parts),
+            device=torch.device("cpu"),
+            cadence=sharded,
+            run=run,
+            loss=loss,
+        )
+        for step in range(2):
+            meter.where = Where(step, "step", "")
+            sharded.ledger.take()
+            if step:
+                meter.begin()
+            tokens = [torch.zeros(scenario.sequences, scenario.tokens, dtype=torch.int64) for _ in range(microbatches)]
+            pipeline.step(tokens, tokens, lambda each: each / microbatches)
+            optim.step()
+        return max(moment.total for moment in meter.moments()), sharded.ledger.take()
+
+
+def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]:
+    """The device's peak in a step of the run on this rank, of tokens that are all 0, and what the next one moves."""
+    tokens = torch.zeros(run.train.microbatch_sequences, run.train.sequence_tokens, dtype=torch.int64)
+    with Taking() as taking:
+        assembled = Assembled(run, torch.device("cpu"), vocab_size)
+        sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
+
+        def step() -> None:
+            for index in range(assembled.microbatches):
+                with sharded.microbatch(is_last=index == assembled.microbatches - 1), assembled.losses():
+                    (assembled.loss(tokens, tokens) / assembled.microbatches).backward()  # type: ignore[no-untyped-call]
+            optim.step()
+
+        took = taking.taken(step, optim)
+    sharded.ledger.take()
+    step()
+    return took.device, sharded.ledger.take()

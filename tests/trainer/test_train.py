@@ -1,0 +1,259 @@
+"""`python train.py` keeps its promises: it learns, repeats itself, tells what happened, and takes every setting."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pool import Pool, WorkerError
+from small_runs import ROOT, Told, settled, train, write_text
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+SECONDS = 400.0  # of a crowded machine; an idle one takes a 20th
+SHORT = ("train.sequence_tokens=32", "model.layers=1", "data.held_out=0.1", "monitor.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "words.txt")
+
+
+def run(pool: Pool, folder: Path, data: Path, *settings: str, ranks: int = 2) -> Told:
+    """A run on the pool's ranks; all of them saw the same losses, and moved what theory says."""
+    told = pool.run(train, ranks, settled(data, f"launch.workers={ranks}", *settings), folder, timeout_s=SECONDS)
+    assert all(each[:3] == told[0][:3] for each in told)
+    assert all(each.agrees for each in told)
+    assert all(np.isfinite(told[0].losses))
+    return told[0]  # type: ignore[no-any-return]
+
+
+def command(folder: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "HYDRA_FULL_ERROR")}
+    line = [sys.executable, *launcher, str(ROOT / "train.py"), *words]
+    return subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=SECONDS)
+
+
+def free_port() -> int:
+    """Below the range from which the system gives ports to anybody's outgoing connection meanwhile."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
+
+
+def losses_in(log: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step=\d+ loss=(\S+)", log, re.MULTILINE)]
+
+
+# The numbers
+
+
+def test_every_stage_repeats_the_same_losses_to_the_bit(pool: Pool, text: Path, tmp_path: Path) -> None:
+    stages = [run(pool, tmp_path, text, f"zero.stage={stage}") for stage in range(4)]
+    assert all(told.losses == stages[0].losses for told in stages)
+    assert run(pool, tmp_path, text, "zero.stage=3").losses == stages[0].losses
+    assert run(pool, tmp_path, text, "zero.stage=3", "train.seed=1").losses != stages[0].losses
+    same = ["block.activation_checkpoint=full", "block.activation_checkpoint=selective", "precision=bf16_remainder"]
+    for setting in same:
+        assert run(pool, tmp_path, text, "zero.stage=3", setting).losses == stages[0].losses, setting
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "zero.stage=1 precision=fp16 train.accumulate=4",
+        "zero.stage=2 precision=fp32 optim.rule=SGD optim.options={momentum:0.9}",
+        "zero.stage=3 precision=bf16_remainder train.accumulate=4 schedule.kind=wsd schedule.decay_steps=1",
+        "zero.stage=0 precision=fp16 optim.rule=Adagrad optim.max_norm=null",
+        "zero.stage=2 precision.moments=bf16 zero.reduction=native data.held_out=0",
+        "zero.stage=3 zero.reshard_after_forward=false train.accumulate=2 precision.grad=fp32",
+        "zero.stage=3 model.tied=false block.tiles=3 block.loss_tiles=4 block.activation_checkpoint=full",
+        "model=tiny_moe mesh.ep=2 zero.stage=2 precision=fp16 train.accumulate=2 launch.check_collectives=true",
+    ],
+)
+def test_settings_train_together(pool: Pool, text: Path, tmp_path: Path, line: str) -> None:
+    told = run(pool, tmp_path, text, *line.split())
+    assert len(told.losses) == 3
+    assert (told.held_out is None) == ("held_out=0" in line)
+
+
+def test_hybrid_sharding_and_groups_of_neighbours_take_four_ranks(pool: Pool, text: Path, tmp_path: Path) -> None:
+    hybrid = run(pool, tmp_path, text, "zero.stage=3", "mesh.replicate=2", ranks=4)
+    nearby = run(pool, tmp_path, text, "zero.stage=3", "zero.reshard_after_forward=2", ranks=4)
+    np.testing.assert_allclose(hybrid.losses, nearby.losses, rtol=2e-3)  # fp32 between two hops, against one hop
+
+
+def test_the_global_batch_is_what_counts_not_how_it_is_cut(pool: Pool, text: Path, tmp_path: Path) -> None:
+    whole = run(pool, tmp_path, text, "precision=fp32", "train.global_sequences=8", "train.microbatch_sequences=4")
+    parts = run(pool, tmp_path, text, "precision=fp32", "train.global_sequences=8", "train.accumulate=2")
+    np.testing.assert_allclose(whole.losses, parts.losses, rtol=1e-4)  # other sums of the same numbers in fp32
+
+
+def test_a_transformers_model_trains_from_its_config(pool: Pool, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": "llama", "vocab_size": 256, "num_key_value_heads": 1, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = [f"model.{key}=null" for key in ("hidden_size", "layers", "heads", "kv_heads", "ffn_size")]
+    told = run(pool, tmp_path, text, "model=hf", f"model.name_or_path={tmp_path}", *ours, "zero.stage=3")
+    assert len(told.losses) == 3
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "npy"])
+def test_other_files_hold_the_same_tokens(pool: Pool, text: Path, tmp_path: Path, kind: str) -> None:
+    words = text.read_text()
+    other = tmp_path / f"words.{kind}"
+    if kind == "jsonl":
+        other.write_text("\n".join(json.dumps({"body": part}) for part in words.split("a")))
+        settings = ["data.field=body"]
+    else:
+        np.save(other, np.frombuffer(words.encode(), np.uint8).astype(np.uint16))
+        settings = ["data.vocab_size=256"]
+    told = run(pool, tmp_path, other, *settings)
+    assert told.losses[0] == pytest.approx(np.log(256), rel=0.1)  # before it has learnt, all bytes are equal
+
+
+# What stops a run
+
+
+def test_a_run_that_only_overflows_stops_and_says_what_to_change(pool: Pool, text: Path, tmp_path: Path) -> None:
+    overflow = settled(text, "precision=fp16", "scaler.init=1e12", "train.max_skipped_steps=1")
+    with pytest.raises(WorkerError, match=r"2 steps in a row had non-finite gradients.*scaler.init") as stopped:
+        pool.run(train, 2, overflow, tmp_path, timeout_s=SECONDS)
+    assert "TrainingStopped" in str(stopped.value)
+
+
+def test_too_little_held_out_is_told_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
+    short = write_text(tmp_path / "short.txt", words=100)
+    with pytest.raises(WorkerError, match=r"raise data\.held_out") as stopped:
+        pool.run(train, 2, settled(short), tmp_path, timeout_s=SECONDS)
+    assert "RunError" not in str(
+        stopped.value
+    )  # `train` of train.py makes it one; the trainer itself raises ValueError
+
+
+# What is told
+
+
+def test_tensorboard_and_the_trace_hold_what_the_readme_promises(pool: Pool, text: Path, tmp_path: Path) -> None:
+    run(pool, tmp_path, text, "zero.stage=3", "precision=fp16", "profile=on", "profile.start_step=2", "profile.steps=1")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()
+    states = [f"memory/{kind}_gib" for kind in ("param", "grad", "master", "moments", "activations")]
+    traffic = [f"traffic/{kind}_gib" for kind in ("all_gather", "reduce_scatter")]
+    optim = [f"optim/{name}" for name in ("lr", "grad_norm", "loss_scale", "skipped_steps")]
+    assert {"loss/train", "loss/held_out", "speed/step_s", *optim, *states, *traffic} <= set(tags["scalars"])
+    assert len(events.Scalars("loss/train")) == 3
+    texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
+    assert {"config", "summary"} <= texts
+    resolved = events.Tensors(next(tag for tag in tags["tensors"] if tag.startswith("config")))[0]
+    assert b"stage: 3" in resolved.tensor_proto.string_val[0]
+    for rank in (0, 1):
+        with gzip.open(tmp_path / "profile" / f"rank{rank}.pt.trace.json.gz") as trace:
+            spans = {str(event.get("name")) for event in json.load(trace)["traceEvents"]}
+        for word in ("all_gather", "reduce_scatter", "step", "forward", "backward"):
+            assert any(span.split()[0] == word for span in spans if span), word
+
+
+LANES = {
+    "host": ("FETCH", "EVICT", "COMPUTE"),
+    "host_all": ("FETCH", "EVICT", "COMPUTE"),
+    "disk": ("LOAD", "FETCH", "EVICT", "COMPUTE", "SPILL"),
+    "infinity": ("LOAD", "LOAD_param", "FETCH", "EVICT", "COMPUTE", "SPILL"),
+}
+
+
+@pytest.mark.parametrize("offload", LANES)
+def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
+    pool: Pool, text: Path, tmp_path: Path, offload: str
+) -> None:
+    on_disk = offload in ("disk", "infinity")
+    setting = ["zero.stage=3", "train.accumulate=2"] + (["model.layers=4"] if on_disk else [])
+    resident = run(pool, tmp_path / "resident", text, *setting)
+    traced = ["profile=on", "profile.start_step=2", "profile.steps=2"]
+    scratch = [f"offload.disk.paths=[{tmp_path}]", "offload.disk.block_bytes=65536"] if on_disk else []
+    hosted = run(pool, tmp_path, text, *setting, f"offload={offload}", *scratch, *traced)
+    assert hosted.losses == resident.losses
+    assert hosted.held_out == resident.held_out
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lanes = {f"offload/{lane}_{what}" for lane in LANES[offload] for what in ("busy_s", "waited_s", "moved_gib")}
+    assert lanes <= set(events.Tags()["scalars"])
+    with gzip.open(tmp_path / "profile" / "rank0.pt.trace.json.gz") as trace:
+        entries = json.load(trace)["traceEvents"]
+    spans = [(str(e.get("name")).split(" "), e.get("tid")) for e in entries]
+    kinds = {lane for lane in LANES[offload] if lane != "LOAD_param"} | {"forward"}
+    tracks = {words[0]: tid for words, tid in spans if words[0] in kinds}
+    assert len(set(tracks.values())) == len(tracks) == len(kinds)
+    names = {e["tid"]: e["args"]["name"] for e in entries if e.get("name") == "thread_name"}
+    assert names[tracks.pop("forward")] == "training"
+    assert all(names[tid].startswith(kind) for kind, tid in tracks.items()), "a lane's track has its name"
+
+
+def test_the_default_run_learns_and_shows_nothing_but_its_log(tmp_path: Path) -> None:
+    """With half its batch; the whole of it in the slow test."""
+    steps = ["train.steps=80", "train.evaluate_every_steps=80", "train.microbatch_sequences=2"]
+    ended = command(tmp_path, "zero.stage=3", *steps)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    first, *_, last = losses_in(ended.stdout)
+    assert last < 0.6 * first
+    held_out = re.search(r"held_out_loss=(\S+)", ended.stdout)
+    assert held_out is not None
+    assert float(held_out[1]) < 0.65 * first
+    assert "collectives per step of rank 0, measured against theory" in ended.stdout
+    assert "≠" not in ended.stdout
+    assert not re.search("warning|error|Traceback", ended.stdout, re.IGNORECASE)
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    assert {path.name for path in folder.iterdir()} == {".hydra", "tensorboard"}
+
+
+@pytest.mark.slow
+def test_the_whole_default_run_learns_in_three_minutes(tmp_path: Path) -> None:
+    ended = command(tmp_path)
+    first, *_, last = losses_in(ended.stdout)
+    assert last < 0.6 * first
+    seconds = re.search(r"tokens in (?:(\d+):(\d+)|([\d.]+) s)", ended.stdout)
+    assert seconds is not None
+    assert float(seconds[3] or 60 * int(seconds[1]) + int(seconds[2])) < 180
+
+
+def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(text: Path, tmp_path: Path) -> None:
+    small = ["train.steps=3", *SHORT, f"data.path={text}"]
+    ended = command(tmp_path, "--multirun", "train.microbatch_sequences=5000,4", *small)
+    assert ended.returncode == 1
+    assert ended.stderr.count("one evaluation step takes 5000 on each of 2 ranks") == 1
+    assert ended.stderr.endswith("error: a run of the sweep failed: see above\n")
+    assert "Traceback" not in ended.stderr
+    (sweep,) = (tmp_path / "multirun").glob("*/*")
+    named = {"train.microbatch_sequences=5000", "train.microbatch_sequences=4"}
+    assert {path.name for path in sweep.iterdir()} == {*named, "multirun.yaml"}
+    assert len(losses_in(ended.stdout)) == 2  # the first and the last step of the run that could
+
+
+def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
+    port = free_port()
+    meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    small = ["train.steps=2", *SHORT, f"data.path={text}"]
+    with ThreadPoolExecutor() as nodes:
+        launched = [
+            nodes.submit(command, tmp_path / name, *small, launcher=("-m", "torch.distributed.run", *meet))
+            for name in ("here", "there")
+        ]
+        ended = [node.result() for node in launched]
+    assert [node.returncode for node in ended] == [0, 0], [node.stderr for node in ended]
+    assert [len(losses_in(node.stdout)) for node in ended] in ([2, 0], [0, 2])  # only rank 0 writes
+    assert len(list(tmp_path.glob("*/outputs/*/*"))) == 1

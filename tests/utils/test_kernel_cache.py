@@ -1,0 +1,45 @@
+"""Kernels are compiled once per machine, by whichever process comes first, in a folder that is this user's alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from small_runs import ROOT
+
+KERNEL = """
+import torch
+from dzero.comm import host_sum
+mine = torch.arange(8, dtype=torch.bfloat16)
+mean = torch.empty_like(mine)
+host_sum.average(mean, mine, torch.stack([mine, mine * 3]), 0)
+stats = host_sum._kernel(wire_bf16=True, output_bf16=True).stats
+print(mean.tolist() == (mine * 2).tolist(), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+
+def begin(cache: Path) -> subprocess.Popen[str]:
+    """A process that uses a kernel, with `cache` as its folder of caches."""
+    env = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"}
+    env |= {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, "-c", KERNEL], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def told(process: subprocess.Popen[str]) -> list[str]:
+    """Whether the kernel's result is right, and its cache's hits and misses."""
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0
+    return output.split()
+
+
+def test_kernels_are_compiled_once_and_only_in_a_private_folder(tmp_path: Path) -> None:
+    both = [begin(tmp_path) for _ in range(2)]  # at once, on an empty cache
+    assert all(told(process)[0] == "True" for process in both)
+    (folder,) = (tmp_path / "dzero/kernels").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+    assert told(begin(tmp_path)) == ["True", "1", "0"]
+
+    folder.chmod(0o777)  # others could have put code there
+    assert told(begin(tmp_path)) == ["True", "0", "1"]
