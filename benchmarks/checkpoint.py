@@ -47,16 +47,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.io_buffers import BLOCK_BYTES
-from dzero.checkpoint.store import Shelf
+from dzero.checkpoint.store import CheckpointStore
 from dzero.checkpoint.writer import THREADS
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 from dzero.offload.disk import DiskStore
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 from dzero.zero.offload_config import DiskConfig
 
 RANKS, STALL, OF_RAW, RESTART_S = 2, 0.05, 0.8, 10.0
@@ -74,7 +74,7 @@ class Run:
         self.optim = AdamW(self.sharded, **ADAM, threads=setting.threads)
         self.folder = Path(setting.path) / name
         self.saves = {
-            verify: Checkpoints(
+            verify: Checkpointer(
                 CheckpointConfig(every=1, keep=99, folder=str(self.folder / f"ours_{verify}"), verify=verify),
                 self.sharded,
                 self.optim,
@@ -115,7 +115,7 @@ class Run:
     def _remove_old(self, *, verify: bool) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
-            shelf = Shelf(self.folder / f"ours_{verify}")
+            shelf = CheckpointStore(self.folder / f"ours_{verify}")
             for name in shelf.names()[:-1]:
                 shelf.remove(name)
         dist.barrier()
@@ -167,7 +167,7 @@ class Raw:
         config = DiskConfig(paths=[setting.path], block_bytes=16 << 20, threads=4, checksum=False)
         self._folder = Path(setting.path)
         self._store = DiskStore(config, {"all": count}, rank=dist.get_rank())
-        self._buffer = Arena(count + 4096).lease(count, "all").view(torch.uint8, count)
+        self._buffer = HostMemoryPool(count + 4096).lease(count, "all").view(torch.uint8, count)
         self._store.write("all", self._buffer).result()
 
     def turn(self, way: Callable[[DiskStore], Callable[..., object]]) -> Found:

@@ -36,7 +36,7 @@ from stats import Goal, judge, ratio_of_medians
 
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 from dzero.zero.offload_config import DiskConfig
 
 GOALS = (
@@ -68,7 +68,7 @@ def main() -> None:
     if shutil.which("fio") is None:
         sys.exit("fio is missing: apt-get install fio")
     count = options.mib << 20
-    data = Arena(count).lease(count, "sample").data
+    data = HostMemoryPool(count).lease(count, "sample").data
     data.view(torch.int64).random_()
     with tempfile.TemporaryDirectory(dir=options.path) as folder:
         config = DiskConfig(paths=[folder], block_bytes=BLOCK_BYTES, threads=THREADS)

@@ -15,7 +15,7 @@ from gpu_1b import matmul_ceiling
 from gpu_findings import Findings
 from report import circumstances, plot_bars
 
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 
 SMI = "name,driver_version,memory.total,power.limit,clocks.max.sm,pcie.link.gen.current,pcie.link.width.current"
 MIB = 1 << 20
@@ -112,7 +112,7 @@ def pinning(device: Device, size: int, found: Findings) -> dict[str, float]:
     by_torch = torch.empty(size, dtype=torch.uint8, pin_memory=device.on_gpu)
     torch_s = time.perf_counter() - start
     del by_torch
-    arena, start = Arena(size, pin=device.on_gpu), time.perf_counter()
+    arena, start = HostMemoryPool(size, pin=device.on_gpu), time.perf_counter()
     lease = arena.lease(size, "a fact")
     host = lease.view(torch.uint8, size)
     touch_s, start = time.perf_counter() - start, time.perf_counter()

@@ -29,7 +29,7 @@ import torch
 from devices import Device
 from omegaconf import OmegaConf
 from report import append_row, results_kept, table, write_table
-from simulator.measured_memory import Taking, host_bytes
+from simulator.measured_memory import MemoryCount, host_bytes
 from torch import nn
 from workload import CONF, loss_of
 
@@ -108,7 +108,7 @@ def cells(device: torch.device, names: Sequence[str]) -> list[Cell]:
 def answer(cell: Cell, tokens: int, device: torch.device, hardware: HardwareConfig) -> dict[str, Any]:
     """(predicted, measured) by quantity."""
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with Taking() if device.type == "cpu" else nullcontext() as taking:
+    with MemoryCount() if device.type == "cpu" else nullcontext() as taking:
         sharded = sharded_for(cell, device)
         optim = AdamW(sharded, lr=1e-4)
         batch = torch.zeros(1, tokens + 1, dtype=torch.int64, device=device)

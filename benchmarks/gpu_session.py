@@ -89,7 +89,7 @@ def _folder(asked: Path | None) -> Path:
 
 @contextmanager
 def signals_end() -> Iterator[None]:
-    """Raise `Ended` inside where the session is told to end, so that it still writes what it has."""
+    """Raise `ForkExit` inside where the session is told to end, so that it still writes what it has."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended(signal.Signals(number).name)

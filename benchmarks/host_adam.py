@@ -42,7 +42,7 @@ from stats import Goal, judge, ratio_of_medians
 from torch.testing import assert_close
 
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
 from dzero.zero.rounding import join, split
 
 GOALS = (
@@ -177,7 +177,7 @@ def _dzero(grads: list[torch.Tensor], threads: int, *, small: bool) -> Side:
             states.append(ParamStates(f"p{index}", 0, work, None, remainder, m.bfloat16(), v.bfloat16()))
         else:
             states.append(ParamStates(f"p{index}", 0, master.bfloat16(), master, None, m, v))
-    updates = [Update(state, grad, coefficients, 1) for state, grad in zip(states, grads, strict=True)]
+    updates = [ParamUpdate(state, grad, coefficients, 1) for state, grad in zip(states, grads, strict=True)]
 
     def state(index: int) -> State:
         s = states[index]

@@ -22,7 +22,7 @@ from torch import nn
 from dzero import AdamW, ZeroConfig, shard
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.memory_pool import Arena, aligned
+from dzero.offload.memory_pool import HostMemoryPool, aligned
 
 WIDTH = 2048
 UNDER_WAY = 2
@@ -70,7 +70,7 @@ class Transfers:
         named = {f"{way} {u} {p}": s for way in Direction for u, unit in enumerate(units) for p, s in enumerate(unit)}
         self._units, self._store = units, DiskStore(setting.disk, named, rank=dist.get_rank())
         count = sum(aligned(max(unit[p] for unit in units)) for p in range(len(units[0])))
-        arena = Arena(count * UNDER_WAY * len(Direction))
+        arena = HostMemoryPool(count * UNDER_WAY * len(Direction))
         self._buffers = {
             (way, turn, p): arena.lease(max(unit[p] for unit in units), f"{way} {turn} {p}").data
             for way in Direction

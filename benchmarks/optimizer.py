@@ -32,7 +32,7 @@ from stats import ratio_of_medians
 
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
 
 PARAM_ELEMS = 1 << 22
 OPTIONS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -111,7 +111,7 @@ def _temporary_bytes(run: Run) -> int:
 def _dzero(params: int, kind: Kind, threads: int) -> Run:
     updater = AdamWUpdater(threads)
     coefficients = Coefficients.of(step=1, scale=1.0, **OPTIONS)
-    updates = [Update(_states(f"p{i}", kind), _grad(i).to(kind.work), coefficients, 1) for i in range(params)]
+    updates = [ParamUpdate(_states(f"p{i}", kind), _grad(i).to(kind.work), coefficients, 1) for i in range(params)]
     return lambda: updater.run(updates)
 
 

@@ -3,7 +3,7 @@
     tp    parallelize_module with the plan that the library has
     cp    contiguous parts of every sequence; keys and values gathered before attention, which gets a mask
     ep    rows to their experts' ranks by all_to_all_single_autograd; experts a unit over the other ranks
-    pp    PipelineStage and Schedule1F1B over the library's cut, each part fully_shard's
+    pp    ModelStage and Schedule1F1B over the library's cut, each part fully_shard's
 
 What remains is fully_shard's over dp x cp: blocks, then the root.
 """
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import ModelStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dzero.models.moe import Experts
-from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, cut_parts
 from dzero.parallel.tensor.plans import plan_for
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -63,7 +63,7 @@ class _Loop:
         optim: torch.optim.Optimizer,
         cut: Factoring,
         mesh: DeviceMesh,
-        parts: Parts | None,
+        parts: ModelStages | None,
         samples: int,
     ) -> None:
         self.model, self.optim, self.cut, self.parts, self.samples = model, optim, cut, parts, samples
@@ -89,7 +89,7 @@ class _Loop:
         found = loss.detach()
         return found.full_tensor() if isinstance(found, DTensor) else found
 
-    def _through(self, parts: Parts, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
+    def _through(self, parts: ModelStages, tokens: Tensor, targets: Tensor, positions: Tensor) -> Tensor:
         self.schedule = self.schedule or self._schedule(parts, tokens, positions)
         losses: list[Tensor] = []
         target = targets if parts.has_last else None
@@ -99,7 +99,7 @@ class _Loop:
         local = [each.full_tensor() if isinstance(each, DTensor) else each for each in losses]
         return torch.stack(local).mean() * self.cut.pp
 
-    def _schedule(self, parts: Parts, tokens: Tensor, positions: Tensor) -> Schedule1F1B:
+    def _schedule(self, parts: ModelStages, tokens: Tensor, positions: Tensor) -> Schedule1F1B:
         self.model.forward = partial(self.model.forward, positions=positions)  # type: ignore[method-assign]
         shape = (1, tokens.shape[1] // self.cut.tp, parts.width)
         hidden = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -107,7 +107,7 @@ class _Loop:
         if parts.has_last:
             vocabulary = self.model.get_parameter("head.weight").shape[0]
             goes = torch.empty(1, tokens.shape[1], vocabulary, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        stage = PipelineStage(
+        stage = ModelStage(
             self.model,
             parts.rank,
             parts.count,

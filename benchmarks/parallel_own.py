@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.pipeline.run import Pipeline
-from dzero.parallel.pipeline.schedule import Hidden
-from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.pipeline.schedule import HiddenStates
+from dzero.parallel.pipeline.split import ModelStages, cut_parts
 from dzero.zero.sequences import parallelize_context
 
 
@@ -58,7 +58,7 @@ def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
 
 def _pipelined(
     sharded: Sharded,
-    parts: Parts,
+    parts: ModelStages,
     group: dist.ProcessGroup,
     optim: AdamW,
     context: ContextParallel | None,
@@ -82,7 +82,7 @@ def _pipelined(
             sharded.ledger,
             schedule="1f1b",
             microbatches=samples,
-            hidden=Hidden((1, tokens // cut.tp, parts.width), sharded.layout.param.dtype),
+            hidden=HiddenStates((1, tokens // cut.tp, parts.width), sharded.layout.param.dtype),
             device=torch.device("cpu"),
             cadence=sharded,
             run=run,

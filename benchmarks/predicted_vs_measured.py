@@ -32,7 +32,7 @@ import torch.distributed as dist
 from children import Children, process_group
 from report import append_row, plot_pairs, table, write_table
 from sides import ADAM
-from simulator.measured_memory import Taking
+from simulator.measured_memory import MemoryCount
 from torch import nn
 from workload import loss_of
 
@@ -138,7 +138,7 @@ def answer(cell: Cell, folder: str, steps: int) -> dict[str, Any]:
     gc.collect()
     give_back_freed_memory()
     before = rss_bytes()
-    with Taking() as taking:
+    with MemoryCount() as taking:
         sharded = sharded_for(cell, folder)
         optim = AdamW(sharded, **ADAM, threads=1)
         run: Callable[[], None] = partial(step, cell, sharded, optim)

@@ -13,7 +13,7 @@ from pathlib import Path
 from dzero import __version__
 from dzero.errors import RunError, user_errors
 from dzero.launch.config import launched
-from dzero.launch.warm_process import Warm
+from dzero.launch.warm_process import WarmProcess
 from dzero.utils.stdout import outlast_readers
 
 HELP = {"-h", "--help"}
@@ -56,7 +56,7 @@ def train() -> None:
 
 
 def _train_warm() -> None:
-    with Warm() as warm:  # imports torch while this process imports Hydra and reads the settings
+    with WarmProcess() as warm:  # imports torch while this process imports Hydra and reads the settings
         import_module("dzero.cli.train").train(warm)
 
 

@@ -14,7 +14,7 @@ from dzero.zero.offload_config import OffloadConfig
 
 
 @dataclass(frozen=True)
-class Together:
+class CombinedSettings:
     """What is held against each other; rule: the optimizer's."""
 
     mesh: MeshConfig
@@ -25,7 +25,7 @@ class Together:
     rule: str
 
 
-def check_together(run: Together) -> None:
+def check_together(run: CombinedSettings) -> None:
     """Raises ValueError, naming the settings and what to take instead."""
     mesh, model = run.mesh, run.model
     _check_sizes(mesh, model)
@@ -74,7 +74,7 @@ def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
         check_blocks(model.layers, mesh.pp, mesh.parts_of_a_rank)
 
 
-def _check_zero_bubble(run: Together) -> None:
+def _check_zero_bubble(run: CombinedSettings) -> None:
     """A backward in two: what is computed again, compiled, or begins a backward of its own is in neither."""
     refused = {
         f"block.activation_checkpoint={run.block.activation_checkpoint}": (
@@ -92,7 +92,7 @@ def _check_zero_bubble(run: Together) -> None:
             raise ValueError(f"{setting} with mesh.pp_schedule=zero_bubble: {why}, or another schedule")
 
 
-def _check_experts(run: Together) -> None:
+def _check_experts(run: CombinedSettings) -> None:
     mesh, model, block = run.mesh, run.model, run.block
     if model.kind == "moe":
         if block.tiles > 1:
@@ -130,7 +130,7 @@ def _check_experts(run: Together) -> None:
         )
 
 
-def _check_experts_of_tensors(run: Together) -> None:
+def _check_experts_of_tensors(run: CombinedSettings) -> None:
     mesh, experts = run.mesh, run.model.experts or 0
     if mesh.ep % mesh.tp:
         allowed = [each for each in divisors(experts) if each % mesh.tp == 0]

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
-from dzero.compatibility import Together, check_together
+from dzero.compatibility import CombinedSettings, check_together
 from dzero.data.config import DataConfig
 from dzero.errors import RunError
 from dzero.estimate.hardware_spec import HardwareConfig
@@ -157,7 +157,7 @@ class RunConfig:
                 "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
                 "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
             )
-        check_together(Together(self.mesh, self.model, self.block, self.zero, self.offload, self.optim.rule))
+        check_together(CombinedSettings(self.mesh, self.model, self.block, self.zero, self.offload, self.optim.rule))
         self.mesh.check_tokens(self.train.sequence_tokens)
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:

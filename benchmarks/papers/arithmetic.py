@@ -19,7 +19,7 @@ from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.cost_model import KINDS, peak_bytes
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import TIERS, OffloadConfig
-from papers.assumptions import Infinity, Offload, RunModel, Shape, ShardedModel, Zero
+from papers.assumptions import Infinity, RunModel, Shape, ShardedModel, Zero, ZeroOffload
 
 COPIES_IN_FLIGHT = 2
 """Of the largest unit: FSDP2's gather buffer and the parameters made of it, or gradients and their buffer."""
@@ -83,7 +83,7 @@ def deepest(need: Callable[[Shape], float], hidden: int, capacity: float) -> Sha
     return Shape(layers=low, hidden=hidden) if low else None
 
 
-def largest(offload: Offload, device_bytes: Callable[[Shape], float]) -> RunModel | None:
+def largest(offload: ZeroOffload, device_bytes: Callable[[Shape], float]) -> RunModel | None:
     """The largest model of the paper's table that fits; None where none does.
 
     device_bytes: what the states of a shape take of the device.
@@ -93,7 +93,9 @@ def largest(offload: Offload, device_bytes: Callable[[Shape], float]) -> RunMode
     return max(fits, key=lambda model: model.shape.elems, default=None)
 
 
-def on_device(offload: Offload, device_bytes: Callable[[Shape], float], model: RunModel) -> Callable[[Shape], float]:
+def on_device(
+    offload: ZeroOffload, device_bytes: Callable[[Shape], float], model: RunModel
+) -> Callable[[Shape], float]:
     """Bytes of states, checkpoints and the working memory at this model's batch, for any depth."""
 
     def need(shape: Shape) -> float:

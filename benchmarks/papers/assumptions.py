@@ -96,7 +96,7 @@ class Zero:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
+class ZeroOffload:
     """Assumptions behind the largest model on one device."""
 
     source: str
@@ -156,7 +156,7 @@ class Papers:
     """papers.toml."""
 
     zero: Zero
-    offload: Offload
+    offload: ZeroOffload
     infinity: Infinity
     efficiency: Efficiency
 

@@ -21,7 +21,7 @@ from papers.arithmetic import (
     widest_that_fits,
     zero_bytes,
 )
-from papers.assumptions import Efficiency, Infinity, Offload, Papers, Shape, ShardedModel, SizedModel, Zero
+from papers.assumptions import Efficiency, Infinity, Papers, Shape, ShardedModel, SizedModel, Zero, ZeroOffload
 
 
 def paper_tables(papers: Papers) -> list[Table]:
@@ -57,7 +57,7 @@ def _states(zero: Zero, model: SizedModel) -> Table:
     return Table(title, ("ranks", *header), tuple(rows), left=0)
 
 
-def _one_device(offload: Offload) -> Table:
+def _one_device(offload: ZeroOffload) -> Table:
     """The largest model on one device by what its states take there."""
     host = OffloadConfig(grad="host", master="host", moments="host")
     ways: list[tuple[str, Callable[[Shape], float]]] = [

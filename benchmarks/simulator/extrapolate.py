@@ -23,8 +23,8 @@ from itertools import groupby
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.zero.unit_shapes import UnitShape
-from simulator.observe import DECIDE, Action, Observed, collective_of, updates
-from simulator.storage_meter import Bytes, Moment, Where
+from simulator.observe import DECIDE, Observed, ObservedAction, collective_of, updates
+from simulator.storage_meter import Bytes, StorageMoment, Where
 
 SHORT = 3
 """A first block, a last one, and one in between."""
@@ -56,7 +56,7 @@ class _Repeated:
     long: Observed
     layers: int
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[StorageMoment]:
         twins = _by_place(self.long)
         return [
             moment
@@ -65,11 +65,13 @@ class _Repeated:
             for moment in self._grown(moments, twins[_moved(where, shift)], shift)
         ]
 
-    def _grown(self, short: Sequence[Moment], long: Sequence[Moment], shift: int) -> Iterator[Moment]:
+    def _grown(
+        self, short: Sequence[StorageMoment], long: Sequence[StorageMoment], shift: int
+    ) -> Iterator[StorageMoment]:
         if len(short) != len(long):  # as many operators as parameters, in the step: only the most that is held matters
             short, long = ([max(each, key=lambda m: m.total)] for each in (short, long))
         for a, b in zip(short, long, strict=True):
-            yield Moment(_moved(a.where, shift * self._more), self._affine(a.bytes, b.bytes))
+            yield StorageMoment(_moved(a.where, shift * self._more), self._affine(a.bytes, b.bytes))
 
     def _affine(self, short: Bytes, long: Bytes) -> Bytes:
         return tuple(a + (b - a) * self._more for a, b in zip(short, long, strict=True))
@@ -85,14 +87,14 @@ class _Repeated:
             for a in [self.short.traffic.get(entry, Traffic())]
         }
 
-    def actions(self) -> list[Action]:
+    def actions(self) -> list[ObservedAction]:
         short, long = (
             [[*each] for _, each in groupby((a for a in step.actions if a.what != "update"), key=_phase)]
             for step in (self.short, self.long)
         )
         return [action for a, b in zip(short, long, strict=True) for action in self._spliced(a, b)]
 
-    def _spliced(self, short: list[Action], long: list[Action]) -> Iterator[Action]:
+    def _spliced(self, short: list[ObservedAction], long: list[ObservedAction]) -> Iterator[ObservedAction]:
         """`short` with the piece that `long` has more, once for each block more."""
         descending = _phase(short[0])[1] == "backward"
         before, behind = (1, 0) if descending else (0, 1)  # how much higher the blocks' numbers are in `long`
@@ -107,23 +109,25 @@ class _Repeated:
             yield from _renamed(long[cut : cut + size], self._more - 1 - turn if descending else turn)
         yield from self._grown_actions(short[cut:], long[cut + size :], behind)
 
-    def _grown_actions(self, short: Sequence[Action], long: Sequence[Action], shift: int) -> Iterator[Action]:
+    def _grown_actions(
+        self, short: Sequence[ObservedAction], long: Sequence[ObservedAction], shift: int
+    ) -> Iterator[ObservedAction]:
         for a, b in zip(short, long, strict=True):
             (sent_bytes,) = self._affine((a.sent_bytes,), (b.sent_bytes,))
             yield replace(a, unit=_shifted(a.unit, shift * self._more), sent_bytes=sent_bytes)
 
 
-def _alike(short: Sequence[Action], long: Sequence[Action], shift: int) -> bool:
+def _alike(short: Sequence[ObservedAction], long: Sequence[ObservedAction], shift: int) -> bool:
     """But for what they send: with more blocks a decision is longer."""
     return [replace(a, sent_bytes=0) for a in _renamed(short, shift)] == [replace(b, sent_bytes=0) for b in long]
 
 
-def _phase(action: Action) -> tuple[int, str]:
+def _phase(action: ObservedAction) -> tuple[int, str]:
     return action.microbatch, action.phase
 
 
-def _by_place(observed: Observed) -> dict[Where, list[Moment]]:
-    places: dict[Where, list[Moment]] = {}
+def _by_place(observed: Observed) -> dict[Where, list[StorageMoment]]:
+    places: dict[Where, list[StorageMoment]] = {}
     for moment in observed.moments:
         places.setdefault(moment.where, []).append(moment)
     return places
@@ -141,7 +145,7 @@ def _moved(where: Where, shift: int) -> Where:
     return where._replace(unit=_shifted(where.unit, shift))
 
 
-def _renamed(actions: Sequence[Action], shift: int) -> list[Action]:
+def _renamed(actions: Sequence[ObservedAction], shift: int) -> list[ObservedAction]:
     return [replace(action, unit=_shifted(action.unit, shift)) for action in actions]
 
 

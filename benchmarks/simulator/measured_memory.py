@@ -29,7 +29,7 @@ OPEN_FILES = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
-class Taken:
+class MeasuredMemory:
     """Bytes of one rank. `device`: at the fullest moment of a step, the least of some steps; `device_most`: of all.
 
     Copies and collectives under way keep what they move, longer on a busy machine. `host`, `disk`: between steps.
@@ -41,13 +41,13 @@ class Taken:
     disk: int
 
 
-class Taking:
+class MemoryCount:
     """Counts between enter and exit; entered before the model is made."""
 
     def __init__(self) -> None:
         self._meter, self._open = StorageMeter(), ExitStack()
 
-    def __enter__(self) -> Taking:
+    def __enter__(self) -> MemoryCount:
         gc.collect()
         self._others = _scratch_files()
         self._open.enter_context(self._meter)
@@ -56,7 +56,7 @@ class Taking:
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def taken(self, step: Callable[[], object], optim: AdamW) -> Taken:
+    def taken(self, step: Callable[[], object], optim: AdamW) -> MeasuredMemory:
         """In a few more steps, nothing of which is left for later."""
         _alone(step, optim)
         away = host_bytes(optim) > 0
@@ -64,7 +64,7 @@ class Taking:
             _alone(step, optim)
         peaks = [self._peak(step, optim) for _ in range(STEPS)]
         own = [count for file, count in _scratch_files().items() if file not in self._others]
-        return Taken(min(peaks), max(peaks), host_bytes(optim), sum(own))
+        return MeasuredMemory(min(peaks), max(peaks), host_bytes(optim), sum(own))
 
     def _peak(self, step: Callable[[], object], optim: AdamW) -> int:
         gc.collect()

@@ -24,7 +24,7 @@ from dzero.optim.adamw import AdamW
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import as_module
 from dzero.zero.unit_shapes import UnitShape
-from simulator.storage_meter import Moment, StorageMeter, Where
+from simulator.storage_meter import StorageMeter, StorageMoment, Where
 
 Loss = Callable[[], torch.Tensor]
 
@@ -49,7 +49,7 @@ FORWARD, BACKWARD, DECIDE = "forward", "backward", "decide"
 
 
 @dataclass(frozen=True)
-class Action:
+class ObservedAction:
     """One of a step's, in its `phase` (`Where`). `what`: unshard, forward, backward, reduce, decide, update.
 
     Collectives say what they send.
@@ -71,12 +71,12 @@ class Action:
 class Observed:
     """A step: what is held after every operator, its actions in order, and its traffic by the ledger."""
 
-    moments: list[Moment]
-    actions: list[Action]
+    moments: list[StorageMoment]
+    actions: list[ObservedAction]
     traffic: dict[Entry, Traffic]
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> StorageMoment:
         """The first moment at which most is held."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -115,9 +115,9 @@ def collective_of(entry: Entry) -> str:
     return f"{entry.kind} over {entry.axis}"
 
 
-def updates(units: Sequence[UnitShape], microbatch: int) -> list[Action]:
+def updates(units: Sequence[UnitShape], microbatch: int) -> list[ObservedAction]:
     """Of all units, after the step's last microbatch."""
-    return [Action(microbatch, "step", "update", unit.name) for unit in update_order(units)]
+    return [ObservedAction(microbatch, "step", "update", unit.name) for unit in update_order(units)]
 
 
 class _Observer:
@@ -125,7 +125,7 @@ class _Observer:
         self._sharded, self._optim, self._meter, self._left = sharded, optim, meter, left
         self._inside: list[str] = []
         self._microbatch = 0
-        self.actions: list[Action] = []
+        self.actions: list[ObservedAction] = []
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -194,8 +194,8 @@ class _Observer:
         what = DECIDE if entry.phase == "control" else entry.phase
         self.actions.append(self._action(what, unit, collective_of(entry), sent_bytes))
 
-    def _action(self, what: str, unit: str, collective: str = "", sent_bytes: int = 0) -> Action:
-        return Action(self._microbatch, self._meter.where.phase, what, unit, collective, sent_bytes)
+    def _action(self, what: str, unit: str, collective: str = "", sent_bytes: int = 0) -> ObservedAction:
+        return ObservedAction(self._microbatch, self._meter.where.phase, what, unit, collective, sent_bytes)
 
 
 @contextmanager

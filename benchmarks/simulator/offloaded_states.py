@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dzero.offload.buffer_layout import Places, moment_fields
+from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import update_order
 from dzero.optim.adamw import AdamW
 from dzero.zero.shard import Sharded
 from dzero.zero.unit_shapes import ParamShape, UnitShape
-from simulator.storage_meter import KINDS, Bytes, Moment, StorageMeter
+from simulator.storage_meter import KINDS, Bytes, StorageMeter, StorageMoment
 
 
 class Absent:
     """Takes what `places` has elsewhere out of the meter's sight."""
 
-    def __init__(self, places: Places, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
+    def __init__(self, places: BufferLayout, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
         self._places, self._optim, self._meter = places, optim, meter
         for name, param in sharded.named_params().items():
             if places.on_host("param", name):
@@ -41,13 +41,16 @@ class Absent:
         self._meter.leave(g for g in grads.values() if id(g.untyped_storage()) not in staying)
 
 
-def with_brought(moments: Sequence[Moment], places: Places) -> list[Moment]:
+def with_brought(moments: Sequence[StorageMoment], places: BufferLayout) -> list[StorageMoment]:
     """With what is on the device for a use of it."""
     extra = {phase: _brought(places, in_step=phase == "step") for phase in ("forward", "backward", "step")}
-    return [Moment(m.where, tuple(a + b for a, b in zip(m.bytes, extra[m.where.phase], strict=True))) for m in moments]
+    return [
+        StorageMoment(m.where, tuple(a + b for a, b in zip(m.bytes, extra[m.where.phase], strict=True)))
+        for m in moments
+    ]
 
 
-def _brought(places: Places, *, in_step: bool) -> Bytes:
+def _brought(places: BufferLayout, *, in_step: bool) -> Bytes:
     layout = places.layout
 
     def params(param: ParamShape) -> int:

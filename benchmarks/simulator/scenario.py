@@ -18,8 +18,8 @@ from dzero.models.moe import with_added
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
-from dzero.parallel.pipeline.schedule import Hidden, order_of
-from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.pipeline.schedule import HiddenStates, order_of
+from dzero.parallel.pipeline.split import ModelStages, cut_parts
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.layout import Layout
@@ -93,7 +93,7 @@ class Scenario:
         """Cut `model`, on meta, as the ranks of `mesh` have it. What is returned is around its loss and backward."""
         return parallelize(model, mesh[TENSOR]).loss() if self.mesh.tp > 1 else nullcontext()
 
-    def cut(self, model: nn.Module, part: int) -> Parts | None:
+    def cut(self, model: nn.Module, part: int) -> ModelStages | None:
         """Leave of `model` what the rank with that part of a pipeline has; None where there is one part."""
         return cut_parts(model, part, self.mesh.pp, tokens=self.tokens) if self.mesh.pp > 1 else None
 
@@ -101,12 +101,14 @@ class Scenario:
         """Of forwards and backwards, by microbatch."""
         return order_of(self.mesh.pp_schedule, self.accumulate, part, self.mesh.pp)
 
-    def hidden(self, parts: Parts) -> Hidden:
+    def hidden(self, parts: ModelStages) -> HiddenStates:
         """What comes into a part that is not the first."""
         tokens = self.tokens // (self.mesh.tp * self.mesh.cp)
-        return Hidden((self.sequences, tokens, parts.width), self.layout().param.dtype)
+        return HiddenStates((self.sequences, tokens, parts.width), self.layout().param.dtype)
 
-    def loss_of(self, model: nn.Module, parts: Parts | None = None) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    def loss_of(
+        self, model: nn.Module, parts: ModelStages | None = None
+    ) -> Callable[[torch.Tensor | None], torch.Tensor]:
         """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0; of a part, on the
         hidden states that come in, and where it is not the last those that go out."""
 

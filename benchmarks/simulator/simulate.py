@@ -34,18 +34,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm import dtensor_traffic, expert_exchange
-from dzero.comm.dtensor_traffic import CountTensor
+from dzero.comm.dtensor_traffic import CountDTensorTraffic
 from dzero.comm.ledger import Entry, Traffic
 from dzero.estimate.fake_group import fake_group
 from dzero.estimate.torch_internals import FakeTensorMode, TorchDispatchMode, check_version
 from dzero.mesh import TENSOR, make_mesh
-from dzero.offload.buffer_layout import Places
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
-from dzero.offload.schedule import Schedule
+from dzero.offload.schedule import OffloadSchedule
 from dzero.optim.adamw import AdamW
 from dzero.parallel.expert.dispatch import ExpertParallel
 from dzero.parallel.pipeline.schedule import expected_pipeline
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.split import ModelStages
 from dzero.zero.config import is_exact
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
@@ -53,10 +53,10 @@ from dzero.zero.shard import Sharded, shard
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 from simulator.extrapolate import SHORT, repeat
-from simulator.observe import Action, Observed, Passes, observe
+from simulator.observe import Observed, ObservedAction, Passes, observe
 from simulator.offloaded_states import Absent, with_brought
 from simulator.scenario import Scenario
-from simulator.storage_meter import Moment, StorageMeter
+from simulator.storage_meter import StorageMeter, StorageMoment
 
 META = torch.device("meta")
 COUNTED = ("control", expert_exchange.PHASE, dtensor_traffic.PHASE)
@@ -72,13 +72,13 @@ class Simulated:
 
     layout: Layout
     shapes: list[UnitShape]
-    moments: list[Moment]
-    actions: list[Action]
+    moments: list[StorageMoment]
+    actions: list[ObservedAction]
     traffic: dict[Entry, Traffic]
-    schedule: Schedule
+    schedule: OffloadSchedule
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> StorageMoment:
         """The first moment at which most is held on the device."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -123,7 +123,7 @@ def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
 
 def _told(layout: Layout, shapes: list[UnitShape], observed: Observed, shared: Sequence[str] = ()) -> Simulated:
     _check_traffic(layout, shapes, observed.traffic, shared)
-    places = Places(layout, shapes)
+    places = BufferLayout(layout, shapes)
     moments, schedule = with_brought(observed.moments, places), schedule_of(places)
     return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
 
@@ -157,18 +157,18 @@ def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
     parts = scenario.cut(model, part)
     sharded = _sharded_on_meta(scenario, model, mesh, parts, experts)
     cut = scenario.mesh.tp > 1
-    counted = CountTensor(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if cut else nullcontext()
+    counted = CountDTensorTraffic(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if cut else nullcontext()
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
-        absent = Absent(Places(scenario.layout(), sharded.shapes), sharded, optim, meter)
+        absent = Absent(BufferLayout(scenario.layout(), sharded.shapes), sharded, optim, meter)
         loss: Any = scenario.loss_of(sharded.model, parts)
         with cut_logits, counted:
             return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
 
 
-def _passes(scenario: Scenario, parts: Parts, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:
+def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:
     """As torch's schedules run a part: what comes in, and the gradients that come back, have places of their own for
     every microbatch, for as long as the run lasts."""
     count, sent, hidden = range(scenario.accumulate), list[torch.Tensor](), scenario.hidden(parts)
@@ -189,7 +189,7 @@ def _passes(scenario: Scenario, parts: Parts, run: Callable[[torch.Tensor | None
 
 
 def _sharded_on_meta(
-    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: Parts | None, experts: ExpertParallel | None
+    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: ModelStages | None, experts: ExpertParallel | None
 ) -> Sharded:
     """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
@@ -213,7 +213,7 @@ def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
 
 
 def _shapes_of(
-    scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: Parts | None = None
+    scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: ModelStages | None = None
 ) -> list[UnitShape]:
     units = find_units(model, scenario.zero.units, experts=None if experts is None else experts.modules)
     units.append((ROOT, [model]))

@@ -36,7 +36,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dzero.estimate.torch_internals import TorchDispatchMode
-from dzero.zero.offloaded_param import HostShard
+from dzero.zero.offloaded_param import OffDeviceShard
 
 KINDS = ("param", "unsharded", "grad", "master", "moments", "buffers", "activations", "temporaries")
 Bytes = tuple[int, ...]
@@ -55,7 +55,7 @@ class Where(NamedTuple):
         return at if self.phase == "step" else f"{at}, microbatch {self.microbatch}"
 
 
-class Moment(NamedTuple):
+class StorageMoment(NamedTuple):
     """After one operator."""
 
     where: Where
@@ -140,7 +140,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for held in [*self._held.values()]:  # others may free meanwhile
             self._changes.append(_Change(0, held, held.count))
 
-    def moments(self) -> list[Moment]:
+    def moments(self) -> list[StorageMoment]:
         """One for each operator since `begin`, in order."""
         live = dict.fromkeys(KINDS, 0)
         changes = deque(self._changes)
@@ -149,12 +149,12 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while changes and changes[0].at <= at:
                 change = changes.popleft()
                 live[change.held.kind] += change.by
-            moments.append(Moment(where, tuple(live.values())))
+            moments.append(StorageMoment(where, tuple(live.values())))
         return moments
 
     def _see(self, tensor: torch.Tensor) -> _Held | None:
         """What is held of a tensor's storage, from now on if it was not yet; None for what has no memory here."""
-        if tensor.device.type == "meta" or isinstance(tensor, HostShard):
+        if tensor.device.type == "meta" or isinstance(tensor, OffDeviceShard):
             return None
         storage = tensor.untyped_storage()
         held = self._held.get(id(storage))

@@ -10,10 +10,10 @@ from types import TracebackType
 
 import torch
 
-from dzero.checkpoint.errors import Damaged
-from dzero.checkpoint.format import Index, data_name, digest
-from dzero.checkpoint.io_buffers import Buffers
-from dzero.checkpoint.store import Folder, told
+from dzero.checkpoint.errors import CheckpointDamaged
+from dzero.checkpoint.format import FileIndex, data_name, digest
+from dzero.checkpoint.io_buffers import IOBuffers
+from dzero.checkpoint.store import Directory, told
 from dzero.offload.direct_io import Direction, make_direct, transfer
 
 THREADS = 4
@@ -24,21 +24,21 @@ Block = tuple[int, int]
 """Of which rank's file, and its number there."""
 
 
-class Files:
+class BlockReader:
     """The files of `indexes`, by rank, in `folder`; each is opened, and its size checked, when it is first needed.
 
     buffers: to read through, free and as large as every block; None for own ones. Raises CheckpointError for a file
     that is missing or of another size, and for a block that is damaged.
     """
 
-    def __init__(self, folder: Folder, indexes: Mapping[int, Index], buffers: Buffers | None = None) -> None:
+    def __init__(self, folder: Directory, indexes: Mapping[int, FileIndex], buffers: IOBuffers | None = None) -> None:
         self._folder, self._indexes, self._buffers = folder, indexes, buffers
         self._fds: dict[int, int] = {}
         self._kept: tuple[Block, torch.Tensor] | None = None
         self._undo = ExitStack()
         self._pool = self._undo.enter_context(ThreadPoolExecutor(THREADS, "checkpoint read"))
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> BlockReader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -72,7 +72,7 @@ class Files:
             self._open(rank)
         if self._buffers is None:
             most = max(min(index.block_bytes, index.file_bytes) for index in self._indexes.values())
-            self._buffers = Buffers(THREADS + 1, block_bytes=most)
+            self._buffers = IOBuffers(THREADS + 1, block_bytes=most)
         kept = blocks[-1] if keep and blocks else None
         ends = [self._pool.submit(self._serve, self._buffers, b, by_block[b], keep=b == kept) for b in blocks]
         try:
@@ -87,7 +87,7 @@ class Files:
                 end.cancel()
             wait(ends)
 
-    def _serve(self, buffers: Buffers, block: Block, wanted: Sequence[Want], *, keep: bool) -> torch.Tensor | None:
+    def _serve(self, buffers: IOBuffers, block: Block, wanted: Sequence[Want], *, keep: bool) -> torch.Tensor | None:
         """Copy what is wanted out of a block; the buffer it is in, if it is to be kept."""
         begin, count = self._span(block)
         if wanted and self._kept is not None and self._kept[0] == block:
@@ -116,7 +116,7 @@ class Files:
         with told(path):
             transfer(Direction.READ, self._fds[rank], begin, data)
         if (found := digest(data.data)) != sums[number]:
-            raise Damaged(
+            raise CheckpointDamaged(
                 str(path),
                 f"block {number}, {data.size} bytes at offset {begin}, is not what was written (xxh3 {found} for "
                 f"{sums[number]}): the file was damaged; take another checkpoint",
@@ -137,7 +137,7 @@ class Files:
         said = self._indexes[rank].file_bytes
         if (size := self._folder.size(data_name(rank))) != said:
             what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
-            raise Damaged(str(self._folder.path / data_name(rank)), what)
+            raise CheckpointDamaged(str(self._folder.path / data_name(rank)), what)
 
 
 def _copy(block: torch.Tensor, begin: int, wanted: Sequence[Want]) -> None:

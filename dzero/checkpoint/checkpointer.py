@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.errors import CheckpointError, Damaged
-from dzero.checkpoint.format import MANIFEST, NAMES, Part
+from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
+from dzero.checkpoint.format import MANIFEST, NAMES, StoredBox
 from dzero.checkpoint.manifest_types import check_state
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver, all_see
-from dzero.checkpoint.selection import Origin, candidates, step_of
-from dzero.checkpoint.states import Put, States
-from dzero.checkpoint.store import Shelf, is_there
+from dzero.checkpoint.selection import ResumeOrigin, candidates, step_of
+from dzero.checkpoint.states import CheckpointStates, Put
+from dzero.checkpoint.store import CheckpointStore, is_there
 from dzero.optim.base import MasterOptimizer
 from dzero.streams import this_device
 from dzero.zero.shard import Sharded
@@ -45,7 +45,7 @@ class Resumed:
     notes: list[str]
 
 
-class Checkpoints:
+class Checkpointer:
     """Of a sharded model and its optimizer. Collective, as `Saver`: every rank makes one and calls the same methods.
 
     checkpoints = Checkpoints(CheckpointConfig(folder="checkpoints"), sharded, optim)
@@ -56,13 +56,13 @@ class Checkpoints:
 
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
         self.config, self._optim, self._shares = config, optim, sharded.layout.shares > 1
-        self._states = States(sharded, optim)
+        self._states = CheckpointStates(sharded, optim)
         self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
-        self._origin: Origin | None = None
+        self._origin: ResumeOrigin | None = None
         self._begun = False
         with ExitStack() as self._undo:
-            self._ranks = Agreement(config.folder)
+            self._ranks = RankConsensus(config.folder)
             self._undo.callback(self._ranks.close)
             if config.every is not None:
                 self._open().prepare(self._states.parts())
@@ -83,7 +83,7 @@ class Checkpoints:
         self._open().claim(self._origin)
         self._begun = True
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -120,7 +120,7 @@ class Checkpoints:
         Raises CheckpointError on all ranks alike; also for a save that was under way, which it waits for.
         """
         self.finish()
-        shelf, auto, names = Shelf(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
+        shelf, auto, names = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
         notes, tried = list[str](), list[str]()
 
         def offer() -> str:
@@ -149,7 +149,7 @@ class Checkpoints:
         if tried:
             lost = step_of(tried[0]) - found.step
             notes.append(f"going on from {found.path} instead: {lost} steps before {tried[0]} are made again")
-        self._origin, self._begun = Origin.of(found.path), False
+        self._origin, self._begun = ResumeOrigin.of(found.path), False
         if self._saver is not None:
             self.begin()
         return replace(found, notes=notes if dist.get_rank() == 0 else [])
@@ -170,7 +170,7 @@ class Checkpoints:
                     check_state(str(path / MANIFEST), manifest.state)
                     self._states.take(checkpoint, manifest.state["optim"])
                     found.append(Resumed(path, manifest.step, manifest.state["extra"], self._local(checkpoint), []))
-            except Damaged as error:
+            except CheckpointDamaged as error:
                 return f"rank {dist.get_rank()}: {error}"
             return ""
 
@@ -196,6 +196,6 @@ class Checkpoints:
         return None if self._saver is None else self._saver.finish()
 
 
-def _own(tensor: torch.Tensor) -> Part:
+def _own(tensor: torch.Tensor) -> StoredBox:
     shape = tuple(tensor.shape)
-    return Part(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)
+    return StoredBox(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)

@@ -39,7 +39,7 @@ from dzero.checkpoint.store import checkpoint_at
 from dzero.zero.rounding import to_working
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Of the checkpoint at `path`, or the latest in that folder. One reader may load any number of state dicts.
 
     Values become the target's dtype as training rounds them. Raises CheckpointError, which torch's loader wraps into

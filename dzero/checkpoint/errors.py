@@ -14,9 +14,9 @@ class CheckpointError(RunError):
         self.path = path
 
 
-class Damaged(CheckpointError):
+class CheckpointDamaged(CheckpointError):
     """Bytes of a checkpoint that are missing, or are not what was written. An older checkpoint may still be whole."""
 
 
-class NoAnswer(CheckpointError, RankLost):
+class RankUnavailable(CheckpointError, RankLost):
     """A rank did not answer where all agree on a checkpoint."""

@@ -29,10 +29,10 @@ import torch
 
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, Part
+from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, StoredBox
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.states import values_of
-from dzero.checkpoint.store import PARTIAL, Folder
+from dzero.checkpoint.store import PARTIAL, Directory
 from dzero.checkpoint.writer import header, laid_out
 from dzero.hardware import dtype_of, format_bytes
 from dzero.models.published import KINDS, published_name
@@ -49,10 +49,10 @@ MODEL = "model"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """What will be written. `files`: the tensors of each, laid out. `source`: the tensor of the checkpoint, by name."""
 
-    files: dict[str, dict[str, Part]]
+    files: dict[str, dict[str, StoredBox]]
     source: dict[str, str]
     config: str
 
@@ -62,7 +62,7 @@ class Plan:
         return sum(part.end - part.start for parts in self.files.values() for part in parts.values())
 
 
-def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> Plan:
+def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> ExportPlan:
     """dtype: `bf16`, `fp16` or `fp32`, of the parameters. shard_bytes: of tensors in a file; a larger one is alone.
 
     Raises ValueError for another dtype or size, CheckpointError for a checkpoint that tells no model.
@@ -72,7 +72,7 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
         raise ValueError(f"--shard-bytes={shard_bytes}: must be a whole number ≥ 1")
     kind, config = _described(checkpoint)
     source: dict[str, str] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StoredBox] = {}
     for own, stored in values_of(checkpoint).items():
         try:
             name = published_name(kind, own)
@@ -83,15 +83,15 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
         like = checkpoint.part(stored)
         kept = stored.startswith(f"{BUFFER}.")
         source[name] = stored
-        parts[name] = Part(
+        parts[name] = StoredBox(
             None, like.dtype if kept else NAMES[wanted], like.shape, (0,) * len(like.shape), like.shape, 0, 0
         )
     told = config | {"dtype": str(wanted).removeprefix("torch.")}
-    return Plan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
+    return ExportPlan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
 def export(
-    checkpoint: Checkpoint, out: Path, planned: Plan, progress: Callable[[int], None] = lambda count: None
+    checkpoint: Checkpoint, out: Path, planned: ExportPlan, progress: Callable[[int], None] = lambda count: None
 ) -> None:
     """Write `planned` to the new folder `out`, all of it durable before it has that name. progress: of bytes written.
 
@@ -107,7 +107,7 @@ def export(
     with _told(partial):
         partial.mkdir()
     try:
-        with Folder(partial) as folder:
+        with Directory(partial) as folder:
             for name, parts in planned.files.items():
                 _write_tensors(checkpoint, folder, name, parts, planned.source, progress)
             if SINGLE not in planned.files:
@@ -116,7 +116,7 @@ def export(
             folder.sync()
         with _told(out):
             partial.rename(out)
-        with Folder(out.parent) as above:
+        with Directory(out.parent) as above:
             above.sync()
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -141,9 +141,9 @@ def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     raise CheckpointError(str(checkpoint.path), f"its model is {described!r}, no kind of {KINDS} with a config")
 
 
-def _into_files(parts: Mapping[str, Part], shard_bytes: int) -> dict[str, dict[str, Part]]:
+def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, dict[str, StoredBox]]:
     """One after the other until a file is full."""
-    groups: list[dict[str, Part]] = [{}]
+    groups: list[dict[str, StoredBox]] = [{}]
     filled = 0
     for name, part in parts.items():
         count = math.prod(part.size) * DTYPES[part.dtype].itemsize
@@ -156,7 +156,7 @@ def _into_files(parts: Mapping[str, Part], shard_bytes: int) -> dict[str, dict[s
     return {name: laid_out(group) for name, group in zip(names if len(groups) > 1 else [SINGLE], groups, strict=True)}
 
 
-def _index(planned: Plan) -> bytes:
+def _index(planned: ExportPlan) -> bytes:
     files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
     index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
     return (json.dumps(index, indent=2) + "\n").encode()
@@ -164,9 +164,9 @@ def _index(planned: Plan) -> bytes:
 
 def _write_tensors(
     checkpoint: Checkpoint,
-    folder: Folder,
+    folder: Directory,
     name: str,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, StoredBox],
     source: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> None:

@@ -9,8 +9,8 @@ What the tensors are: states.py. Scalars and settings are in the manifest. Names
 rank, so no path comes out of a file.
 
 JSON files are sealed: `{"body": …, "xxh3": "…"}`, the checksum of the body's bytes. It finds what disks and cables do
-to a file; against who writes one on purpose stand the checks in `Index.check` and `Manifest.check`: sizes, offsets and
-shapes must fit each other and the file before anything is allocated or read.
+to a file; against who writes one on purpose stand the checks in `FileIndex.check` and `Manifest.check`: sizes, offsets
+and shapes must fit each other and the file before anything is allocated or read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 import xxhash
 
 from dzero.checkpoint.box import Box, covered
-from dzero.checkpoint.errors import CheckpointError, Damaged
+from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
 from dzero.checkpoint.lineage import Lineage, Segment
 from dzero.hardware import FILE_DTYPES
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
@@ -51,7 +51,7 @@ def data_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of the tensor `of`, which has `shape`, row-major at bytes [start, end) of the file's data.
 
     Where `of` is None it is no part of a tensor that ranks share, but the rank's own.
@@ -84,7 +84,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{name}: bytes {self.start} to {self.end} are not {self.dtype} {list(self.size)}")
 
 
-class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's file: its size, where its data begins, the checksum of every block of `block_bytes`, and its parts."""
 
     rank: int
@@ -92,7 +92,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_start: int
     block_bytes: int
     sums: tuple[str, ...]
-    parts: dict[str, Part]
+    parts: dict[str, StoredBox]
 
     def check(self, rank: int) -> None:
         """Raises ValueError where its numbers do not fit each other."""
@@ -151,10 +151,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         return Lineage(self.run, self.lineage)
 
 
-def check_together(indexes: list[Index]) -> None:
+def check_together(indexes: list[FileIndex]) -> None:
     """Raises ValueError where the ranks' parts do not make up whole tensors, each element once."""
     boxes: dict[str, list[Box]] = {}
-    first: dict[str, Part] = {}
+    first: dict[str, StoredBox] = {}
     for index in indexes:
         for part in index.parts.values():
             if part.of is None:
@@ -198,11 +198,11 @@ def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> 
         outer = msgspec.json.decode(data, type=_Sealed)
         found = digest(bytes(outer.body))
     except (ValueError, ArithmeticError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise Damaged(path, str(error)) from error
+        raise CheckpointDamaged(path, str(error)) from error
     if found != outer.xxh3:
-        raise Damaged(path, f"its checksum is {found}, not {outer.xxh3}: it was damaged")
+        raise CheckpointDamaged(path, f"its checksum is {found}, not {outer.xxh3}: it was damaged")
     if sealed is not None and found != sealed:
-        raise Damaged(path, f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
+        raise CheckpointDamaged(path, f"it has seal {found}, the manifest names {sealed}: it is of another checkpoint")
     try:
         body = msgspec.json.decode(bytes(outer.body), type=kind)
         again = seal(body)[0]
@@ -210,5 +210,5 @@ def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> 
         raise CheckpointError(path, str(error)) from error
     if again != data:
         what = "it is not what dzero writes: cut short, keys twice, spaces, or numbers out of range"
-        raise Damaged(path, what)
+        raise CheckpointDamaged(path, what)
     return body

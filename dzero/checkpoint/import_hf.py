@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from dzero.checkpoint.shard_boxes import Places
+from dzero.checkpoint.shard_boxes import ShardBoxes
 from dzero.models.safetensors_reader import StoredTensor
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
@@ -33,7 +33,7 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
 
     Raises RuntimeError when it has an optimizer, ValueError and OSError for a file that was changed or cannot be read.
     """
-    places = Places(sharded)
+    places = ShardBoxes(sharded)
     for unit in sharded.units:
         if unit.consumer is not None:
             raise RuntimeError("the model has an optimizer, whose masters would not follow: fill it before making one")

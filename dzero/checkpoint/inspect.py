@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import DTYPES, MANIFEST, Part, data_name
+from dzero.checkpoint.format import DTYPES, MANIFEST, StoredBox, data_name
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.store import Shelf, is_there
+from dzero.checkpoint.store import CheckpointStore, is_there
 from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.utils.terminal import DAMAGED, OK, Table
 
@@ -40,7 +40,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
     Raises CheckpointError for a checkpoint that cannot be opened, and for a folder without one.
     """
     if not is_there(path / MANIFEST):
-        return _shelf(Shelf(path), verify=verify, progress=progress)
+        return _shelf(CheckpointStore(path), verify=verify, progress=progress)
     with Checkpoint(path, check_files=False) as checkpoint:
         wrong = _wrong(checkpoint, verify=verify, progress=progress)
         files = _files(checkpoint, wrong, sound=OK if verify else UNREAD)
@@ -50,7 +50,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
 
 def bytes_of(path: Path) -> int:
     """What `inspect` reads to verify a checkpoint, or all in a folder; none of one that does not open."""
-    paths = [path] if is_there(path / MANIFEST) else [path / name for name in Shelf(path).names()]
+    paths = [path] if is_there(path / MANIFEST) else [path / name for name in CheckpointStore(path).names()]
     total = 0
     for each in paths:
         with suppress(CheckpointError), Checkpoint(each) as checkpoint:
@@ -94,7 +94,7 @@ def _summary(checkpoint: Checkpoint) -> Table:
 
 def _contents(checkpoint: Checkpoint) -> Table:
     """A row per kind of tensor and dtype."""
-    parts: dict[tuple[str, str], list[Part]] = {}
+    parts: dict[tuple[str, str], list[StoredBox]] = {}
     for index in checkpoint.indexes:
         for part in index.parts.values():
             kind = OWN if part.of is None else part.of.partition(".")[0]
@@ -125,7 +125,7 @@ def _settings(checkpoint: Checkpoint) -> Table:
     return Table("settings of the run that saved it", ("group", "settings"), shown, left=2)
 
 
-def _shelf(shelf: Shelf, *, verify: bool, progress: Progress) -> Inspected:
+def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspected:
     """A row per checkpoint."""
     rows, wrong, latest = list[tuple[str, ...]](), list[str](), None
     try:

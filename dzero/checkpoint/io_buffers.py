@@ -11,17 +11,17 @@ from queue import SimpleQueue
 import torch
 
 from dzero import streams
-from dzero.offload.memory_pool import Arena, aligned
+from dzero.offload.memory_pool import HostMemoryPool, aligned
 
 BLOCK_BYTES = 16 << 20
 
 
-class Buffers:
+class IOBuffers:
     """`count` of them, uint8 [block_bytes], in `free` while nobody uses them. device: where tensors come from."""
 
     def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES, device: torch.device | None = None) -> None:
         self.count, self.block_bytes, self._device = count, block_bytes, device
-        self._arena = Arena(count * aligned(block_bytes), pin=device is not None and device.type == "cuda")
+        self._arena = HostMemoryPool(count * aligned(block_bytes), pin=device is not None and device.type == "cuda")
         self._leases = [self._arena.lease(block_bytes, f"checkpoint buffer {number}") for number in range(count)]
         self.free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for lease in self._leases:

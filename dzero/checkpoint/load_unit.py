@@ -15,26 +15,26 @@ import torch
 
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.format import MASTER, PARAM
-from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.io_buffers import IOBuffers
 from dzero.checkpoint.quantized_moments import read_blocks
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.shard_boxes import Place
-from dzero.optim.base import Carried
-from dzero.optim.quantized_moments import Blocks
+from dzero.checkpoint.shard_boxes import ShardBox
+from dzero.optim.base import PortableState
+from dzero.optim.quantized_moments import KnownBlocks
 from dzero.zero.rounding import to_working
 
 
-class Found(NamedTuple):
+class LoadedUnit(NamedTuple):
     """A unit's states, flat, by the names of its parameters; and the values of parameters that have none."""
 
-    carried: dict[str, Carried]
-    without_master: list[tuple[Place, torch.Tensor]]
+    carried: dict[str, PortableState]
+    without_master: list[tuple[ShardBox, torch.Tensor]]
 
 
-class Wanted(NamedTuple):
+class LoadRequest(NamedTuple):
     """A state of a place."""
 
-    place: Place
+    place: ShardBox
     key: str
 
     @property
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Taking:
+class UnitLoader:
     """Out of `checkpoint`. owned: the own names of parameters that have a master. scalars: of each, by the model's own
     names. stale: take the values that forward still used (overlap=delayed), where they were saved."""
 
@@ -53,13 +53,13 @@ class Taking:
     scalars: Mapping[str, Mapping[str, float]]
     stale: bool
 
-    def units(self, places: Sequence[Sequence[Place]]) -> Iterator[Found]:
+    def units(self, places: Sequence[Sequence[ShardBox]]) -> Iterator[LoadedUnit]:
         """Of each unit's places what was saved; valid until the next one is asked for. Raises CheckpointError."""
-        wanted = [[Wanted(place, key) for place in of_unit for key in self._keys(place)] for of_unit in places]
+        wanted = [[LoadRequest(place, key) for place in of_unit for key in self._keys(place)] for of_unit in places]
         for place, key in (each for of_unit in wanted for each in of_unit):
             self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
         most = max(self.checkpoint.bytes_of(_stored(of_unit)) for of_unit in wanted)
-        rooms = Buffers(2, block_bytes=max(1, most))  # a rank may hold nothing
+        rooms = IOBuffers(2, block_bytes=max(1, most))  # a rank may hold nothing
         with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
             coming = [thread.submit(self._read, *each, rooms) for each in zip(places, wanted, strict=True)]
             try:
@@ -73,7 +73,9 @@ class Taking:
                 for end in coming:
                     end.cancel()
 
-    def _read(self, places: Sequence[Place], wanted: Sequence[Wanted], rooms: Buffers) -> tuple[torch.Tensor, Found]:
+    def _read(
+        self, places: Sequence[ShardBox], wanted: Sequence[LoadRequest], rooms: IOBuffers
+    ) -> tuple[torch.Tensor, LoadedUnit]:
         """All of a unit in one go, and the room that it is in."""
         room = rooms.free.get()
         try:
@@ -86,8 +88,8 @@ class Taking:
             rooms.free.put(room)
             raise
 
-    def _sorted(self, places: Sequence[Place], found: Mapping[str, dict[str, torch.Tensor]]) -> Found:
-        carried: dict[str, Carried] = {}
+    def _sorted(self, places: Sequence[ShardBox], found: Mapping[str, dict[str, torch.Tensor]]) -> LoadedUnit:
+        carried: dict[str, PortableState] = {}
         without_master = []
         for place in places:
             tensors, dtype = found[place.own_name], place.param.dtype
@@ -96,7 +98,7 @@ class Taking:
                 without_master.append((place, value if dtype == value.dtype else to_working(value.float(), dtype)))
                 continue
             tensors[MASTER] = value.float()
-            blocks: dict[str, Blocks] = {}
+            blocks: dict[str, KnownBlocks] = {}
             for key in self.checkpoint.moments(place.name):
                 if key not in tensors and place.is_fused:
                     decoded = [read_blocks(self.checkpoint, key, place, box)[0] for box in place.boxes]
@@ -104,10 +106,10 @@ class Taking:
                     tensors[key] = place.together(values).view(-1)
                 elif key not in tensors:
                     tensors[key], blocks[key] = read_blocks(self.checkpoint, key, place, *place.boxes)
-            carried[place.own_name] = Carried(tensors, blocks, self.scalars.get(place.name, {}))
-        return Found(carried, without_master)
+            carried[place.own_name] = PortableState(tensors, blocks, self.scalars.get(place.name, {}))
+        return LoadedUnit(carried, without_master)
 
-    def _keys(self, place: Place) -> list[str]:
+    def _keys(self, place: ShardBox) -> list[str]:
         """What to read of a parameter, but 8-bit moments: first its master, or itself where none was saved."""
         names = self.checkpoint.names
         values = [key for key in (MASTER, PARAM) if f"{key}.{place.name}" in names] or [MASTER]
@@ -117,5 +119,5 @@ class Taking:
         return values[: 2 if self.stale else 1] + moments
 
 
-def _stored(wanted: Sequence[Wanted]) -> list[tuple[str, Box]]:
+def _stored(wanted: Sequence[LoadRequest]) -> list[tuple[str, Box]]:
     return [stored for each in wanted for stored in each.stored]

@@ -51,7 +51,7 @@ class SavedExtra(TypedDict):
 
 
 def check_state(path: str, state: dict[str, Any]) -> None:
-    """Raises CheckpointError where a manifest's `state` is not what a save of `Checkpoints` writes."""
+    """Raises CheckpointError where a manifest's `state` is not what a save of `Checkpointer` writes."""
     _check(path, "state", state, SavedState)
     scaler = state["optim"]["scaler"]
     if scaler and scaler.keys() != {"scale", "good_steps", "bad_steps"}:

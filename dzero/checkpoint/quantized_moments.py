@@ -7,20 +7,20 @@ import torch
 from dzero.checkpoint.box import Box, is_slab
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.shard_boxes import Place
-from dzero.optim.quantized_moments import BLOCK_ELEMS, Blocks, blocks_of, decode
+from dzero.checkpoint.shard_boxes import ShardBox
+from dzero.optim.quantized_moments import BLOCK_ELEMS, KnownBlocks, blocks_of, decode
 
 CODES, SCALE = "_codes.", "_scale."
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
-def read_blocks(checkpoint: Checkpoint, key: str, place: Place, box: Box) -> tuple[torch.Tensor, Blocks]:
+def read_blocks(checkpoint: Checkpoint, key: str, place: ShardBox, box: Box) -> tuple[torch.Tensor, KnownBlocks]:
     """The moment `key` of a place's box, which was kept in 8 bits: decoded, fp32 [box], flat; and its blocks as
     stored."""
     stored = f"{key}{CODES}{place.name}"
     checkpoint.check_shape(stored, place.shape)
     values = torch.zeros(box.size)
-    blocks = Blocks(
+    blocks = KnownBlocks(
         known=torch.zeros(blocks_of(box.elems), dtype=torch.bool),
         codes=torch.zeros(box.elems, dtype=torch.uint8),
         scale=torch.zeros(blocks_of(box.elems)),
@@ -40,7 +40,7 @@ def read_blocks(checkpoint: Checkpoint, key: str, place: Place, box: Box) -> tup
     return values.view(-1), blocks
 
 
-def _keep(blocks: Blocks, own: tuple[int, int], start: int, codes: torch.Tensor, scale: torch.Tensor) -> None:
+def _keep(blocks: KnownBlocks, own: tuple[int, int], start: int, codes: torch.Tensor, scale: torch.Tensor) -> None:
     """Take over whole blocks: elements [own) of ours are those from `start` on of the stored `codes`."""
     first, last = own
     if (first - start) % BLOCK_ELEMS:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.errors import CheckpointError, NoAnswer
+from dzero.checkpoint.errors import CheckpointError, RankUnavailable
 from dzero.mesh import timeout_of_ranks
 
 SAY_BYTES, WHY_BYTES = 1024, 1024
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     why: str
 
 
-class Agreement:
+class RankConsensus:
     """Every rank makes one, in the same order as other groups. `what`: for errors."""
 
     def __init__(self, what: str) -> None:
@@ -83,7 +83,7 @@ class Agreement:
         try:
             dist.all_gather(every, mine, group=self._group)
         except RuntimeError as error:
-            raise NoAnswer(self._what, f"a rank is gone: {error}") from error
+            raise RankUnavailable(self._what, f"a rank is gone: {error}") from error
         return [_Row(bool(each[0]), _text(each[1 : 1 + SAY_BYTES]), _text(each[1 + SAY_BYTES :])) for each in every]
 
 

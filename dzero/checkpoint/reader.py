@@ -10,20 +10,20 @@ from types import TracebackType
 
 import torch
 
-from dzero.checkpoint.block_reader import Files, Want
+from dzero.checkpoint.block_reader import BlockReader, Want
 from dzero.checkpoint.box import Box, is_slab
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import (
     DTYPES,
     MANIFEST,
     MOST_INDEX_BYTES,
-    Index,
-    Part,
+    FileIndex,
+    StoredBox,
     check_together,
     index_name,
     unseal,
 )
-from dzero.checkpoint.store import Folder, read_manifest
+from dzero.checkpoint.store import Directory, read_manifest
 from dzero.offload.memory_pool import aligned
 
 COLUMNS_BYTES = 64 << 20
@@ -39,15 +39,15 @@ class Checkpoint:
     def __init__(self, path: Path | str, *, check_files: bool = True) -> None:
         self.path = Path(path)
         with ExitStack() as undo:
-            self._folder = undo.enter_context(Folder(self.path))
+            self._folder = undo.enter_context(Directory(self.path))
             self.manifest = read_manifest(self._folder)
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
-            self._files = undo.enter_context(Files(self._folder, dict(enumerate(self.indexes))))
+            self._files = undo.enter_context(BlockReader(self._folder, dict(enumerate(self.indexes))))
             for rank in range(self.manifest.ranks if check_files else 0):
                 self._files.check_size(rank)
             self._undo = undo.pop_all()
-        self._where: dict[str, list[tuple[int, str, Part]]] = {}
+        self._where: dict[str, list[tuple[int, str, StoredBox]]] = {}
         for index in self.indexes:
             for entry, part in index.parts.items():
                 if part.of is not None:
@@ -81,7 +81,7 @@ class Checkpoint:
         """Raises CheckpointError for a rank's file that is missing or cut short."""
         self._files.check_size(rank)
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> StoredBox:
         """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
         return self._parts(name)[0][2]
 
@@ -89,11 +89,11 @@ class Checkpoint:
         """The parts that ranks wrote of a tensor."""
         return [part.box for _, _, part in self._parts(name)]
 
-    def meeting(self, name: str, box: Box) -> list[tuple[int, str, Part]]:
+    def meeting(self, name: str, box: Box) -> list[tuple[int, str, StoredBox]]:
         """Rank, entry and part of all that hold something of a box of a tensor."""
         return [each for each in self._parts(name) if each[2].box.common(box) is not None]
 
-    def _parts(self, name: str) -> list[tuple[int, str, Part]]:
+    def _parts(self, name: str) -> list[tuple[int, str, StoredBox]]:
         if name not in self._where:
             raise CheckpointError(str(self.path), f"it holds no {name}: it was saved from another model or optimizer")
         return self._where[name]
@@ -148,7 +148,7 @@ class Checkpoint:
         """Read all of a rank's file, and yield the bytes that were. Raises CheckpointError."""
         return self._files.verifying(rank)
 
-    def _read_columns(self, rank: int, part: Part, common: Box, out: torch.Tensor) -> None:
+    def _read_columns(self, rank: int, part: StoredBox, common: Box, out: torch.Tensor) -> None:
         """A box that is not whole rows of what was written: the rows that hold it, some at a time."""
         row_bytes = math.prod(part.size[1:]) * DTYPES[part.dtype].itemsize
         most_rows = max(1, COLUMNS_BYTES // row_bytes)
@@ -159,9 +159,9 @@ class Checkpoint:
             self._files.read({rank: [(_start(part, wide), _bytes(found))]})
             out[first : first + rows.size[0]] = found[rows.slices(wide)]
 
-    def _index(self, rank: int, sealed: str) -> Index:
+    def _index(self, rank: int, sealed: str) -> FileIndex:
         name = index_name(rank)
-        index = unseal(self._folder.read(name, MOST_INDEX_BYTES), Index, str(self.path / name), sealed)
+        index = unseal(self._folder.read(name, MOST_INDEX_BYTES), FileIndex, str(self.path / name), sealed)
         self._checked(name, lambda: index.check(rank))
         return index
 
@@ -170,7 +170,7 @@ class Checkpoint:
         if len(shape) != len(box.size) or Box.whole(shape).common(box) not in (box, None):
             raise CheckpointError(str(self.path), f"{name} is {list(shape)}; {box} is not within it")
 
-    def _entry(self, rank: int, name: str) -> Part:
+    def _entry(self, rank: int, name: str) -> StoredBox:
         if name not in self.indexes[rank].parts:
             raise CheckpointError(str(self.path / index_name(rank)), f"it holds no {name}")
         return self.indexes[rank].parts[name]
@@ -182,7 +182,7 @@ class Checkpoint:
             raise CheckpointError(str(self.path / name), str(error)) from error
 
 
-def _start(part: Part, box: Box) -> int:
+def _start(part: StoredBox, box: Box) -> int:
     """Where the first of `box`, whole rows of `part`, lies in the file's data."""
     return part.start + box.rows(part.box)[0] * DTYPES[part.dtype].itemsize
 

@@ -28,16 +28,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dzero.checkpoint.block_reader import Files
+from dzero.checkpoint.block_reader import BlockReader
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, Part, index_name, seal
-from dzero.checkpoint.io_buffers import BLOCK_BYTES, Buffers
+from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, StoredBox, index_name, seal
+from dzero.checkpoint.io_buffers import BLOCK_BYTES, IOBuffers
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.selection import Origin, keep, refuse_foreign
-from dzero.checkpoint.store import Folder, Shelf
+from dzero.checkpoint.selection import ResumeOrigin, keep, refuse_foreign
+from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
@@ -50,10 +50,10 @@ class Saver:
     Raises CheckpointError where another run saves there, or a rank does not see the folder.
     """
 
-    def __init__(self, config: CheckpointConfig, ranks: Agreement, device: torch.device | None = None) -> None:
-        self._config, self._ranks, self._shelf, self._device = config, ranks, Shelf(config.folder), device
+    def __init__(self, config: CheckpointConfig, ranks: RankConsensus, device: torch.device | None = None) -> None:
+        self._config, self._ranks, self._shelf, self._device = config, ranks, CheckpointStore(config.folder), device
         self._rank = dist.get_rank()
-        self._buffers: Buffers | None = None
+        self._buffers: IOBuffers | None = None
         self._touched: Future[None] | None = None
         self._under_way: Future[str] | None = None
         self._lineage: Lineage | None = None
@@ -64,7 +64,7 @@ class Saver:
             all_see(ranks, config.folder, lambda: self._shelf.word() == word)
             self._undo = undo.pop_all()
 
-    def claim(self, origin: Origin | None) -> None:
+    def claim(self, origin: ResumeOrigin | None) -> None:
         """Begin a run in the folder: that resumed from `origin`, or, where that is None, afresh. Collective.
 
         Removes what runs that died left half-written. Raises CheckpointError, and changes nothing, where the folder
@@ -87,11 +87,11 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._undo.close()
 
-    def prepare(self, parts: Mapping[str, Part]) -> None:
+    def prepare(self, parts: Mapping[str, StoredBox]) -> None:
         """Take memory in the background, so that the first save of `parts` holds the run up no longer than others."""
         self._touched = self._thread.submit(self._staging(parts).touch)
 
-    def save(self, step: int, parts: Mapping[str, Part], write: Write, state: dict[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, StoredBox], write: Write, state: dict[str, Any]) -> None:
         """Take `parts` as they are now, which `write` gives one by one; returns when they may change.
 
         state: what is no tensor; rank 0's counts. Collective. Raises CheckpointError for this save, or the one before.
@@ -104,7 +104,7 @@ class Saver:
         stack, staged = ExitStack(), Future[Callable[[], str]]()
         self._under_way = self._thread.submit(self._complete, name, step, state, self._lineage, staged)
         try:
-            folder = stack.enter_context(Folder(self._shelf.partial(name)))
+            folder = stack.enter_context(Directory(self._shelf.partial(name)))
             writer = stack.enter_context(ShardWriter(folder, self._rank, parts, self._staging(parts)))
             write(writer.put)
             staged.set_result(partial(self._finish, folder, writer, stack))
@@ -139,20 +139,20 @@ class Saver:
             raise
         return name
 
-    def _finish(self, folder: Folder, writer: ShardWriter, stack: ExitStack) -> str:
+    def _finish(self, folder: Directory, writer: ShardWriter, stack: ExitStack) -> str:
         """This rank's file and index become durable and are read back; the index's seal."""
         with _told(), stack:
             index = writer.finish()
             data, sealed = seal(index)
             folder.write(index_name(self._rank), data)
             if self._config.verify:
-                with Files(folder, {self._rank: index}, self._buffers) as files:
+                with BlockReader(folder, {self._rank: index}, self._buffers) as files:
                     files.verify(self._rank)
         return sealed
 
     def _publish(self, name: str, manifest: Manifest) -> str:
         with _told():
-            with Folder(self._shelf.partial(name)) as folder:
+            with Directory(self._shelf.partial(name)) as folder:
                 folder.write(MANIFEST, seal(manifest)[0])
             with Checkpoint(self._shelf.partial(name)):  # the ranks' parts make up whole tensors
                 self._shelf.publish(name)
@@ -160,7 +160,7 @@ class Saver:
             keep(self._shelf, self._config.keep, manifest.origin)
         return ""
 
-    def _staging(self, parts: Mapping[str, Part]) -> Buffers:
+    def _staging(self, parts: Mapping[str, StoredBox]) -> IOBuffers:
         """Buffers for all of it, or as many as may be taken; kept for the next save."""
         if self._touched is not None:
             self._touched.result()
@@ -168,11 +168,11 @@ class Saver:
         block_bytes = min(BLOCK_BYTES, self._config.staging_bytes // (2 * ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         count = min(max(2, self._config.staging_bytes // block_bytes), needed // block_bytes + 2)
         if self._buffers is None or self._buffers.count < count:
-            self._buffers = Buffers(count, block_bytes=block_bytes, device=self._device)
+            self._buffers = IOBuffers(count, block_bytes=block_bytes, device=self._device)
         return self._buffers
 
 
-def all_see(ranks: Agreement, path: Path | str, looks: Callable[[], bool]) -> bool:
+def all_see(ranks: RankConsensus, path: Path | str, looks: Callable[[], bool]) -> bool:
     """Return whether every rank sees `path`, as `looks` finds; False where none does. Collective.
 
     Raises CheckpointError, with the ranks and their machines, where some do and others do not.

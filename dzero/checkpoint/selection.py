@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.store import STEP, Folder, Shelf, read_manifest
+from dzero.checkpoint.store import STEP, CheckpointStore, Directory, read_manifest
 
 
-class Member(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """A checkpoint of a folder whose manifest could be read."""
 
     name: str
@@ -24,7 +24,7 @@ class Member(NamedTuple):
     lineage: Lineage
 
 
-class Origin(NamedTuple):
+class ResumeOrigin(NamedTuple):
     """The checkpoint that a run resumed from."""
 
     path: Path
@@ -32,28 +32,28 @@ class Origin(NamedTuple):
     lineage: Lineage
 
     @classmethod
-    def of(cls, path: Path) -> Origin:
+    def of(cls, path: Path) -> ResumeOrigin:
         """Read it from the manifest. Raises CheckpointError."""
-        with Folder(path) as folder:
+        with Directory(path) as folder:
             manifest = read_manifest(folder)
         return cls(path, manifest.step, manifest.origin)
 
 
-def members(shelf: Shelf) -> tuple[list[Member], dict[str, CheckpointError]]:
+def members(shelf: CheckpointStore) -> tuple[list[ListedCheckpoint], dict[str, CheckpointError]]:
     """Return the checkpoints of a folder, and by name what is wrong with those whose manifests cannot be read."""
-    found, unreadable = list[Member](), dict[str, CheckpointError]()
+    found, unreadable = list[ListedCheckpoint](), dict[str, CheckpointError]()
     for name in shelf.names():
         try:
-            with Folder(shelf.path / name) as folder:
+            with Directory(shelf.path / name) as folder:
                 manifest = read_manifest(folder)
         except CheckpointError as error:
             unreadable[name] = error
         else:
-            found.append(Member(name, manifest.step, manifest.saved_ns, manifest.origin))
+            found.append(ListedCheckpoint(name, manifest.step, manifest.saved_ns, manifest.origin))
     return found, unreadable
 
 
-def candidates(shelf: Shelf, notes: list[str]) -> list[str]:
+def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
     """Return the names of the checkpoints to resume from, the best first; none where nothing was saved.
 
     The best is what the pointer names, or what a run saved after it and could not point to any more; then come the
@@ -92,7 +92,7 @@ def candidates(shelf: Shelf, notes: list[str]) -> list[str]:
     return [*after, name, *(each for _, _, each in reversed(before))]
 
 
-def keep(shelf: Shelf, count: int, lineage: Lineage) -> list[str]:
+def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
     """Remove the oldest checkpoints of a lineage but `count`, never the latest; return their names.
 
     Those of other runs, of other branches, and those that cannot be read, stay and do not count.
@@ -104,7 +104,7 @@ def keep(shelf: Shelf, count: int, lineage: Lineage) -> list[str]:
     return going
 
 
-def refuse_foreign(shelf: Shelf, lineage: Lineage, origin: Origin | None) -> None:
+def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, origin: ResumeOrigin | None) -> None:
     """Raises CheckpointError where a run of `lineage` would save beside checkpoints of another one.
 
     A run that resumed from a checkpoint in this folder may: it chose among them.
@@ -132,19 +132,19 @@ def step_of(name: str) -> int:
     return int(match[1])
 
 
-def _age(member: Member) -> tuple[int, int, int]:
+def _age(member: ListedCheckpoint) -> tuple[int, int, int]:
     match = STEP.fullmatch(member.name)
     assert match is not None
     return member.saved_ns, member.step, int(match[2] or 0)
 
 
-def _along(lineage: Lineage, found: list[Member]) -> list[tuple[tuple[int, int], int, str]]:
+def _along(lineage: Lineage, found: list[ListedCheckpoint]) -> list[tuple[tuple[int, int], int, str]]:
     """Return position, time of the save and name of the members of a lineage, in its order."""
     own = [(lineage.position(each.lineage.run, each.step), each.saved_ns, each.name) for each in found]
     return sorted((place, saved_ns, name) for place, saved_ns, name in own if place is not None)
 
 
-def _descends(member: Member, run: str, step: int) -> bool:
+def _descends(member: ListedCheckpoint, run: str, step: int) -> bool:
     """Return whether the member goes on from `run` at `step`, directly or not."""
     if member.lineage.run == run:
         return member.step > step

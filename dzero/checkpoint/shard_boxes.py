@@ -25,7 +25,7 @@ from dzero.zero.unit_shapes import ParamShape, rows_of
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldTensor:
     """What a rank has of the tensor `name` of `shape`, itself of the shape `held`.
 
     `boxes`: where that lies; several of a fused parameter, one for each of its results that this rank has something of.
@@ -57,7 +57,7 @@ class Held:
         return torch.stack([*values], -2) if values else torch.empty(self.held)
 
 
-class AsBuilt:
+class UntiledRows:
     """Where rows of a model's parameters lie in it as it was built, before modules were tiled."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,7 +67,7 @@ class AsBuilt:
         """Of the parameter that `own` is a tile of, else its own."""
         return self._tiles[own][0] if own in self._tiles else own
 
-    def held(self, shape: ParamShape, first: int, rows: int) -> Held:
+    def held(self, shape: ParamShape, first: int, rows: int) -> HeldTensor:
         """So many rows, from `first` on, of what the ranks of one data-parallel group have of a parameter."""
         offset, size = [first, *(0 for _ in shape.shape[1:])], [rows, *shape.shape[1:]]
         if shape.split is not None and shape.split.dim is not None:
@@ -78,7 +78,7 @@ class AsBuilt:
             if cut.dim is not None:
                 offset[cut.dim] += cut.span(index)[0]
                 whole[cut.dim] = sum(cut.sizes)
-        return Held(name, tuple(whole), _boxes(shape, offset, size), tuple(size))
+        return HeldTensor(name, tuple(whole), _boxes(shape, offset, size), tuple(size))
 
 
 def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
@@ -94,7 +94,7 @@ def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tup
 
 
 @dataclass(frozen=True)
-class Place(Held):
+class ShardBox(HeldTensor):
     """`own_name`: of the parameter in the sharded model. `saves`: whether this rank saves it, and no copy elsewhere."""
 
     param: nn.Parameter
@@ -102,7 +102,7 @@ class Place(Held):
     saves: bool
 
 
-class Places:
+class ShardBoxes:
     """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own.
 
     stateful: names of those that have states, and so may be cut over copies.
@@ -115,10 +115,10 @@ class Places:
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
         pipeline = sharded.parts
         self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
-        self._as_built = AsBuilt(sharded.model)
+        self._as_built = UntiledRows(sharded.model)
         self.whole = {name: self._as_built.name(name) for name in self._number}
 
-    def of(self, unit: Unit) -> Iterator[Place]:
+    def of(self, unit: Unit) -> Iterator[ShardBox]:
         """A unit's, in its order."""
         shards = unit.mesh.get_group(SHARD)
         copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
@@ -126,7 +126,7 @@ class Places:
             own = shards.rank(), shards.size()
             rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
             held = self._as_built.held(shape, *rows)
-            yield Place(
+            yield ShardBox(
                 held.name,
                 held.shape,
                 held.boxes,

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, Part
-from dzero.checkpoint.load_unit import Taking
+from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, StoredBox
+from dzero.checkpoint.load_unit import UnitLoader
 from dzero.checkpoint.quantized_moments import SCALE
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.shard_boxes import Place, Places
+from dzero.checkpoint.shard_boxes import ShardBox, ShardBoxes
 from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, PIPELINE
 from dzero.optim.base import MasterOptimizer
@@ -37,7 +37,7 @@ from dzero.zero.unit import Unit
 Put = Callable[[str, torch.Tensor], None]
 
 
-class States:
+class CheckpointStates:
     """The states of `optim` over `sharded`: what this rank saves of them, and what it takes of a checkpoint."""
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
@@ -45,16 +45,16 @@ class States:
         along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
         self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
         self._owned = frozenset(optim.scalars()["states"])
-        self._places = Places(sharded, self._owned)
+        self._places = ShardBoxes(sharded, self._owned)
         self._delayed = sharded.layout.offload.mode == "delayed"
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, StoredBox]:
         """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`.
 
         Raises ValueError where a parameter's states are another optimizer's.
         """
         self._check_optimizers()
-        parts: dict[str, Part] = {}
+        parts: dict[str, StoredBox] = {}
         for unit in self._sharded.units:
             saved = self._saved(unit)
             for state in self._optim.carried(unit):
@@ -65,14 +65,14 @@ class States:
         for name, buffer in self._buffers():
             whole, shape = Box.whole(tuple(buffer.shape)), tuple(buffer.shape)
             entry = f"{BUFFER}.{name}"
-            parts[entry] = Part(entry, NAMES[buffer.dtype], shape, whole.offset, whole.size, 0, 0)
+            parts[entry] = StoredBox(entry, NAMES[buffer.dtype], shape, whole.offset, whole.size, 0, 0)
         return parts
 
     def write(self, put: Put) -> None:
         """Give every part to `put`, as it is now. Between steps, after `optim.await_updates()`."""
         failed: list[BaseException] = []  # in the host's lane, where an exception would be told as one of offload
 
-        def put_all(place: Place, key: str, tensor: torch.Tensor) -> None:
+        def put_all(place: ShardBox, key: str, tensor: torch.Tensor) -> None:
             for entry, of_box in zip(_entries(place, key), place.apart(tensor), strict=True):
                 put(entry, of_box)
 
@@ -111,7 +111,7 @@ class States:
         """Become what `checkpoint` holds. Raises CheckpointError, and ValueError for another optimizer's states."""
         self._check_optimizers()
         self._optim.take_scalars(scalars)
-        taking = Taking(checkpoint, self._owned, scalars["states"], self._delayed)
+        taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
         places = [[*self._places.of(unit)] for unit in self._sharded.units]
         for unit, found in zip(self._sharded.units, taking.units(places), strict=True):
             for place, values in found.without_master:
@@ -126,11 +126,11 @@ class States:
         for unit in self._sharded.units:
             unit.pending = None
 
-    def _saved(self, unit: Unit) -> dict[str, Place]:
+    def _saved(self, unit: Unit) -> dict[str, ShardBox]:
         """What this rank saves of a unit, by its own names."""
         return {place.own_name: place for place in self._places.of(unit) if place.saves and place.elems}
 
-    def _without_master(self, saved: dict[str, Place]) -> list[Place]:
+    def _without_master(self, saved: dict[str, ShardBox]) -> list[ShardBox]:
         return [place for name, place in saved.items() if name not in self._owned]
 
     def _buffers(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,16 +175,16 @@ def values_of(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _parts(place: Place, key: str, dtype: torch.dtype, elems: int) -> dict[str, Part]:
+def _parts(place: ShardBox, key: str, dtype: torch.dtype, elems: int) -> dict[str, StoredBox]:
     """By entry; not laid out yet."""
     if f"{key}.".endswith(SCALE):  # of this shard's blocks, wherever they begin
-        return {f"{key}.{place.own_name}": Part(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)}
+        return {f"{key}.{place.own_name}": StoredBox(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)}
     of = f"{key}.{place.name}"
-    parts = [Part(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0) for box in place.boxes]
+    parts = [StoredBox(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0) for box in place.boxes]
     return dict(zip(_entries(place, key), parts, strict=True))
 
 
-def _entries(place: Place, key: str) -> list[str]:
+def _entries(place: ShardBox, key: str) -> list[str]:
     """Names of a state's boxes in this rank's file."""
     entry = f"{key}.{place.own_name}"
     return [f"{entry}#{index}" for index in range(len(place.boxes))] if place.is_fused else [entry]

@@ -32,7 +32,7 @@ from types import TracebackType
 
 import msgspec
 
-from dzero.checkpoint.errors import CheckpointError, Damaged
+from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
 from dzero.checkpoint.format import MANIFEST, MOST_MANIFEST_BYTES, Manifest, seal, unseal
 from dzero.checkpoint.lineage import Lineage, Segment
 
@@ -69,7 +69,7 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return Lineage(self.run, self.lineage)
 
 
-class Folder:
+class Directory:
     """A handle of a directory: files in it by name, none of them through a link. Raises CheckpointError."""
 
     def __init__(self, path: Path | str) -> None:
@@ -77,10 +77,10 @@ class Folder:
         with told(self.path):
             if self.path.is_symlink():
                 named = f"a symbolic link is not followed: name the folder itself, {os.path.realpath(self.path)}"
-                raise Damaged(str(self.path), named)
+                raise CheckpointDamaged(str(self.path), named)
             self.fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> Directory:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -108,7 +108,9 @@ class Folder:
         with told(self.path / name), os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size > most_bytes:
                 size = os.fstat(fd).st_size
-                raise Damaged(str(self.path / name), f"{size} bytes, more than the {most_bytes} that it may have")
+                raise CheckpointDamaged(
+                    str(self.path / name), f"{size} bytes, more than the {most_bytes} that it may have"
+                )
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -129,7 +131,7 @@ class Folder:
             os.fsync(self.fd)
 
 
-class Shelf:
+class CheckpointStore:
     """The folder that holds a run's checkpoints."""
 
     def __init__(self, path: Path | str) -> None:
@@ -155,7 +157,7 @@ class Shelf:
         path = self.path / LATEST
         if not is_there(path):
             return None
-        with Folder(self.path) as folder:
+        with Directory(self.path) as folder:
             pointer = unseal(folder.read(LATEST, MOST_LATEST_BYTES), Latest, str(path))
         if not STEP.fullmatch(pointer.name):
             raise CheckpointError(str(path), f"{pointer.name!r} is no name of a checkpoint")
@@ -185,19 +187,19 @@ class Shelf:
 
     def publish(self, name: str) -> None:
         """Everything in the partial folder is on disk: give it its name."""
-        with told(self.path / name), Folder(self.partial(name)) as partial, Folder(self.path) as folder:
+        with told(self.path / name), Directory(self.partial(name)) as partial, Directory(self.path) as folder:
             partial.sync()
             os.rename(name + PARTIAL, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
 
     def point(self, name: str, lineage: Lineage) -> None:
         """`name`, saved by the run of `lineage`, was verified: it is the latest."""
-        with Folder(self.path) as folder:
+        with Directory(self.path) as folder:
             folder.write(LATEST, seal(Latest(name, *lineage))[0])
 
     def remove(self, name: str) -> None:
         """Rename it first, so that nobody finds half of it."""
-        with told(self.path / name), Folder(self.path) as folder:
+        with told(self.path / name), Directory(self.path) as folder:
             os.rename(name, name + GOING, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
             shutil.rmtree(name + GOING, dir_fd=folder.fd)
@@ -217,7 +219,7 @@ class Shelf:
         Raises CheckpointError where another run saves here.
         """
         _make(self.path)
-        with Folder(self.path) as folder:
+        with Directory(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,7 +242,7 @@ class Shelf:
         """Return what `locked` last wrote here; nothing where this machine sees no such folder."""
         if not is_there(self.path / LOCK):
             return ""
-        with Folder(self.path) as folder:
+        with Directory(self.path) as folder:
             return folder.read(LOCK, MOST_LOCK_BYTES).decode(errors="replace")
 
     def _entries(self) -> list[os.DirEntry[str]]:
@@ -264,7 +266,7 @@ def _make(path: Path) -> None:
         _make(path.parent)
         with told(path), suppress(FileExistsError):
             path.mkdir()
-        with Folder(path.parent.resolve()) as above:  # links above are the user's own
+        with Directory(path.parent.resolve()) as above:  # links above are the user's own
             above.sync()
 
 
@@ -276,7 +278,7 @@ def is_there(path: Path) -> bool:
     return False
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: Directory) -> Manifest:
     """The manifest of the checkpoint in `folder`. Raises CheckpointError."""
     path = str(folder.path / MANIFEST)
     manifest = unseal(folder.read(MANIFEST, MOST_MANIFEST_BYTES), Manifest, path)
@@ -292,7 +294,7 @@ def checkpoint_at(path: Path | str) -> Path:
     path = Path(path)
     if is_there(path / MANIFEST):
         return path
-    if (name := Shelf(path).latest()) is None:
+    if (name := CheckpointStore(path).latest()) is None:
         what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
         raise CheckpointError(str(path), what)
     return path / name
@@ -306,5 +308,5 @@ def told(path: Path | str) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        repair, kind = REPAIRS.get(error.errno or 0), Damaged if error.errno in DAMAGE else CheckpointError
+        repair, kind = REPAIRS.get(error.errno or 0), CheckpointDamaged if error.errno in DAMAGE else CheckpointError
         raise kind(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

@@ -19,15 +19,15 @@ from typing import Any
 import msgspec
 import torch
 
-from dzero.checkpoint.format import DTYPES, Index, Part, data_name, digest
-from dzero.checkpoint.io_buffers import Buffers
-from dzero.checkpoint.store import Folder, told
+from dzero.checkpoint.format import DTYPES, FileIndex, StoredBox, data_name, digest
+from dzero.checkpoint.io_buffers import IOBuffers
+from dzero.checkpoint.store import Directory, told
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 
 THREADS = 4
 
 
-def laid_out(parts: Mapping[str, Part]) -> dict[str, Part]:
+def laid_out(parts: Mapping[str, StoredBox]) -> dict[str, StoredBox]:
     """`parts` one after the other, in their order."""
     at, placed = 0, {}
     for name, part in parts.items():
@@ -37,7 +37,7 @@ def laid_out(parts: Mapping[str, Part]) -> dict[str, Part]:
     return placed
 
 
-def header(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None) -> bytes:
+def header(parts: Mapping[str, StoredBox], metadata: Mapping[str, str] | None = None) -> bytes:
     """safetensors': its length in 8 bytes, then JSON, filled up with spaces to a whole page."""
     tensors: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for name, part in parts.items():
@@ -50,13 +50,13 @@ def header(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None)
 class ShardWriter:
     """One rank's file in `folder`. `parts`: what will be put, in that order. Raises CheckpointError."""
 
-    def __init__(self, folder: Folder, rank: int, parts: Mapping[str, Part], buffers: Buffers) -> None:
+    def __init__(self, folder: Directory, rank: int, parts: Mapping[str, StoredBox], buffers: IOBuffers) -> None:
         self.rank, self.parts, self._buffers = rank, laid_out(parts), buffers
         self._path = folder.path / data_name(rank)
         self._due = iter(self.parts.items())
         start = header(self.parts)
         data_bytes = max((part.end for part in self.parts.values()), default=0)
-        self._index = Index(rank, len(start) + data_bytes, len(start), buffers.block_bytes, (), self.parts)
+        self._index = FileIndex(rank, len(start) + data_bytes, len(start), buffers.block_bytes, (), self.parts)
         self._fd = folder.open(data_name(rank), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._pool = ThreadPoolExecutor(THREADS, "checkpoint write")
         self._under_way: list[Future[str]] = []
@@ -88,7 +88,7 @@ class ShardWriter:
             )
         self._append(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
-    def finish(self) -> Index:
+    def finish(self) -> FileIndex:
         """Everything is on disk when this returns, but the folder's entry."""
         if (left := next(self._due, None)) is not None:
             raise ValueError(f"{left[0]} was not put")

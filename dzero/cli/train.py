@@ -14,10 +14,10 @@ from dzero import config, overrides
 from dzero.config import CONF, RunConfig
 from dzero.errors import RunError
 from dzero.launch.launcher import start
-from dzero.launch.warm_process import Warm, found
+from dzero.launch.warm_process import WarmProcess, found
 
 
-def train(warm: Warm | None) -> None:
+def train(warm: WarmProcess | None) -> None:
     """Run what `sys.argv` asks for.
 
     Args:

@@ -60,7 +60,7 @@ class Collective:
         return self.text
 
 
-class Trail:
+class CollectiveLog:
     """This rank's collectives of the step, and their checksum (32 bits, exact in fp64).
 
     `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
@@ -139,11 +139,11 @@ class Trail:
 
 
 class Waiting:
-    """A context in which the rank of a `Trail` waits for others; an exception there marks it as failed."""
+    """A context in which the rank of a `CollectiveLog` waits for others; an exception there marks it as failed."""
 
     __slots__ = ("_before", "_trail")
 
-    def __init__(self, trail: Trail) -> None:
+    def __init__(self, trail: CollectiveLog) -> None:
         self._trail, self._before = trail, False
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The objects FSDP2 calls instead of its own collectives: they move the data through an `Exchange` and count it.
+"""The objects FSDP2 calls instead of its own collectives: they move the data through an `AxisReduction` and count it.
 
     FSDP2 asks                        we give                      axis        phase
     set_custom_all_gather             UnshardParams                shard       unshard
@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from dzero import streams
-from dzero.comm.collective_log import Collective, Trail
+from dzero.comm.collective_log import Collective, CollectiveLog
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Exchange, all_gather_single
+from dzero.comm.reduction import AxisReduction, all_gather_single
 from dzero.comm.spans import span
 
 
@@ -39,7 +39,7 @@ class _Buffers:
 class _Works(dist.Work):
     """Several works as one, for FSDP2 to wait on before it copies out."""
 
-    def __init__(self, span: str, works: list[dist.Work], trail: Trail) -> None:
+    def __init__(self, span: str, works: list[dist.Work], trail: CollectiveLog) -> None:
         super().__init__()
         self._span, self._works, self._trail = span, works, trail
 
@@ -57,7 +57,9 @@ class UnshardParams(_Buffers):
     before: called when FSDP2 is about to read the shards.
     """
 
-    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger, before: Callable[[], None]) -> None:
+    def __init__(
+        self, unit: str, exchange: AxisReduction, axis: str, ledger: Ledger, before: Callable[[], None]
+    ) -> None:
         self._span, self._unit, self._exchange, self._axis = f"all_gather {unit}", unit, exchange, axis
         self._ledger, self._before = ledger, before
 
@@ -100,7 +102,7 @@ class ReduceGrads(_Buffers):
     def __init__(
         self,
         unit: str,
-        exchange: Exchange,
+        exchange: AxisReduction,
         axis: str,
         wire: torch.dtype,
         ledger: Ledger,
@@ -135,7 +137,7 @@ class ReduceGrads(_Buffers):
 class AverageCopies:
     """Averages one unit's reduced gradients [n] over the replicate axis, in place."""
 
-    def __init__(self, unit: str, exchange: Exchange, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
+    def __init__(self, unit: str, exchange: AxisReduction, axis: str, wire: torch.dtype, ledger: Ledger) -> None:
         self._span, self._unit, self._exchange, self._axis = f"all_reduce {unit}", unit, exchange, axis
         self._wire, self._ledger = wire, ledger
 
@@ -157,7 +159,7 @@ class GatherUpdated:
     Counted by `book`, in the step that makes it due: it may be issued where the next one's forward needs it.
     """
 
-    def __init__(self, unit: str, exchange: Exchange, axis: str, ledger: Ledger) -> None:
+    def __init__(self, unit: str, exchange: AxisReduction, axis: str, ledger: Ledger) -> None:
         self._span, self._unit, self._exchange, self._axis = f"all_gather updated {unit}", unit, exchange, axis
         self._ledger = ledger
 

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from dzero.comm.collective_log import Collective
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Exchange
+from dzero.comm.reduction import AxisReduction
 from dzero.comm.spans import span
 
 
 class ContextExchange:
     """One axis, over which every sequence is cut."""
 
-    def __init__(self, exchange: Exchange, rank: int, axis: str, ledger: Ledger) -> None:
+    def __init__(self, exchange: AxisReduction, rank: int, axis: str, ledger: Ledger) -> None:
         self.rank, self.ranks = rank, exchange.ranks
         self._exchange, self._axis, self._ledger = exchange, axis, ledger
 

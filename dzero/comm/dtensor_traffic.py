@@ -42,7 +42,7 @@ def sent_by(func: Any, args: Any, out: Any, ranks: int) -> tuple[str, int]:
     raise NotImplementedError(f"a model whose operators call {name} is not foreseen")
 
 
-class CountTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CountDTensorTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `ledger` counts what operators send over `group`, as that axis."""
 
     def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:

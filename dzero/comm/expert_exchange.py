@@ -56,7 +56,7 @@ class ExpertExchange:
         self._ledger.record(PHASE, "all_to_all", self._axis, given.dtype, sent)
 
 
-class Total:
+class SumOverRanks:
     """Sums whole numbers over all ranks of some axes: exactly, so that all have the same."""
 
     def __init__(self, groups: dict[str, dist.ProcessGroup], ledger: Ledger) -> None:

@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import torch
 
-from dzero.comm.collective_log import Trail
+from dzero.comm.collective_log import CollectiveLog
 
 EXCEPTIONAL = "exceptional"
 """The phase of what few steps send: to name parameters whose gradients are not finite, or edited apart on copies."""
@@ -65,7 +65,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.trail = Trail()
+        self.trail = CollectiveLog()
         self.listener: Callable[[Entry, int], None] | None = None
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()

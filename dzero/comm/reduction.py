@@ -1,4 +1,5 @@
-"""How one mesh axis moves and sums data: `Exact`, whose result depends on nothing but its inputs, or `Native`.
+"""How one mesh axis moves and sums data: `ExactReduction`, whose result depends on nothing but its inputs, or
+`NativeReduction`.
 
 Exact (the default on gloo):
     reduce   every rank sends each peer the peer's part in the *wire* dtype; the owner sums in fp32 in rank order,
@@ -36,7 +37,7 @@ STAGING_BYTES = 32 << 20
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": STAGING_BYTES}
 
 
-class Exchange(Protocol):
+class AxisReduction(Protocol):
     """Averaging reductions and gathers along one axis; all tensors are flat and contiguous."""
 
     group: dist.ProcessGroup
@@ -57,7 +58,7 @@ class Exchange(Protocol):
         """Start sending part r of `full` [ranks * n] to rank r, whose part for this rank becomes part r of `output`."""
 
 
-class Exact:
+class ExactReduction:
     """Pairwise exchange and fp32 sums in rank order; see the module's note."""
 
     exact = True
@@ -67,11 +68,11 @@ class Exact:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `Exchange.reduce_scatter`."""
+        """As `AxisReduction.reduce_scatter`."""
         self._average(output, full.view(self.ranks, -1).unbind(), wire)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `Exchange.all_reduce`: own the rank's chunk (the last ones may be short or empty), then gather."""
+        """As `AxisReduction.all_reduce`: own the rank's chunk (the last ones may be short or empty), then gather."""
         length = -(-full.numel() // self.ranks)
         chunks = [full[r * length : (r + 1) * length] for r in range(self.ranks)]
         self._average(chunks[self.rank], chunks, wire)
@@ -79,14 +80,14 @@ class Exact:
             work.wait()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        """As `Exchange.all_gather`."""
+        """As `AxisReduction.all_gather`."""
         parts = list(output.view(self.ranks, -1).unbind())
         if not _same_memory(parts[self.rank], part):  # FSDP2 hands over the view itself
             parts[self.rank].copy_(part)
         return swap(self.group, send=[part] * self.ranks, receive=parts)
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """As `Exchange.all_to_all`."""
+        """As `AxisReduction.all_to_all`."""
         send, receive = ([*each.view(self.ranks, -1).unbind()] for each in (full, output))
         receive[self.rank].copy_(send[self.rank])
         return swap(self.group, send=send, receive=receive)
@@ -181,7 +182,7 @@ def _tag(tensor: torch.Tensor) -> int:
     return tensor.nbytes & 0x7FFFFFFF
 
 
-class Native:
+class NativeReduction:
     """The backend's own collectives, for backends that reduce well by themselves (nccl's default)."""
 
     exact = False
@@ -192,7 +193,7 @@ class Native:
         self._now.asyncOp = False  # nccl's: on the stream that is current
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `Exchange.reduce_scatter`; sums in the wire dtype, in the backend's order."""
+        """As `AxisReduction.reduce_scatter`; sums in the wire dtype, in the backend's order."""
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         work = _reduce_scatter(self.group, target, self._payload(full, wire), self._now)
         if work is not None:  # gloo's; nccl's is in order on its stream
@@ -203,7 +204,7 @@ class Native:
             output.mul_(1.0 / self.ranks)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `Exchange.all_reduce`; sums in the wire dtype, in the backend's order."""
+        """As `AxisReduction.all_reduce`; sums in the wire dtype, in the backend's order."""
         payload = self._payload(full, wire)
         dist.all_reduce(payload, group=self.group)
         if payload is not full:
@@ -215,10 +216,10 @@ class Native:
         return full.to(wire) if wire != torch.float16 else full.mul(1.0 / self.ranks).to(wire)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        """As `Exchange.all_gather`."""
+        """As `AxisReduction.all_gather`."""
         return [_all_gather(self.group, output, part)]
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """As `Exchange.all_to_all`."""
+        """As `AxisReduction.all_to_all`."""
         work = dist.all_to_all_single(output, full, group=self.group, async_op=True)
         return [] if work is None else [work]

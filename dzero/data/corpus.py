@@ -20,8 +20,8 @@ from pathlib import Path
 
 from dzero.data.config import DataConfig
 from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
-from dzero.data.files import TOKEN_SUFFIXES, Found, find
-from dzero.data.tokenizer import ByteCodec, Codec, TokenizerCodec, encode_split
+from dzero.data.files import TOKEN_SUFFIXES, FoundFiles, find
+from dzero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, encode_split
 from dzero.data.tokens import Tokens, largest_id, map_tokens
 
 
@@ -60,8 +60,8 @@ def vocab_size_of(config: DataConfig) -> int:
     return load(config).vocab_size if tokens else _codec(config).vocab_size
 
 
-def _codec(config: DataConfig) -> Codec:
-    return ByteCodec() if config.tokenizer is None else TokenizerCodec(config.tokenizer, config.separator)
+def _codec(config: DataConfig) -> Tokenizer:
+    return ByteTokenizer() if config.tokenizer is None else FileTokenizer(config.tokenizer, config.separator)
 
 
 def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Corpus:
@@ -71,7 +71,7 @@ def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Co
     return _corpus(config, *sides, codec.vocab_size, f"{label}, {count:,} documents")
 
 
-def _map(config: DataConfig, found: Found, label: str) -> Corpus:
+def _map(config: DataConfig, found: FoundFiles, label: str) -> Corpus:
     """Token files as they lie. Every id is read once, in sequence, to know the largest."""
     sides: tuple[list[Path], list[Path]] = [], []
     arrays = {path: map_tokens(path, config.token_dtype or "uint16") for path in found.paths}
@@ -105,7 +105,7 @@ def _corpus(config: DataConfig, train: Tokens, held_out: Tokens, vocab_size: int
     )
 
 
-def _label(path: str, found: Found) -> str:
+def _label(path: str, found: FoundFiles) -> str:
     if not found.ignored:
         return path
     others = ", ".join(f"{count} {suffix}" for suffix, count in sorted(found.ignored.items()))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dzero.data.files import Found
+from dzero.data.files import FoundFiles
 from dzero.data.optional_packages import require
 from dzero.errors import converting
 
@@ -42,7 +42,7 @@ def is_held_out(key: bytes, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def python_library() -> Found:
+def python_library() -> FoundFiles:
     """The .py files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -51,10 +51,10 @@ def python_library() -> Found:
         paths += (Path(folder, name) for name in names if name.endswith(".py"))
     if not paths:
         raise FileNotFoundError(f"this Python keeps no .py files in {root}: set data.path to your own texts")
-    return Found(root=root, paths=tuple(sorted(paths, key=lambda path: path.relative_to(root).as_posix())))
+    return FoundFiles(root=root, paths=tuple(sorted(paths, key=lambda path: path.relative_to(root).as_posix())))
 
 
-def read_files(found: Found, field: str) -> Iterator[Document]:
+def read_files(found: FoundFiles, field: str) -> Iterator[Document]:
     """The documents of text files; `field` is the .jsonl key and the .parquet column."""
     for path in found.paths:
         if path.suffix == ".jsonl":

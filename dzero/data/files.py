@@ -15,7 +15,7 @@ SUFFIXES = TEXT_SUFFIXES + TOKEN_SUFFIXES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundFiles:
     """Files in the order of their paths relative to `root`, and how many a folder held besides, by suffix."""
 
     root: Path
@@ -32,7 +32,7 @@ class Found:
         return {path.suffix for path in self.paths}
 
 
-def find(pattern: str) -> Found:
+def find(pattern: str) -> FoundFiles:
     """Resolve `data.path`.
 
     A file named outright or by a glob must have a known suffix; of a folder the files with one are taken, the
@@ -43,14 +43,14 @@ def find(pattern: str) -> Found:
     if path.is_dir():
         found = _in_folder(path)
     elif path.exists():
-        found = Found(root=path.parent, paths=(path,))
+        found = FoundFiles(root=path.parent, paths=(path,))
     else:
         found = _by_glob(pattern, path)
     _check(found, pattern)
     return found
 
 
-def _in_folder(root: Path) -> Found:
+def _in_folder(root: Path) -> FoundFiles:
     os.scandir(root).close()  # raises where the folder cannot be read, which rglob passes over
     paths = _sorted(root, root.rglob("*"))
     known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
@@ -58,10 +58,10 @@ def _in_folder(root: Path) -> Found:
         hint = "; a Hugging Face dataset folder is given as data.name" if any(root.rglob("*.arrow")) else ""
         raise FileNotFoundError(f"data.path={root}: no file below it ends in one of {[*SUFFIXES]}{hint}")
     others = Counter(kind for path in paths if (kind := _kind(root, path)) not in SUFFIXES)
-    return Found(root=root, paths=known, ignored=others)
+    return FoundFiles(root=root, paths=known, ignored=others)
 
 
-def _by_glob(pattern: str, path: Path) -> Found:
+def _by_glob(pattern: str, path: Path) -> FoundFiles:
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     root = path
     while glob.has_magic(str(root)):
@@ -72,7 +72,7 @@ def _by_glob(pattern: str, path: Path) -> Found:
         raise FileNotFoundError(
             f"data.path={pattern}: {what} (looked from {Path.cwd()}); give a file, a folder or a quoted glob"
         )
-    return Found(root=root, paths=tuple(paths))
+    return FoundFiles(root=root, paths=tuple(paths))
 
 
 def _kind(root: Path, path: Path) -> str:
@@ -85,7 +85,7 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Path]:
     return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
 
 
-def _check(found: Found, pattern: str) -> None:
+def _check(found: FoundFiles, pattern: str) -> None:
     for path in found.paths:
         if path.suffix not in SUFFIXES:
             raise ValueError(f"data.path={pattern}: {path} ends in {path.suffix!r}, not in one of {[*SUFFIXES]}")

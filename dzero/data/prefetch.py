@@ -15,7 +15,7 @@ from dzero import streams
 from dzero.data.stream import Batch, TokenStream
 
 
-class BatchesAhead:
+class BatchPrefetcher:
     """The microbatches of `stream` on `device`; `stream` stands where they are taken, not where they are read."""
 
     def __init__(self, stream: TokenStream, device: torch.device) -> None:

@@ -27,7 +27,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHOOSE = "set data.separator to the token that ends a document"
 
 
-class Codec(Protocol):
+class Tokenizer(Protocol):
     """Ids lie in [0, vocab_size) and are stored in `dtype`; `encode` gives each document's ids [tokens]."""
 
     vocab_size: int
@@ -38,7 +38,7 @@ class Codec(Protocol):
         """One array [tokens] of `dtype` per document, in their order; each has some text."""
 
 
-class ByteCodec:
+class ByteTokenizer:
     """One token per byte."""
 
     vocab_size = 256
@@ -50,7 +50,7 @@ class ByteCodec:
         return [np.frombuffer(document.text, np.uint8) for document in documents]
 
 
-class TokenizerCodec:
+class FileTokenizer:
     """A tokenizer file (JSON, as `tokenizers` and `transformers` write it), never truncating or padding.
 
     Special tokens its template would add are not added. A document longer than a million characters is
@@ -87,7 +87,7 @@ class TokenizerCodec:
 
 
 def encode_split(
-    documents: Iterable[Document], codec: Codec, held_out: float
+    documents: Iterable[Document], codec: Tokenizer, held_out: float
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
     """(train [tokens], held-out [tokens], documents): each document, and its separator, whole on one side."""
     sides = bytearray(), bytearray()

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.operator_work import Work
+from dzero.estimate.operator_work import OperatorWork
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR, expert_degrees
 from dzero.zero.layout import Layout
 
@@ -94,7 +94,7 @@ class Durations:
             self._attention = CAUSAL * self._flops
         self.unknown: list[str] = []
 
-    def compute(self, work: Work) -> float:
+    def compute(self, work: OperatorWork) -> float:
         """A GPU works while the program tells it what comes next; a CPU is the program's too."""
         device_s = self._over(work.flops, self._flops, "flops") + self._over(work.attention, self._attention, "flops")
         device_s += self._over(work.bytes, self._hardware.reachable_bandwidth, "device_bandwidth")

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.mesh import REPLICATE, SHARD
-from dzero.offload.buffer_layout import Places
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.utils.terminal import Table
-from dzero.zero.layout import Layout, Row
+from dzero.zero.layout import Layout, TableRow
 from dzero.zero.offload_config import KINDS
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
 
 
 @dataclass(frozen=True)
-class Collective:
+class PlannedCollective:
     """Of the unit, or of `count` units from `unit` to `last_unit`. `sent_bytes`: by one rank, for each."""
 
     phase: str
@@ -34,18 +34,20 @@ def phase_of(direction: str, microbatch: int, microbatches: int) -> str:
     return f"{direction} {microbatch + 1} of {microbatches}" if microbatches > 1 else direction
 
 
-def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[Collective]:
+def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedCollective]:
     """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them; experts
     that ranks share beside the block that has them."""
     *blocks, root = _nested(units)
     microbatches, itemsize = layout.microbatches, layout.param.dtype.itemsize
     tables = {unit.name: layout.of_unit(unit) for unit in units}
 
-    def one(phase: str, kind: str, axis: str, unit: UnitShape, ranks: int, owned_bytes: int) -> Iterator[Collective]:
+    def one(
+        phase: str, kind: str, axis: str, unit: UnitShape, ranks: int, owned_bytes: int
+    ) -> Iterator[PlannedCollective]:
         if ranks > 1 and owned_bytes:
-            yield Collective(phase, kind, axis, unit.name, unit.name, (ranks - 1) * owned_bytes)
+            yield PlannedCollective(phase, kind, axis, unit.name, unit.name, (ranks - 1) * owned_bytes)
 
-    def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[Collective]:
+    def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[PlannedCollective]:
         own = tables[unit.name]
         n, copies, hop = own.shard, own.replicate, own.replicate_wire
         trained = unit.shard_elems(n, trainable_only=True)
@@ -90,9 +92,9 @@ def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
     return [*nested, *(each for each in experts if around[each.name] == root.name), root]
 
 
-def folded(found: Iterator[Collective]) -> list[Collective]:
+def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:
     """The same with neighbours of one kind and size as one; what takes turns (gather, reduce) is told kind by kind."""
-    rows: list[Collective] = []
+    rows: list[PlannedCollective] = []
     for each in found:
         like = (each.phase, each.kind, each.axis, each.sent_bytes)
         for number, row in enumerate(reversed(rows[-6:]), 1):  # of a block, and of its experts: three kinds each
@@ -112,14 +114,14 @@ def tables(layout: Layout, units: Sequence[UnitShape]) -> list[Table]:
 
 def actions(layout: Layout, units: Sequence[UnitShape]) -> list[str]:
     """Slots and actions off the device, in order; nothing where every state is on it."""
-    schedule = schedule_of(Places(layout, units))
+    schedule = schedule_of(BufferLayout(layout, units))
     return [*schedule.lines()] if schedule.slots else []
 
 
 def _kinds(layout: Layout) -> Table:
     rows = []
     for kind in KINDS:
-        row: Row = getattr(layout, kind)
+        row: TableRow = getattr(layout, kind)
         cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
         cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_copies else cut
         own = kind == "master" and layout.param.dtype == layout.master.dtype

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.in_flight import ALONE, Flights
-from dzero.estimate.memory import Memory, memory_of, with_moments
-from dzero.estimate.microbatch_costs import Costs
-from dzero.estimate.step_time import Pace, pace_of
+from dzero.estimate.in_flight import ALONE, InFlight
+from dzero.estimate.memory import StepMemory, memory_of, with_moments
+from dzero.estimate.microbatch_costs import MicrobatchCosts
+from dzero.estimate.step_time import StepTime, pace_of
 from dzero.estimate.timeline import Timeline, timeline_of
-from dzero.estimate.transfers import Moved, moved_of
+from dzero.estimate.transfers import StepTransfers, moved_of
 from dzero.hardware import format_bytes
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -51,15 +51,15 @@ class Forecast:
     hardware: HardwareConfig
     layout: Layout
     params: int
-    memory: Memory
+    memory: StepMemory
     tiers: Mapping[str, Tier]
-    moved: Moved
-    pace: Pace
-    bound: Pace
+    moved: StepTransfers
+    pace: StepTime
+    bound: StepTime
     step_tokens: int
     model_flops: float | None
     units: Sequence[UnitShape]
-    costs: Costs
+    costs: MicrobatchCosts
 
     def timeline(self) -> Timeline | None:
         """A step, bar by bar; None where the hardware does not say all that its pace needs, and of a pipeline."""
@@ -131,13 +131,13 @@ class Forecast:
 def forecast(
     layout: Layout,
     units: Sequence[UnitShape],
-    costs: Costs,
+    costs: MicrobatchCosts,
     hardware: HardwareConfig,
     *,
     step_tokens: int,
     model_flops: float | None,
     moments: int = 2,
-    flights: Flights = ALONE,
+    flights: InFlight = ALONE,
 ) -> Forecast:
     """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown.
 
@@ -161,7 +161,7 @@ def forecast(
     )
 
 
-def tiers_of(memory: Memory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:
+def tiers_of(memory: StepMemory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:
     """The device's fullest moment, host and disk, against what one of `ranks` ranks has of each."""
     share = hardware.share(ranks)
     device = {kind: count for kind, count in memory.peak.kinds.items() if count}

@@ -40,7 +40,7 @@ EFFICIENCIES = ("efficiency", "memory_efficiency", "link_efficiency")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank has of its node while all ranks of the node are busy; None where the node's figure is unknown.
 
     Bytes of capacity, bytes per second (`host_link` each way; `host_memory` reads and writes together), and elements
@@ -223,7 +223,7 @@ class HardwareConfig:
             return outside
         return None if inside is None else min(inside, members * outside)
 
-    def share(self, ranks: int) -> Share:
+    def share(self, ranks: int) -> RankShare:
         """What one of `ranks` ranks has of its node; of `host_link` no more than its part of `host_bandwidth`."""
         local = self.local_ranks(ranks)
 
@@ -231,7 +231,7 @@ class HardwareConfig:
             return None if rate is None else rate / local
 
         links = [rate for rate in (self.host_link, part(self.host_bandwidth)) if rate is not None]
-        return Share(
+        return RankShare(
             host_bytes=None if self.host_bytes is None else self.host_bytes // local,
             disk_bytes=None if self.disk_bytes is None else self.disk_bytes // local,
             host_link=None if self.host_link is None else min(links) * self.link_efficiency,

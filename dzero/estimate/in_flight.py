@@ -11,14 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from dzero.comm.ledger import Traffic
-from dzero.estimate.memory import Memory, Moment
-from dzero.estimate.microbatch_costs import FORWARD, Costs
+from dzero.estimate.memory import MemoryMoment, StepMemory
+from dzero.estimate.microbatch_costs import FORWARD, MicrobatchCosts
 
 NOTHING = Traffic()
 
 
 @dataclass(frozen=True)
-class Flights:
+class InFlight:
     """`ahead`: forwards before the first backward. room_bytes: for hidden states and gradients that come in. names: of
     parameters of all parts; shared: of tied ones at both ends. `sent`: along pp in a step."""
 
@@ -28,15 +28,15 @@ class Flights:
     shared: Collection[str] = ()
     sent: Traffic = NOTHING
 
-    def held(self, memory: Memory, costs: Costs) -> Memory:
+    def held(self, memory: StepMemory, costs: MicrobatchCosts) -> StepMemory:
         """`memory` of one microbatch, with what the others keep beside it."""
         forward = [span.saved_bytes for span in costs.spans if span.direction == FORWARD]
         more = (self.ahead - 1) * forward[-1] + self.room_bytes if forward else 0
         if not more:
             return memory
-        moments = tuple(Moment(each.when, {**each.kinds, "in flight": more}) for each in memory.device)
+        moments = tuple(MemoryMoment(each.when, {**each.kinds, "in flight": more}) for each in memory.device)
         return replace(memory, device=moments)
 
 
-ALONE = Flights()
+ALONE = InFlight()
 """Of a run without a pipeline."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dzero.errors import RunError
 from dzero.estimate import measurement_cache
 from dzero.estimate.hardware_spec import FLOPS, HardwareConfig
-from dzero.estimate.measurement_cache import DamagedCache, Key, Measurement
+from dzero.estimate.measurement_cache import DamagedCache, Measurement, MeasurementKey
 from dzero.estimate.probes import Effort, RankFigures, probe
 from dzero.hardware import available_cores, dtype_of, host_memory_bytes, peak_flops_of
 from dzero.launch.config import LauncherConfig, launched
@@ -109,11 +109,11 @@ def _measure(config: ProbeConfig, folder: Path, device: torch.device) -> None:
     (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(figures))
 
 
-def key_of(ranks: int | None = None) -> Key:
+def key_of(ranks: int | None = None) -> MeasurementKey:
     """What a measurement holds for: this machine's processor, cores and devices, torch, and the number of ranks."""
     launch = LauncherConfig(workers=ranks)
     on_gpu = device_type(launch) == "cuda"
-    return Key(
+    return MeasurementKey(
         cpu=_cpu_model(),
         cores=available_cores(),
         host_bytes=host_memory_bytes(),
@@ -130,7 +130,7 @@ def _cpu_model() -> str:
     return models[0] if models else platform.machine()
 
 
-def combine(key: Key, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
+def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
     """The ranks' figures as those of the node: the slowest rank of what each has, the sum of what they share."""
     slowest = {name: min(getattr(rank, f"{name}_flops") for rank in each) for name in FLOPS}
     listed = {name: peak_flops_of(key.device, dtype_of(name)) for name in FLOPS}

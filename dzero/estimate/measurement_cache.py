@@ -31,7 +31,7 @@ class DamagedCache(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class MeasurementKey:
     """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit.
 
     count: of the work that rates were measured by (operator_work.py), and of the figures; it is raised where either
@@ -58,7 +58,7 @@ class Key:
 class Measurement:
     """A machine's figures, and when they were taken (UTC)."""
 
-    key: Key
+    key: MeasurementKey
     when: datetime
     hardware: HardwareConfig
 
@@ -78,7 +78,7 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dzero"
 
 
-def load(key: Key) -> Measurement | None:
+def load(key: MeasurementKey) -> Measurement | None:
     """The measurement for `key`; None where there is none. Raises DamagedCache, and OSError where reading fails."""
     path = folder() / key.file
     if not path.parent.exists():

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dzero.comm.reduction import BLOCK_BYTES
-from dzero.estimate.microbatch_costs import BACKWARD, LOSS, Costs, Span
-from dzero.offload.buffer_layout import Places, moment_fields
+from dzero.estimate.microbatch_costs import BACKWARD, LOSS, MicrobatchCosts, UnitSpan
+from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
 from dzero.zero.layout import Layout
@@ -34,7 +34,7 @@ from dzero.zero.units import unit_around
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """What is alive on the device at once, by kind."""
 
     when: str
@@ -47,24 +47,24 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run.
 
     `staging`: of exact reductions, on the device from the first step on, besides the moments.
     """
 
-    device: tuple[Moment, ...]
+    device: tuple[MemoryMoment, ...]
     host: Mapping[str, int]
     disk: Mapping[str, int]
     staging: int = 0
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """When the device holds most."""
         return max(self.device, key=lambda moment: moment.total_bytes)
 
 
-def with_moments(memory: Memory, count: int) -> Memory:
+def with_moments(memory: StepMemory, count: int) -> StepMemory:
     """The same with so many tensors per parameter as a rule keeps, where the table has AdamW's two."""
 
     def kept(kinds: Mapping[str, int]) -> dict[str, int]:
@@ -72,18 +72,18 @@ def with_moments(memory: Memory, count: int) -> Memory:
 
     if count == 2:
         return memory
-    device = tuple(Moment(moment.when, kept(moment.kinds)) for moment in memory.device)
+    device = tuple(MemoryMoment(moment.when, kept(moment.kinds)) for moment in memory.device)
     return replace(memory, device=device, host=kept(memory.host), disk=kept(memory.disk))
 
 
-def memory_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, device_type: str) -> Memory:
+def memory_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str) -> StepMemory:
     """Of a rank that trains these units; `costs` of one of its microbatches."""
-    return Memory(
+    return StepMemory(
         on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units, device_type)
     )
 
 
-def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple[Moment, ...]:
+def on_device(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts) -> tuple[MemoryMoment, ...]:
     """The moments of a step's last microbatch."""
     return tuple(_Device(layout, units).moments(costs))
 
@@ -91,7 +91,7 @@ def on_device(layout: Layout, units: Sequence[UnitShape], costs: Costs) -> tuple
 def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes on the host and on disk, by kind; they depend on no microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    for slot in schedule_of(Places(layout, units)).slots:
+    for slot in schedule_of(BufferLayout(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
@@ -149,13 +149,13 @@ class _Device:
         self._wholes = {
             (name, only): self._gathered_elems(name, only) for name in self._order for only in (False, True)
         }
-        at_once = away["grad"] if Places(layout, units).accumulates_on_host else frozenset[str]()
+        at_once = away["grad"] if BufferLayout(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
         self._stay = {
             name: self._reduced(name, away["grad"] | away["master"], own.shares) for name, own in self._own.items()
         }
 
-    def moments(self, costs: Costs) -> Iterator[Moment]:
+    def moments(self, costs: MicrobatchCosts) -> Iterator[MemoryMoment]:
         """One per span, and the update."""
         reduced: list[str] = []
         before = ""
@@ -164,20 +164,20 @@ class _Device:
         for at, span in enumerate(costs.spans):
             if span.unit in self._own and not self._own[span.unit].gathers_again:
                 stays.add(span.unit)
-            yield Moment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before, stays))
+            yield MemoryMoment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before, stays))
             if last.get(span.unit) == at and span.unit != self._root:
                 stays.discard(span.unit)
             if last.get(span.unit) == at and span.unit not in (self._root, LOSS):
                 reduced.append(span.unit)
                 before = span.unit
         reduced.append(self._root)
-        yield Moment("update", self._rest | {"grad": self._grads(reduced)})
+        yield MemoryMoment("update", self._rest | {"grad": self._grads(reduced)})
 
     @property
     def _root(self) -> str:
         return self._order[-1]
 
-    def _during(self, span: Span, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
+    def _during(self, span: UnitSpan, reduced: Sequence[str], before: str, stays: Collection[str]) -> dict[str, int]:
         backward = span.direction == BACKWARD
         return {
             "param": self._rest["param"] + self._away.get(self._coming(span), 0),
@@ -197,7 +197,7 @@ class _Device:
         whole = self._whole(unit) * self._layout.param.dtype.itemsize
         return whole if self._own[unit].shard > 1 else self._away[unit]
 
-    def _coming(self, span: Span) -> str:
+    def _coming(self, span: UnitSpan) -> str:
         """The unit whose shards are brought ahead of its gather (offload/param_prefetch.py); "" for none: of the next
         step.
 
@@ -211,7 +211,7 @@ class _Device:
             return self._order[at - 2] if at >= 2 else self._root if self._layout.microbatches > 1 else ""
         return self._order[at + 1] if at + 1 < len(self._order) - 1 else ""
 
-    def _gathered(self, span: Span, backward: bool) -> int:
+    def _gathered(self, span: UnitSpan, backward: bool) -> int:
         """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""
         if span.unit == LOSS:
             return 0

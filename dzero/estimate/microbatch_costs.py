@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dzero.comm.ledger import Ledger, Traffic
-from dzero.estimate.operator_work import Work, work_of
+from dzero.estimate.operator_work import OperatorWork, work_of
 from dzero.mesh import CONTEXT, EXPERT
 from dzero.zero.dtensors import local_of
 from dzero.zero.units import ROOT, find_units, unit_around
@@ -40,26 +40,26 @@ Loss = Callable[[nn.Module], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Span:
+class UnitSpan:
     """A unit at work in one direction. `saved_bytes`: what lives, gradients aside, when it has ended."""
 
     direction: str
     unit: str
     peak_bytes: int
     saved_bytes: int
-    work: Work
+    work: OperatorWork
 
 
 @dataclass(frozen=True)
-class Costs:
+class MicrobatchCosts:
     """Of one microbatch, in the order of time. `beside`: ranks along axes that the table does not know, cp and ep."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[UnitSpan, ...]
     beside: Mapping[str, int] = field(default_factory=dict)
 
-    def work(self, direction: str) -> Work:
+    def work(self, direction: str) -> OperatorWork:
         """In all; recomputation counts as backward."""
-        return sum((span.work for span in self.spans if span.direction == direction), Work())
+        return sum((span.work for span in self.spans if span.direction == direction), OperatorWork())
 
 
 def costs_of(
@@ -70,7 +70,7 @@ def costs_of(
     ledger: Ledger | None = None,
     beside: Mapping[str, int] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
-) -> Costs:
+) -> MicrobatchCosts:
     """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`. beside: ranks along cp and
     ep; ledger: in which attention and experts count what they move between them. experts: those that ranks share."""
     modules = dict(find_units(model, units, experts=experts))
@@ -97,7 +97,7 @@ def costs_of(
         total.backward()  # type: ignore[no-untyped-call]
         del total
         meter.close()
-    return Costs(tuple(meter.spans), beside or {})
+    return MicrobatchCosts(tuple(meter.spans), beside or {})
 
 
 def _rehearse(model: nn.Module, loss: Loss) -> None:
@@ -111,11 +111,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.spans: list[Span] = []
+        self.spans: list[UnitSpan] = []
         self._ledger = ledger
         self._live: dict[int, int] = {}
         self._bytes = self._peak = 0
-        self._work = Work()
+        self._work = OperatorWork()
         self._at = (FORWARD, ROOT)
         self._seen = True
         self._grads: dict[str, list[nn.Parameter]] = {}
@@ -150,7 +150,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self._seen, self._work = True, Work()
+            self._seen, self._work = True, OperatorWork()
             self._ledger.take()
 
     def enter(self, direction: str, unit: str) -> None:
@@ -171,11 +171,11 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for entry, each in self._ledger.take().items():
             moved[entry.axis] += each
         passed, routed = moved.values()
-        work = self._work + Work(
+        work = self._work + OperatorWork(
             passed=passed.sent_bytes, passes=passed.calls, routed=routed.sent_bytes, routes=routed.calls
         )
-        self.spans.append(Span(direction, unit, self._peak, self._bytes - held, work))
-        self._peak, self._work = self._bytes, Work()
+        self.spans.append(UnitSpan(direction, unit, self._peak, self._bytes - held, work))
+        self._peak, self._work = self._bytes, OperatorWork()
 
     def leave(self, unit: str, around: str) -> None:
         """The backward of `unit` has ended, if no other has begun."""

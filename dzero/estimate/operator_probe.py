@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from dzero.estimate.medians import seconds_of
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
-from dzero.estimate.operator_work import Work
+from dzero.estimate.operator_work import OperatorWork
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 
@@ -43,7 +43,7 @@ def operator_rates(device: torch.device, matmul_flops: float, *, tokens: int, bu
     """matmul_flops: reached in bf16. tokens: of the larger measurement. budget_s: of each."""
     attention = _attention_flops(device, budget_s)
 
-    def left(seconds: float, work: Work) -> float:
+    def left(seconds: float, work: OperatorWork) -> float:
         """Seconds besides matrix products and attention; a twentieth where the machine was too uneven to tell."""
         return max(seconds - work.flops / matmul_flops - work.attention / attention, 0.05 * seconds)
 
@@ -69,7 +69,7 @@ def _attention_flops(device: torch.device, budget_s: float) -> float:
 
 def _decoder(
     shape: LlamaShape, sequences: int, length: int, device: torch.device, budget_s: float
-) -> tuple[float, Work]:
+) -> tuple[float, OperatorWork]:
     """Forward and backward of a decoder on zeros: seconds, and the work in them."""
 
     loss = partial(decoder_loss, sequences=sequences, length=length)

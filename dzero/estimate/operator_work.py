@@ -37,7 +37,7 @@ EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.n
 """Operators that touch nothing."""
 
 
-class Work(NamedTuple):
+class OperatorWork(NamedTuple):
     """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
 
     sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
@@ -55,27 +55,31 @@ class Work(NamedTuple):
     routed: float = 0.0
     routes: int = 0
 
-    def __add__(self, more: Work) -> Work:  # type: ignore[override]
+    def __add__(self, more: OperatorWork) -> OperatorWork:  # type: ignore[override]
         """Both, one after the other."""
-        return Work(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
+        return OperatorWork(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work:
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
     """Of one call of an operator, which gave `out`."""
     kind = func._overloadpacket
     if func.namespace == "prim":
-        return Work()  # a fake tensor is asked for its device: nothing that a real one does
+        return OperatorWork()  # a fake tensor is asked for its device: nothing that a real one does
     if (group := called_by(func, args)) is not None:
-        return Work(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
+        return OperatorWork(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
     if func.namespace in ("c10d", "_c10d_functional"):
-        return Work(calls=1)  # between ranks that share sequences, or experts: the ledger counts it; or a wait
+        return OperatorWork(calls=1)  # between ranks that share sequences, or experts: the ledger counts it; or a wait
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
-        return Work(attention=flops, calls=1) if "attention" in kind.__name__ else Work(flops=flops, calls=1)
+        return (
+            OperatorWork(attention=flops, calls=1)
+            if "attention" in kind.__name__
+            else OperatorWork(flops=flops, calls=1)
+        )
     if func.is_view or kind in EMPTY:
-        return Work(calls=1)
+        return OperatorWork(calls=1)
     touched = {id(each): each.nbytes for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)}
-    return Work(bytes=sum(touched.values()), calls=1)
+    return OperatorWork(bytes=sum(touched.values()), calls=1)
 
 
 def _attention(

@@ -29,7 +29,7 @@ from dzero.hardware import cores_of_rank, device_memory_bytes, dtype_of, rss_byt
 from dzero.mesh import local_rank, local_ranks
 from dzero.offload.disk_speed import measure as measure_disk
 from dzero.optim import adamw_math
-from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
 from dzero.zero.offload_config import DiskConfig
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ def update_rate(effort: Effort, *, smallest: bool = False) -> float:
     betas = (0.9, 0.95)
     steps = adamw_math.Coefficients.of(step=1, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.1, scale=1.0)
     updater = AdamWUpdater(len(cores_of_rank(local_rank(), local_ranks())))
-    update = [Update(states, grad, steps, 1)]
+    update = [ParamUpdate(states, grad, steps, 1)]
     return elems / seconds_of(lambda: updater.run(update), torch.device("cpu"), effort.seconds)
 
 

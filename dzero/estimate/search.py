@@ -31,9 +31,9 @@ from typing import Any
 from dzero.estimate.candidates import Candidate
 from dzero.estimate.forecast import Forecast, Tier, forecast, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import Memory, off_device, on_device, staging_bytes, with_moments
-from dzero.estimate.microbatch_costs import Costs, Span
-from dzero.estimate.operator_work import Work
+from dzero.estimate.memory import StepMemory, off_device, on_device, staging_bytes, with_moments
+from dzero.estimate.microbatch_costs import MicrobatchCosts, UnitSpan
+from dzero.estimate.operator_work import OperatorWork
 from dzero.estimate.step_time import pace_of
 from dzero.zero.unit_shapes import UnitShape
 
@@ -83,7 +83,7 @@ class Subject:
     """What is trained, and on what. costs: of a microbatch, by recomputation and sequences; step_tokens: all ranks'."""
 
     units: Sequence[UnitShape]
-    costs: Callable[[str, int], Costs]
+    costs: Callable[[str, int], MicrobatchCosts]
     hardware: HardwareConfig
     step_tokens: int
     model_flops: float | None
@@ -163,7 +163,7 @@ class _Judge:
     def floor(self, candidate: Candidate) -> dict[str, int]:
         """What states alone lack; recomputation changes nothing in them."""
         if candidate.table not in self._floors:
-            self._floors[candidate.table] = self._short(candidate, Costs(()))
+            self._floors[candidate.table] = self._short(candidate, MicrobatchCosts(()))
         return self._floors[candidate.table]
 
     def _at_least(self, candidate: Candidate) -> dict[str, int]:
@@ -171,7 +171,7 @@ class _Judge:
         first = self._exact(candidate.recompute, self._smallest[0])
         return self._short(candidate, first) or self._short(candidate, self._foreseen(candidate))
 
-    def _foreseen(self, candidate: Candidate) -> Costs:
+    def _foreseen(self, candidate: Candidate) -> MicrobatchCosts:
         """Of its microbatch, from the two smallest."""
         costs = [self._exact(candidate.recompute, microbatch) for microbatch in self._smallest]
         if candidate.microbatch in self._smallest:
@@ -179,15 +179,15 @@ class _Judge:
         first, second = costs
         return drawn_out(first, second, self._smallest, candidate.microbatch)
 
-    def _short(self, candidate: Candidate, costs: Costs) -> dict[str, int]:
+    def _short(self, candidate: Candidate, costs: MicrobatchCosts) -> dict[str, int]:
         """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
         layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
 
-        def short(memory: Memory) -> dict[str, int]:
+        def short(memory: StepMemory) -> dict[str, int]:
             return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.world))
 
         staging = staging_bytes(layout, units, hardware.device_type)
-        memory = Memory(on_device(layout, units, costs), {}, {}, staging)
+        memory = StepMemory(on_device(layout, units, costs), {}, {}, staging)
         if lacking := short(memory):
             return lacking
         if candidate.table not in self._off_device:
@@ -225,7 +225,9 @@ def _order(step_s: float | None, simplicity: int) -> tuple[bool, float, int]:
     return step_s is None, float(f"{step_s or 0.0:.{DIGITS - 1}e}"), simplicity
 
 
-def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbatch: int) -> Costs:
+def drawn_out(
+    first: MicrobatchCosts, second: MicrobatchCosts, microbatches: Sequence[int], microbatch: int
+) -> MicrobatchCosts:
     """Peaks and work on the line through those of two `microbatches`; the second's, where they run other operators."""
     if [(s.direction, s.unit) for s in first.spans] != [(s.direction, s.unit) for s in second.spans]:
         return second
@@ -235,8 +237,8 @@ def drawn_out(first: Costs, second: Costs, microbatches: Sequence[int], microbat
     def along(a: float, b: float) -> float:
         return b + further * (b - a)
 
-    def between(a: Span, b: Span) -> Span:
-        drawn = Work(*map(along, a.work, b.work))  # type: ignore[arg-type]
+    def between(a: UnitSpan, b: UnitSpan) -> UnitSpan:
+        drawn = OperatorWork(*map(along, a.work, b.work))  # type: ignore[arg-type]
         work = drawn._replace(
             **{name: round(getattr(drawn, name)) for name in ("calls", "exchanges", "passes", "routes")}
         )

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from dzero.estimate.durations import Durations, of_experts
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.in_flight import ALONE, Flights
-from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs
+from dzero.estimate.in_flight import ALONE, InFlight
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
 from dzero.zero.layout import Layout
@@ -42,7 +42,7 @@ LINKS = (*INSIDE, SHARD, REPLICATE, PIPELINE)
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepTime:
     """Seconds of a step by what takes them. `unknown`: figures that the hardware lacks; without them no `step_s`."""
 
     seconds: Mapping[str, float]
@@ -54,12 +54,12 @@ class Pace:
 def pace_of(
     layout: Layout,
     units: Sequence[UnitShape],
-    costs: Costs,
+    costs: MicrobatchCosts,
     hardware: HardwareConfig,
-    flights: Flights = ALONE,
+    flights: InFlight = ALONE,
     *,
     bound: bool = False,
-) -> Pace:
+) -> StepTime:
     """Return the seconds of a step on `hardware`. flights: of a pipeline. bound: at its datasheets' rates."""
     take, moved = Durations(layout, hardware, costs.beside, bound=bound), moved_of(layout, units, costs, flights)
     moves = moved.units.values()
@@ -92,4 +92,4 @@ def pace_of(
         step = train + seconds[UPDATE] + max(0.0, update - beside)
     longest = max(seconds, key=lambda what: seconds[what])
     taken = {what: each for what, each in seconds.items() if each}
-    return Pace(taken, None if take.unknown else step, longest, tuple(dict.fromkeys(take.unknown)))
+    return StepTime(taken, None if take.unknown else step, longest, tuple(dict.fromkeys(take.unknown)))

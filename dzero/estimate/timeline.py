@@ -32,13 +32,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dzero.estimate.durations import Durations, of_experts
-from dzero.estimate.explain import Collective, collectives, phase_of
+from dzero.estimate.explain import PlannedCollective, collectives, phase_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
 from dzero.estimate.step_time import COMPUTE, DISK, HOST_UPDATE, UPDATE
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import CONTEXT, EXPERT, REPLICATE, SHARD, TENSOR
-from dzero.offload.buffer_layout import DISK_TURNS, Places
+from dzero.offload.buffer_layout import DISK_TURNS, BufferLayout
 from dzero.offload.build_schedule import update_order
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -82,7 +82,9 @@ class Timeline:
         return dict(seconds)
 
 
-def timeline_of(layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> Timeline:
+def timeline_of(
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, hardware: HardwareConfig
+) -> Timeline:
     """Of a step on `hardware`; costs of one microbatch. Raises ValueError for a rate that is needed and unknown."""
     step = _Step(layout, units, costs, hardware)
     step.run()
@@ -117,17 +119,19 @@ class _Lanes:
 class _Step:
     """Adds a step's bars in the order in which they are started. Names in `_s` are moments."""
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape], costs: Costs, hardware: HardwareConfig) -> None:
+    def __init__(
+        self, layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, hardware: HardwareConfig
+    ) -> None:
         self._layout, self._durations = layout, Durations(layout, hardware, costs.beside)
         moved = moved_of(layout, units)
         self._moves, self._decisions, self.unknown = moved.units, moved.decisions, self._durations.unknown
         self.lanes, self._ahead = _Lanes(one_by_one=hardware.devices_are_host), not hardware.devices_are_host
         self._spans = {way: [span for span in costs.spans if span.direction == way] for way in (FORWARD, BACKWARD)}
         self._order = [unit.name for unit in update_order(units)]
-        self._early = Places(layout, units).early
+        self._early = BufferLayout(layout, units).early
         self._again = {unit.name: layout.of_unit(unit).gathers_again for unit in units}
         self._shared = {unit.name for unit in units if unit.shared_by > 1}
-        self._collectives: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
+        self._collectives: defaultdict[tuple[str, str], list[PlannedCollective]] = defaultdict(list)
         for each in collectives(layout, units):
             self._collectives[each.phase, each.unit].append(each)
         self.begun_s: list[float] = []
@@ -218,7 +222,7 @@ class _Step:
                 there_s = self.lanes.add(each.axis, each.kind, name, self._sent(each), there_s)
         return there_s
 
-    def _sent(self, each: Collective) -> float:
+    def _sent(self, each: PlannedCollective) -> float:
         axis = of_experts(each.axis) if each.unit in self._shared else each.axis
         return self._durations.sent(axis, each.sent_bytes)
 
@@ -268,5 +272,5 @@ class _Step:
         spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
         self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)
 
-    def _of(self, direction: str, index: int, name: str) -> list[Collective]:
+    def _of(self, direction: str, index: int, name: str) -> list[PlannedCollective]:
         return self._collectives[phase_of(direction, index, self._layout.microbatches), name]

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 from dzero.comm.ledger import Traffic
 from dzero.estimate.durations import of_experts
-from dzero.estimate.in_flight import ALONE, Flights
-from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs
-from dzero.estimate.operator_work import Work
+from dzero.estimate.in_flight import ALONE, InFlight
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
+from dzero.estimate.operator_work import OperatorWork
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
-from dzero.offload.buffer_layout import Places
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
 from dzero.zero.cost_model import copies_of, expected_control, expected_copies, expected_traffic
 from dzero.zero.layout import Layout
@@ -31,7 +31,7 @@ from dzero.zero.unit_shapes import UnitShape
 
 
 @dataclass(frozen=True)
-class Moves:
+class UnitTransfers:
     """Bytes of one unit, each time; elements that the host and that the device updates."""
 
     param: int
@@ -52,11 +52,11 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Moved:
+class StepTransfers:
     """Bytes in a step, of all units. `out`, `back`: device to host, and host to device. decisions: collectives of a few
     numbers. axes, calls: those of experts that ranks share are apart, as they are between other ranks."""
 
-    units: Mapping[str, Moves]
+    units: Mapping[str, UnitTransfers]
     axes: Mapping[str, int]
     calls: Mapping[str, int]
     decisions: Mapping[str, int]
@@ -66,9 +66,9 @@ class Moved:
     written: int
 
 
-def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
+def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransfers]:
     """By unit."""
-    away, places = names_off_device(layout.tiers, units), Places(layout, units)
+    away, places = names_off_device(layout.tiers, units), BufferLayout(layout, units)
     read = _states_read(places, units)
     sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
     gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
@@ -84,7 +84,7 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
             return sum(shares.get(name, 0) for name in names)
 
         param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
-        found[unit.name] = Moves(
+        found[unit.name] = UnitTransfers(
             param=param,
             disk_param=param if on_disk["param"] else 0,
             grad=grad,
@@ -104,7 +104,9 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, Moves]:
     return found
 
 
-def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = None, flights: Flights = ALONE) -> Moved:
+def moved_of(
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts | None = None, flights: InFlight = ALONE
+) -> StepTransfers:
     """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that.
     flights: of a pipeline."""
     axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
@@ -119,7 +121,7 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     uses = {unit.name: layout.microbatches * (2 if layout.of_unit(unit).gathers_again else 1) for unit in units}
     moves = moves_of(layout, units)
     each = moves.values()
-    inside = Work() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
+    inside = OperatorWork() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
     if inside.exchanges:
         copied = sum(expected_copies(layout, units).values(), Traffic())
         axes[TENSOR] = layout.microbatches * int(inside.sent) + copied.sent_bytes
@@ -133,7 +135,7 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     decisions = Counter[str]()
     for entry, traffic in expected_control(layout, units, flights.names).items():
         decisions[entry.axis] += traffic.calls
-    return Moved(
+    return StepTransfers(
         units=moves,
         axes=axes,
         calls=calls,
@@ -148,7 +150,7 @@ def moved_of(layout: Layout, units: Sequence[UnitShape], costs: Costs | None = N
     )
 
 
-def _states_read(places: Places, units: Sequence[UnitShape]) -> dict[str, int]:
+def _states_read(places: BufferLayout, units: Sequence[UnitShape]) -> dict[str, int]:
     """Bytes by unit, in a step after the first."""
     read: dict[str, int] = {}
     sizes, holds = places.piece_bytes(), dict[str, str]()

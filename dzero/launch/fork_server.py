@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
 
 from dzero.errors import RunError
-from dzero.launch.warm_process import PASSED_ON, Ended, Fork, Said, found, no_more_processes
+from dzero.launch.warm_process import PASSED_ON, Fork, ForkExit, ForkMessage, found, no_more_processes
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SHOWN_BYTES = 4096
@@ -78,7 +78,7 @@ def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
                 _pass_on(channel, child)  # what it said last
             if child.says is not None:  # what the fork started itself may still hold the other end
                 child.says.close()
-            channel.send(Ended(child.request.number, _reap(child), _output_of(child)))
+            channel.send(ForkExit(child.request.number, _reap(child), _output_of(child)))
     if channel in ready:
         request = channel.recv()
         if isinstance(request, Fork):
@@ -100,7 +100,7 @@ def _pass_on(channel: Connection, child: _Child) -> None:
         child.says.close()
         child.says = None
     else:
-        channel.send(Said(child.request.number, value))
+        channel.send(ForkMessage(child.request.number, value))
 
 
 def _reap(child: _Child) -> int:

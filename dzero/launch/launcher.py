@@ -33,7 +33,7 @@ from typing import Any, NoReturn, Protocol
 from dzero.errors import RunError
 from dzero.launch.config import LauncherConfig, launched
 from dzero.launch.signals import EXIT_SAVED, SAME_S, UNWIND_S
-from dzero.launch.warm_process import PASSED_ON, Ended, Said, Warm, found
+from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, found
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
@@ -42,7 +42,7 @@ STOP_S = 10.0
 """What workers have to leave after a signal, beside the time to save; one that hangs in a library hears none."""
 
 
-class Run(Protocol):
+class LaunchedRun(Protocol):
     """The part of a run's configuration that a launch reads."""
 
     @property
@@ -52,11 +52,11 @@ class Run(Protocol):
 
 def start(
     entry: Callable[..., None] | str,
-    config: Run,
+    config: LaunchedRun,
     run_folder: Path,
     *,
     workers: int,
-    warm: Warm | None = None,
+    warm: WarmProcess | None = None,
     save_s: float = 0.0,
 ) -> None:
     """Run `entry(config, run_folder, device)` here where this is a worker already, else in workers of our own.
@@ -77,24 +77,24 @@ def start(
     if launched():
         found("dzero.launch.worker:join")(found(name), config, run_folder)
         return
-    with nullcontext(warm) if warm is not None else Warm() as forks, _Signals() as signals:
+    with nullcontext(warm) if warm is not None else WarmProcess() as forks, _Signals() as signals:
         _Workers(forks, signals, save_s).run(name, config, run_folder, workers)
 
 
 class _Workers:
     """The workers of one run, by rank, until all have ended."""
 
-    def __init__(self, warm: Warm, signals: _Signals, save_s: float) -> None:
+    def __init__(self, warm: WarmProcess, signals: _Signals, save_s: float) -> None:
         self._warm, self._signals, self._save_s = warm, signals, save_s
         self._ranks: dict[int, int] = {}
         self._running: set[int] = set()
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, ForkExit] = {}
         self._reports: list[Any] = []
         self._sent: set[tuple[int, int]] = set()
         self._passed_on = self._ending = False
         self._store_fork: int | None = None
 
-    def run(self, entry: str, config: Run, run_folder: Path, workers: int) -> None:
+    def run(self, entry: str, config: LaunchedRun, run_folder: Path, workers: int) -> None:
         """Start all, wait for all, and say how it ended."""
         with self._store() as meeting:
             for rank in range(workers):
@@ -124,7 +124,7 @@ class _Workers:
         address = _loopback()
         store = self._warm.fork("dzero.launch.worker:host_store", address, name="dzero store", silent=True)
         event = self._warm.event(of=store)
-        if not isinstance(event, Said):
+        if not isinstance(event, ForkMessage):
             said = event.output.strip() if event is not None else ""
             raise RunError(f"the store in which workers meet did not start on {address}: {said or event}")
         self._store_fork = store
@@ -140,14 +140,14 @@ class _Workers:
         kill_s = math.inf
         while self._running:
             event = self._warm.event(POLL_S)
-            if isinstance(event, Said) and event.number in self._running:
+            if isinstance(event, ForkMessage) and event.number in self._running:
                 self._reports.append(event.value)
-            elif isinstance(event, Ended) and event.number == self._store_fork:
+            elif isinstance(event, ForkExit) and event.number == self._store_fork:
                 self._store_fork = None
                 print(
                     "the store in which workers meet was killed: a rank that hangs will not be named", file=sys.stderr
                 )
-            elif isinstance(event, Ended) and event.number in self._running:
+            elif isinstance(event, ForkExit) and event.number in self._running:
                 self._running.remove(event.number)
                 self._ended[self._ranks[event.number]] = event
             if self._pass_first_signal_on():
@@ -173,7 +173,7 @@ class _Workers:
         insists, self._signals.insisted = self._signals.insisted, False
         return insists
 
-    def _killed(self) -> dict[int, tuple[int, Ended]]:
+    def _killed(self) -> dict[int, tuple[int, ForkExit]]:
         """Return process id and end of the ranks that were killed by others than this launcher."""
         return {
             rank: (self._warm.pids[fork], self._ended[rank])
@@ -181,7 +181,7 @@ class _Workers:
             if self._ended[rank].code < 0 and (fork, -self._ended[rank].code) not in self._sent
         }
 
-    def _failed(self) -> dict[int, Ended]:
+    def _failed(self) -> dict[int, ForkExit]:
         return {rank: ended for rank, ended in sorted(self._ended.items()) if ended.code not in (0, EXIT_SAVED)}
 
     def _send(self, number: int) -> None:
@@ -252,11 +252,11 @@ def _leave(number: int, *, saved: bool) -> NoReturn:
     sys.exit(EXIT_SAVED if saved else 128 + number)
 
 
-def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, Ended]], ended: Mapping[int, Ended]) -> str:
+def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]) -> str:
     """Return why the run failed: a worker that a signal from elsewhere killed, else the earliest report.
 
     Args:
-        reports: What workers said before they left (`dzero.launch.warm_process.Report`).
+        reports: What workers said before they left (`dzero.launch.warm_process.WorkerFailure`).
         killed: Process id and end of each rank that was killed, but not by this launcher.
         ended: The end of every rank that failed.
     """

@@ -48,7 +48,7 @@ class Fork:
     """A request to run `function(*args, say)`, by its name `module:function`; `say` sends a value to the launcher.
 
     `name`: of the process, up to 15 bytes, as ps shows it. `silent`: keep its output away from the launcher's; the end
-    of it comes with `Ended`.
+    of it comes with `ForkExit`.
     """
 
     number: int
@@ -60,7 +60,7 @@ class Fork:
 
 
 @dataclass(frozen=True)
-class Said:
+class ForkMessage:
     """A value that a fork passed to `say`."""
 
     number: int
@@ -68,7 +68,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ForkExit:
     """The end of a fork: its exit code (negative for a signal), and the end of its output where it is silent."""
 
     number: int
@@ -77,7 +77,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Signal:
+class ForkSignal:
     """A request to send a signal to a fork; nothing where it has ended."""
 
     number: int
@@ -85,7 +85,7 @@ class Signal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class WorkerFailure:
     """The reason why a worker failed. `traceback`: None for an error whose message is all that the user needs."""
 
     rank: int
@@ -94,15 +94,15 @@ class Report:
     traceback: str | None
 
 
-class WarmLost(RunError):
+class WarmProcessLost(RunError):
     """The warm process ended before the launcher did."""
 
 
-class Warm:
+class WarmProcess:
     """The launcher's side: starts the warm process at once, and has it fork. Use as a context manager."""
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
-        self._forks, self._events = 0, deque[Said | Ended]()
+        self._forks, self._events = 0, deque[ForkMessage | ForkExit]()
         self._cause: str | None = None
         self.pids: dict[int, int] = {}
         try:
@@ -118,7 +118,7 @@ class Warm:
             raise RunError(no_more_processes(error)) from error
         self._channel.send(tuple(modules))
 
-    def __enter__(self) -> Warm:
+    def __enter__(self) -> WarmProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -139,9 +139,9 @@ class Warm:
 
     def signal(self, number: int, which: int) -> None:
         """Send a signal to a fork, unless it has ended."""
-        self._send(Signal(number, which))
+        self._send(ForkSignal(number, which))
 
-    def event(self, timeout_s: float | None = None, of: int | None = None) -> Said | Ended | None:
+    def event(self, timeout_s: float | None = None, of: int | None = None) -> ForkMessage | ForkExit | None:
         """Return what happened next, or None after `timeout_s` seconds without. of: to this fork only.
 
         Raises:
@@ -153,7 +153,7 @@ class Warm:
                 return kept
         while self._channel.poll(timeout_s):
             found = self._receive()
-            if isinstance(found, Said | Ended):
+            if isinstance(found, ForkMessage | ForkExit):
                 if of in (None, found.number):
                     return found
                 self._events.append(found)
@@ -167,9 +167,9 @@ class Warm:
                 then, and this one says that it failed.
         """
         number = self.fork("dzero.launch.fork_server:answer", function, args, name="dzero check")
-        answer: Said | None = None
-        while not isinstance(found := self.event(of=number), Ended):
-            assert isinstance(found, Said)
+        answer: ForkMessage | None = None
+        while not isinstance(found := self.event(of=number), ForkExit):
+            assert isinstance(found, ForkMessage)
             answer = found
         if answer is None:
             raise RunError(f"{function} ended with exit code {found.code} and no answer; see above")
@@ -178,7 +178,7 @@ class Warm:
             raise RunError(value)
         return value
 
-    def _send(self, request: Fork | Signal) -> None:
+    def _send(self, request: Fork | ForkSignal) -> None:
         try:
             self._channel.send(request)
         except OSError as error:
@@ -196,18 +196,18 @@ class Warm:
             self.pids[found[0]] = found[1]
         return found
 
-    def _lost(self) -> WarmLost:
+    def _lost(self) -> WarmProcessLost:
         """Return why the warm process is gone: what it said last, else how it ended."""
         with suppress(EOFError, OSError):
             while self._cause is None:
                 found = self._channel.recv()
                 self._cause = found if isinstance(found, str) else None
         if self._cause is not None:
-            return WarmLost(self._cause)
+            return WarmProcessLost(self._cause)
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
-        return WarmLost(
+        return WarmProcessLost(
             f"the process that starts the workers (pid {self._process.pid}) {how}{hint}; so did the workers"
         )
 

@@ -29,7 +29,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dzero.comm.collective_log import Trail
+from dzero.comm.collective_log import CollectiveLog
 from dzero.errors import RankLost, RunError, ToldElsewhere
 from dzero.rendezvous import meet
 
@@ -43,7 +43,7 @@ TORCHS_OWN = tuple(
 
 
 @dataclass(frozen=True)
-class Place:
+class RankStatus:
     """Where a rank was at its last beat. `count`: collectives begun; `waits`: whether for other ranks; `ended`: why it
     left, empty while it runs."""
 
@@ -60,27 +60,27 @@ class Place:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
 
-class Watch:
+class Watchdog:
     """One worker's part, around all that it does in the group. Raises RunError that names who is missing and where all
     ranks are, in place of an exception that came out of a collective; ToldElsewhere where another rank told it."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._trail, self._starting = Trail(), True
+        self._trail, self._starting = CollectiveLog(), True
         self._beats = 0
-        self._stuck: list[Place | None] = []  # all ranks, as this one had made no progress for a while
+        self._stuck: list[RankStatus | None] = []  # all ranks, as this one had made no progress for a while
         self._over = threading.Event()
         # A connection of its own: a thread that waits for the store holds up nobody.
         self._store, _, _ = meet("watch", timeout)
         self._store.set_timeout(timedelta(seconds=STORE_S))
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
-    def follow(self, trail: Trail) -> None:
+    def follow(self, trail: CollectiveLog) -> None:
         """Tell of these collectives from now on."""
         self._trail, self._starting = trail, False
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._write()
         self._thread.start()
         return self
@@ -115,14 +115,14 @@ class Watch:
     def _write(self, ended: str = "") -> None:
         self._beats += 1
         count, last = self._trail.at
-        place = Place(self._rank, self._host, self._pid, self._beats, count, last, ended, self._trail.waits)
+        place = RankStatus(self._rank, self._host, self._pid, self._beats, count, last, ended, self._trail.waits)
         self._store.set(str(self._rank), json.dumps(asdict(place)))
 
-    def _read(self) -> list[Place | None]:
+    def _read(self) -> list[RankStatus | None]:
         keys = [str(rank) for rank in range(self._ranks)]
         there = [key for key in keys if self._store.check([key])] if not self._store.check(keys) else keys
         found = dict(zip(there, self._store.multi_get(there), strict=True))
-        return [Place(**json.loads(found[key])) if key in found else None for key in keys]
+        return [RankStatus(**json.loads(found[key])) if key in found else None for key in keys]
 
     def _tell(self, error: Exception) -> None:
         # In a start, a save or a resume it may well have begun no collective for long while all ranks were there.
@@ -146,7 +146,7 @@ def _is_of_torchs_own(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(frame.filename.endswith(TORCHS_OWN) for frame in frames)
 
 
-def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[Place]:
+def silent(before: Sequence[RankStatus | None], now: Sequence[RankStatus | None]) -> list[RankStatus]:
     """Ranks that neither beat nor ended between two readings."""
     return [
         new
@@ -156,8 +156,8 @@ def silent(before: Sequence[Place | None], now: Sequence[Place | None]) -> list[
 
 
 def report(
-    places: Sequence[Place | None],
-    silent: Sequence[Place],
+    places: Sequence[RankStatus | None],
+    silent: Sequence[RankStatus],
     rank: int,
     timeout: timedelta,
     error: object,
@@ -191,7 +191,7 @@ def report(
     return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {str(error).splitlines()[0]}"])
 
 
-def _by_place(places: Sequence[Place | None], silent: Sequence[Place]) -> list[str]:
+def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus]) -> list[str]:
     """A line for each place that ranks are at."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):

@@ -29,7 +29,7 @@ from dzero.hardware import available_cores
 from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type
 from dzero.launch.signals import UNWIND_S, pass_over
-from dzero.launch.warm_process import PASSED_ON, Report, found
+from dzero.launch.warm_process import PASSED_ON, WorkerFailure, found
 from dzero.mesh import local_rank, local_ranks, process_group
 
 LINGER_S = 0.5
@@ -39,7 +39,7 @@ Entry = Callable[[Any, Path, torch.device], None]
 """`entry(config, run_folder, device)`: what every worker runs, inside the process group."""
 
 
-def run(entry: str, config: Any, run_folder: Path, say: Callable[[Report], None]) -> None:
+def run(entry: str, config: Any, run_folder: Path, say: Callable[[WorkerFailure], None]) -> None:
     """Be a worker of the launcher: join the group, run the entry, and say why where that fails."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _unwind)
@@ -130,9 +130,9 @@ def to_torchrun(error: Exception) -> None:
         print(f"error: {error}" if isinstance(error, RunError) else traceback.format_exc(), file=sys.stderr)
 
 
-def _to_launcher(say: Callable[[Report], None], error: Exception) -> None:
+def _to_launcher(say: Callable[[WorkerFailure], None], error: Exception) -> None:
     text = None if isinstance(error, RunError) else traceback.format_exc()
-    say(Report(rank=int(os.environ["RANK"]), time_ns=time.time_ns(), message=str(error), traceback=text))
+    say(WorkerFailure(rank=int(os.environ["RANK"]), time_ns=time.time_ns(), message=str(error), traceback=text))
 
 
 def _unwind(number: int, _: FrameType | None) -> None:

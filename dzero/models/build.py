@@ -11,7 +11,7 @@ from torch import nn
 from dzero.models.config import ModelConfig
 from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
 from dzero.models.safetensors_reader import StoredTensor
 from dzero.models.shapes import MoEShape
@@ -31,13 +31,13 @@ def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
         return MoE(shape) if isinstance(shape, MoEShape) else Llama(shape)
 
 
-def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> Materialiser:
+def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> MetaInitializer:
     """What fills the `model` that `build(config)` made: random values, or a folder's where `config.weights` names one.
 
     Every rank reads whole tensors; where models are cut, `checkpoint.imports` reads only what a rank keeps.
     Raises FileNotFoundError or ValueError naming the weights that the folder lacks or holds in another shape.
     """
-    return Materialiser(model, seed=seed, device=device, weights=weights_of(config, model))
+    return MetaInitializer(model, seed=seed, device=device, weights=weights_of(config, model))
 
 
 def weights_of(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor]:

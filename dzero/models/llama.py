@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention of `heads` queries over `kv_heads` keys and values. Shapes as in `Block`."""
+    """Causal attention of `heads` queries over `kv_heads` keys and values. Shapes as in `StripedBlock`."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class _Fresh:
         return self.tensor.numel() == 0 or self.tensor._version > self.version
 
 
-class Materialiser:
+class MetaInitializer:
     """Fills modules of `model` in place: `materialise(module)`, each tensor once, modules in any order.
 
     model: the whole model; names and ties are taken from it now. device: where tensors are allocated, floating-point

@@ -20,7 +20,7 @@ from statistics import median
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Tokens per second of all ranks together, and MFU as a fraction; None where not known (yet)."""
 
     tokens_per_s: float | None = None
@@ -80,13 +80,13 @@ class Meter:
             self._rates.append(tokens / seconds)
         return seconds
 
-    def now(self) -> Speed:
+    def now(self) -> Throughput:
         """The median over the window; unknown during the warm-up."""
-        return self._speed(median(self._rates)) if self._rates else Speed()
+        return self._speed(median(self._rates)) if self._rates else Throughput()
 
-    def overall(self) -> Speed:
+    def overall(self) -> Throughput:
         """The mean over all counted steps; unknown when the run was no longer than its warm-up."""
-        return self._speed(self._counted_tokens / self._counted_s) if self.counted_steps else Speed()
+        return self._speed(self._counted_tokens / self._counted_s) if self.counted_steps else Throughput()
 
     def eta_s(self) -> float | None:
         """Seconds left at the pace since the warm-up, what lies between steps included; None during the warm-up."""
@@ -95,5 +95,5 @@ class Meter:
         pace_s = (self._ended - self._counted_from) / self.counted_steps
         return pace_s * max(0, self.total_steps - self.steps)
 
-    def _speed(self, tokens_per_s: float) -> Speed:
-        return Speed(tokens_per_s, None if self._mfu_per_rate is None else self._mfu_per_rate * tokens_per_s)
+    def _speed(self, tokens_per_s: float) -> Throughput:
+        return Throughput(tokens_per_s, None if self._mfu_per_rate is None else self._mfu_per_rate * tokens_per_s)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.monitor.meter import Speed
+from dzero.monitor.meter import Throughput
 from dzero.offload.executor import LaneUse
 
 
@@ -28,7 +28,7 @@ class StepRecord:
     tokens: int
     seconds: float
     loss_scale: float | None = None
-    speed: Speed = field(default_factory=Speed)
+    speed: Throughput = field(default_factory=Throughput)
     eta_s: float | None = None
     skipped_steps: int = 0
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class RunSummary:
     first_loss: float
     loss: float
     held_out_loss: float | None
-    speed: Speed
+    speed: Throughput
     peak_flops: float | None
     skipped_steps: int
     peak_bytes: Sequence[Mapping[str, int]]

@@ -28,14 +28,14 @@ from torch import Tensor
 from dzero.hardware import host_available_bytes
 from dzero.mesh import local_ranks
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import Swap
-from dzero.offload.memory_pool import Arena, require
-from dzero.offload.schedule import Action, Key, Kind, Slot
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool, require
+from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction
 
 FEWER = "Take smaller microbatches (train.microbatch_sequences), or another tier: offload.activations=device or disk"
 
 
-class Seat:
+class ActivationSlot:
     """An activation's place, free for another one when nobody refers to this. turn: number of its host slot."""
 
     def __init__(self, number: int, turn: int, free: list[int]) -> None:
@@ -47,15 +47,21 @@ class Seat:
         self._free.append(self.number)
 
 
-class WaitingRoom:
+class ActivationPool:
     """Seats for activations, made when they are first needed; `swap` moves what is there.
 
-    pin, cores: of the host memory, as for `Arena`. store: the disk behind it, whose pieces are as large as the seats,
-    or None; ahead: then, how many seats are loaded ahead of their fetch.
+    pin, cores: of the host memory, as for `HostMemoryPool`. store: the disk behind it, whose pieces are as large as the
+    seats, or None; ahead: then, how many seats are loaded ahead of their fetch.
     """
 
     def __init__(
-        self, swap: Swap, *, pin: bool, cores: Sequence[int] = (), store: DiskStore | None = None, ahead: int = 0
+        self,
+        swap: ScheduleExecutor,
+        *,
+        pin: bool,
+        cores: Sequence[int] = (),
+        store: DiskStore | None = None,
+        ahead: int = 0,
     ) -> None:
         self._swap, self._pin, self._cores, self._store = swap, pin, cores, store
         self.ahead = ahead if store is not None else 0
@@ -64,14 +70,14 @@ class WaitingRoom:
         self.free: list[int] = []
         self.seat_bytes: dict[int, int] = {}
         self.turn_bytes: dict[int, int] = {}
-        self._held: dict[int, Callable[[], Seat | None]] = {}
+        self._held: dict[int, Callable[[], ActivationSlot | None]] = {}
 
     @property
     def host_bytes(self) -> int:
         """Of all host slots so far."""
         return sum(self.turn_bytes.values())
 
-    def take(self, count: int) -> Seat:
+    def take(self, count: int) -> ActivationSlot:
         """The smallest free seat of `count` bytes or more, else a free one made larger, else a new one."""
         free = self.free[:]  # others may be added meanwhile, none removed
         fitting = [(size, number) for number in free if (size := self.seat_bytes[number]) >= count]
@@ -82,18 +88,18 @@ class WaitingRoom:
             self._enlarge(number, turn, count)
         if number in free:
             self.free.remove(number)
-        seat = Seat(number, turn, self.free)
+        seat = ActivationSlot(number, turn, self.free)
         self._held[turn] = weakref.ref(seat)
         return seat
 
-    def evict(self, seat: Seat, source: Tensor) -> Future[Any]:
+    def evict(self, seat: ActivationSlot, source: Tensor) -> Future[Any]:
         """Start copying `source`, flat, to where it waits."""
-        future = self._swap.move(_key(Kind.EVICT, seat.number), [(self._on_host(seat, source), source)])
+        future = self._swap.move(_key(ActionKind.EVICT, seat.number), [(self._on_host(seat, source), source)])
         if self._turns is not None:
             self._empty((seat.turn + 1) % self._turns)
         return future
 
-    def load(self, seats: Sequence[Seat]) -> None:
+    def load(self, seats: Sequence[ActivationSlot]) -> None:
         """Start to bring what will be fetched, the next first, as far as each has a host slot of its own."""
         taken = set[int]()
         for seat in seats:
@@ -102,54 +108,54 @@ class WaitingRoom:
             taken.add(seat.turn)
             self._load(seat)
 
-    def fetch(self, seat: Seat, destination: Tensor) -> None:
+    def fetch(self, seat: ActivationSlot, destination: Tensor) -> None:
         """Start copying to `destination`, flat, for the next `wait`."""
         self._load(seat)
-        self._swap.move(_key(Kind.FETCH, seat.number), [(destination, self._on_host(seat, destination))])
+        self._swap.move(_key(ActionKind.FETCH, seat.number), [(destination, self._on_host(seat, destination))])
 
-    def follow(self, seat: Seat) -> None:
+    def follow(self, seat: ActivationSlot) -> None:
         """Let the current stream wait until it has been fetched. Raises OffloadError for what failed on its way."""
-        self._swap.follow(_key(Kind.FETCH, seat.number))
+        self._swap.follow(_key(ActionKind.FETCH, seat.number))
 
-    def _load(self, seat: Seat) -> None:
+    def _load(self, seat: ActivationSlot) -> None:
         if self._held[seat.turn]() is not seat:
             self._empty(seat.turn)
-            self._transfer(Kind.LOAD, seat)
+            self._transfer(ActionKind.LOAD, seat)
             self._held[seat.turn] = weakref.ref(seat)
 
     def _empty(self, turn: int) -> None:
         """Start writing what a host slot holds and nobody has on disk."""
         seat = self._held[turn]() if turn in self._held else None
         if seat is not None and not seat.on_disk:
-            self._transfer(Kind.SPILL, seat)
+            self._transfer(ActionKind.SPILL, seat)
             seat.on_disk = True
 
-    def _transfer(self, kind: Kind, seat: Seat) -> None:
+    def _transfer(self, kind: ActionKind, seat: ActivationSlot) -> None:
         assert self._store is not None, "a host slot of its own for every seat"
         size = self.seat_bytes[seat.number]
         piece = f"activation {seat.number}, {size} bytes"  # a larger one is another: pieces do not grow
         if piece not in self._store.sizes:
             self._store.add(piece, size)
         buffer = self._swap.leases[_host(seat.turn)].view(torch.uint8, size)
-        move = self._store.read if kind is Kind.LOAD else self._store.write
+        move = self._store.read if kind is ActionKind.LOAD else self._store.write
         self._swap.compute(_key(kind, seat.number), partial(_whole, move, piece, buffer), size)
 
-    def _on_host(self, seat: Seat, like: Tensor) -> Tensor:
+    def _on_host(self, seat: ActivationSlot, like: Tensor) -> Tensor:
         return self._swap.leases[_host(seat.turn)].view(like.dtype, like.numel())
 
     def _enlarge(self, number: int, turn: int, count: int) -> None:
         """Make a seat of `count` bytes, and its host slot as large at least."""
         host, disk = _host(turn), _disk(number)
-        kinds: dict[Kind, tuple[str, ...]] = {Kind.EVICT: (host,), Kind.FETCH: (host,)}
-        slots, arena = list[Slot](), None
+        kinds: dict[ActionKind, tuple[str, ...]] = {ActionKind.EVICT: (host,), ActionKind.FETCH: (host,)}
+        slots, arena = list[BufferSlot](), None
         if self._store is not None:
-            slots.append(Slot(disk, count, tier="disk"))
-            kinds |= {Kind.SPILL: (host, disk), Kind.LOAD: (host, disk)}
+            slots.append(BufferSlot(disk, count, tier="disk"))
+            kinds |= {ActionKind.SPILL: (host, disk), ActionKind.LOAD: (host, disk)}
         if self.turn_bytes.get(turn, 0) < count:
             require(count, host_available_bytes(), local_ranks(), FEWER)
-            slots.append(Slot(host, count))
-            arena = Arena(count, pin=self._pin, cores=self._cores)
-        self._swap.add(slots, [Action(_key(kind, number), names) for kind, names in kinds.items()], arena)
+            slots.append(BufferSlot(host, count))
+            arena = HostMemoryPool(count, pin=self._pin, cores=self._cores)
+        self._swap.add(slots, [OffloadAction(_key(kind, number), names) for kind, names in kinds.items()], arena)
         if arena is not None:
             arena.settle()
             self.turn_bytes[turn] = count
@@ -168,5 +174,5 @@ def _disk(number: int) -> str:
     return f"activation {number} on disk"
 
 
-def _key(kind: Kind, number: int) -> Key:
-    return Key(kind, "activation", str(number))
+def _key(kind: ActionKind, number: int) -> ActionKey:
+    return ActionKey(kind, "activation", str(number))

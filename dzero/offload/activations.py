@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dzero import streams
-from dzero.offload.activation_pool import Seat, WaitingRoom
+from dzero.offload.activation_pool import ActivationPool, ActivationSlot
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 from dzero.parallel.forward_wrapping import wrap_method
 
@@ -44,14 +44,14 @@ LEAST_BYTES = ALIGNMENT_BYTES
 """Smaller tensors stay on the device: a slot takes as much at least."""
 
 
-class Activation:
+class OffloadedActivation:
     """A saved tensor, flat, whose seat is taken as long as this lives.
 
     source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used. before:
     what was saved just before, if it still lives. version_there: of the source, when it was last seen.
     """
 
-    def __init__(self, seat: Seat, source: Tensor, before: Callable[[], Activation | None]) -> None:
+    def __init__(self, seat: ActivationSlot, source: Tensor, before: Callable[[], OffloadedActivation | None]) -> None:
         self.seat, self.before = seat, before
         self.source: Tensor | None = source
         self.arrived: Tensor | None = None
@@ -78,32 +78,32 @@ class Activation:
         return self.source is None and self.arrived is None
 
 
-class Moved(NamedTuple):
+class OffloadedTensor(NamedTuple):
     """In autograd's graph instead of a tensor of this shape."""
 
-    activation: Activation
+    activation: OffloadedActivation
     shape: torch.Size
 
 
-class Stayed(NamedTuple):
+class ResidentTensor(NamedTuple):
     """A saved tensor, with the version that autograd itself no longer checks when there are hooks."""
 
     tensor: Tensor
     version: int
 
 
-class Activations:
+class ActivationOffload:
     """Moves what the blocks save of their inputs to seats in `room`, on a `device` of this type.
 
     Referenced by the graphs in flight, and weakly by the blocks, which keep everything on the device without their
     optimizer.
     """
 
-    def __init__(self, room: WaitingRoom, device: str) -> None:
+    def __init__(self, room: ActivationPool, device: str) -> None:
         self.room, self._device = room, device
-        self._saved: weakref.WeakValueDictionary[int, Activation] = weakref.WeakValueDictionary()
-        self._newest: Callable[[], Activation | None] = lambda: None
-        self._leaving: list[weakref.ref[Activation]] = []
+        self._saved: weakref.WeakValueDictionary[int, OffloadedActivation] = weakref.WeakValueDictionary()
+        self._newest: Callable[[], OffloadedActivation | None] = lambda: None
+        self._leaving: list[weakref.ref[OffloadedActivation]] = []
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
         """Watch the calls of `blocks` from now on."""
@@ -116,27 +116,27 @@ class Activations:
         addresses = {each.untyped_storage().data_ptr() for each in plain}
         return saved_tensors_hooks(partial(self._save, addresses), self._use) if addresses else nullcontext()
 
-    def _save(self, addresses: set[int], tensor: Tensor) -> Moved | Stayed:
+    def _save(self, addresses: set[int], tensor: Tensor) -> OffloadedTensor | ResidentTensor:
         plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_contiguous()
         if not plain or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() not in addresses:
-            return Stayed(tensor.detach(), tensor._version)
+            return ResidentTensor(tensor.detach(), tensor._version)
         activation = self._saved.get(tensor.data_ptr())
         if activation is None or not activation.is_of(tensor):
             activation = self._evict(tensor)
-        return Moved(activation, tensor.shape)
+        return OffloadedTensor(activation, tensor.shape)
 
-    def _evict(self, tensor: Tensor) -> Activation:
+    def _evict(self, tensor: Tensor) -> OffloadedActivation:
         self._leaving = [each for each in self._leaving if (it := each()) is not None and not it.leave()]
         source = tensor.detach().view(-1)
-        activation = Activation(self.room.take(tensor.nbytes), source, self._newest)
+        activation = OffloadedActivation(self.room.take(tensor.nbytes), source, self._newest)
         activation.left = self.room.evict(activation.seat, source)
         self._saved[tensor.data_ptr()] = activation
         self._newest = weakref.ref(activation)
         self._leaving.append(self._newest)
         return activation
 
-    def _use(self, saved: Moved | Stayed) -> Tensor:
-        if isinstance(saved, Stayed):
+    def _use(self, saved: OffloadedTensor | ResidentTensor) -> Tensor:
+        if isinstance(saved, ResidentTensor):
             _check(saved.tensor._version, saved.version)
             return saved.tensor
         activation = saved.activation
@@ -154,14 +154,14 @@ class Activations:
             streams.record_stream(tensor)
         return tensor.view(saved.shape)
 
-    def _fetch(self, activation: Activation) -> None:
+    def _fetch(self, activation: OffloadedActivation) -> None:
         if activation.is_away:
             arrived = torch.empty(activation.elems, dtype=activation.dtype, device=activation.device)
             self.room.fetch(activation.seat, arrived)
             activation.arrived = arrived
 
 
-def _before(activation: Activation) -> Iterator[Activation]:
+def _before(activation: OffloadedActivation) -> Iterator[OffloadedActivation]:
     """Those saved before it that live, the latest first, up to one that does not."""
     before = activation.before()
     while before is not None:
@@ -169,7 +169,7 @@ def _before(activation: Activation) -> Iterator[Activation]:
         before = before.before()
 
 
-def _watched(owner: weakref.ref[Activations], call: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(owner: weakref.ref[ActivationOffload], call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def watched(*args: Any, **kwargs: Any) -> Any:
         activations = owner()

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dzero.offload.memory_pool import aligned
-from dzero.offload.schedule import Slot
+from dzero.offload.schedule import BufferSlot
 from dzero.zero.layout import Layout
 from dzero.zero.tiers import names_off_device
 from dzero.zero.unit_shapes import ParamShape, UnitShape
@@ -48,7 +48,7 @@ UPDATED = ("master", "moments")
 
 
 @dataclass(frozen=True)
-class Place:
+class BufferSlice:
     """`elems` elements of `dtype` in a host slot, from `start_bytes` on."""
 
     slot: str
@@ -58,14 +58,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SlotPair:
     """A turn slot on the host, and the disk slot that has the same bytes of one unit."""
 
     host: str
     disk: str
 
 
-class Places:
+class BufferLayout:
     """Of every parameter's states: which are off the device, and where. Pure: no memory is taken.
 
     moments: whether they need a place; else whoever updates keeps them. early: units that may be updated before the
@@ -75,7 +75,7 @@ class Places:
     def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
         self.layout, self.units, self._moments = layout, units, moments
         self._off_device = names_off_device(layout.tiers, units)
-        self.at: dict[tuple[str, str], Place] = {}
+        self.at: dict[tuple[str, str], BufferSlice] = {}
         self._used: dict[tuple[str, str], int] = {}
         self._pieces: dict[tuple[str, str], str] = {}
         self._makes_param: dict[str, str] = {}
@@ -132,7 +132,7 @@ class Places:
         """The host slots that hold something of a unit."""
         return [slot for of, slot in self._used if of == unit]
 
-    def pairs(self, what: str, unit: str) -> list[Pair]:
+    def pairs(self, what: str, unit: str) -> list[SlotPair]:
         """What comes from disk, or goes there, together.
 
         states   master and moments, and with a remainder the working copy that they belong to (which does not go back)
@@ -142,12 +142,12 @@ class Places:
         """
         if what == "work":
             piece = f"disk param {unit}"
-            return [Pair(self._makes_param[unit], piece)] if unit in self._makes_param else []
+            return [SlotPair(self._makes_param[unit], piece)] if unit in self._makes_param else []
         kinds = {"states": (*UPDATED, "work"), "grad": ("grad",), "param": ("param", "frozen")}[what]
         found = [(slot, self._pieces.get((unit, slot))) for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds]
-        return [Pair(slot, piece) for slot, piece in found if piece is not None]
+        return [SlotPair(slot, piece) for slot, piece in found if piece is not None]
 
-    def going(self, what: str, unit: str) -> list[Pair]:
+    def going(self, what: str, unit: str) -> list[SlotPair]:
         """Those of `pairs` that go back to disk: of states not a working copy that a remainder belongs to."""
         return [pair for pair in self.pairs(what, unit) if what != "states" or pair.disk.split(" ")[1] in UPDATED]
 
@@ -164,13 +164,13 @@ class Places:
         spares = [pair.disk for unit in self.early for pair in self.going("states", unit)]
         return sizes | {spare_of(piece): sizes[piece] for piece in spares}
 
-    def slots(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[BufferSlot, ...]:
         """Every slot, on the host as large as the largest unit that uses it."""
         sizes: dict[str, int] = {}
         for (_, slot), used in self._used.items():
             sizes[slot] = max(sizes.get(slot, 0), used)
-        on_disk = (Slot(name, size, "disk") for name, size in self.piece_bytes().items())
-        return (*(Slot(name, size) for name, size in sizes.items()), *on_disk)
+        on_disk = (BufferSlot(name, size, "disk") for name, size in self.piece_bytes().items())
+        return (*(BufferSlot(name, size) for name, size in sizes.items()), *on_disk)
 
     def _place_undo(self) -> frozenset[str]:
         """Undo and spare slots in the order of backward, as long as the budget lasts."""
@@ -265,7 +265,7 @@ class Places:
     ) -> None:
         grain = dtype.itemsize if packed else GRAIN_BYTES
         start = -(-self._used.get((unit, slot), 0) // grain) * grain
-        self.at[name, key] = Place(slot, start, dtype, elems)
+        self.at[name, key] = BufferSlice(slot, start, dtype, elems)
         self._used[unit, slot] = start + elems * dtype.itemsize
 
 

@@ -29,7 +29,7 @@ import torch
 from dzero.hardware import format_bytes
 from dzero.offload.direct_io import Bytes, Direction
 from dzero.offload.disk_file import DiskFile, DiskUse
-from dzero.offload.disk_transfer import Move, Transfer
+from dzero.offload.disk_transfer import BlockTransfer, PieceTransfer
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 from dzero.offload.striping import stripe
 from dzero.zero.offload_config import DiskConfig
@@ -153,10 +153,10 @@ class DiskStore:
 
     def _start(self, way: Direction, name: str, data: Bytes) -> Future[None]:
         blocks, sums = self.striping.pieces[name], self._sums[name]
-        transfer = Transfer(len(blocks))
+        transfer = PieceTransfer(len(blocks))
         for index, block in enumerate(blocks):
             part = data[block.start : block.start + block.count]
-            move = Move(self.files[block.path], block.offset, part, name, sums, index, self.config.checksum)
+            move = BlockTransfer(self.files[block.path], block.offset, part, name, sums, index, self.config.checksum)
             work = move.write if way is Direction.WRITE else move.read
             self._threads[block.path][way].submit(transfer.run, work)
         return transfer.future

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 from dzero.offload.direct_io import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
-from dzero.offload.scratch_dir import RunFolder
+from dzero.offload.scratch_dir import ScratchDir
 from dzero.utils.scratch_paths import DiskError, telling
 
 
@@ -31,7 +31,7 @@ class DiskFile:
         self._meters = {direction: _Meter() for direction in Direction}
         with ExitStack() as undo:
             # Gives everything back when nobody refers to this file any more, so not before the last transfer's end.
-            self._folder = undo.enter_context(RunFolder(path, needed_bytes, rank=rank))
+            self._folder = undo.enter_context(ScratchDir(path, needed_bytes, rank=rank))
             self.path, self.fd, self.close = self._folder.path, self._folder.fd, self._folder.close
             self._direct, self.is_direct = direct, direct
             if needed_bytes:

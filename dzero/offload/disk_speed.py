@@ -11,7 +11,7 @@ import torch
 
 from dzero.hardware import format_bytes
 from dzero.offload.disk import DiskStore
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 from dzero.utils.scratch_paths import try_folder
 from dzero.zero.offload_config import DiskConfig
 
@@ -26,7 +26,7 @@ ENOUGH = 0.97
 
 
 @dataclass(frozen=True)
-class Speed:
+class DiskSpeed:
     """Bytes per second of one path, written and read by itself."""
 
     path: str
@@ -39,14 +39,14 @@ class Speed:
         return 2 / (1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s)
 
 
-def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> list[Speed]:
+def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> list[DiskSpeed]:
     """Each path of `config` alone, medians of `rounds`; writes `sample_bytes` once more than that.
 
     Raises DiskError as DiskStore does, ValueError for no rounds or no bytes.
     """
     if rounds < 1 or sample_bytes < 1:
         raise ValueError(f"rounds={rounds}, sample_bytes={sample_bytes}: both must be at least 1")
-    data = Arena(sample_bytes).lease(sample_bytes, "sample").data
+    data = HostMemoryPool(sample_bytes).lease(sample_bytes, "sample").data
     data[: sample_bytes // 8 * 8].view(torch.int64).random_()  # against devices that compress
     return [_speed(replace(config, paths=[path]), data, rounds) for path in config.paths]
 
@@ -59,7 +59,7 @@ def weighed(config: DiskConfig) -> DiskConfig:
     return replace(config, weights=[speed.both_bytes_per_s for speed in speeds])
 
 
-def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> Speed:
+def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> DiskSpeed:
     seconds: dict[str, list[float]] = {"write": [], "read": []}
     with DiskStore(config, {"sample": data.numel()}) as store:
         store.write("sample", data).result()  # the first time a file system also notes that the blocks have data now
@@ -69,7 +69,7 @@ def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> Speed:
                 move("sample", data).result()
                 seconds[way].append(time.perf_counter() - start)
     write_s, read_s = median(seconds["write"]), median(seconds["read"])
-    return Speed(config.paths[0], data.numel() / write_s, data.numel() / read_s)
+    return DiskSpeed(config.paths[0], data.numel() / write_s, data.numel() / read_s)
 
 
 def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> Iterator[str]:
@@ -80,7 +80,7 @@ def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int
     yield f"{format_bytes(sample_bytes)} at a time, {format_bytes(wear)} written to each path in all"
     width = max(map(len, paths))
     yield f"{'path':<{width}}  {'block':>9}  threads  write GB/s  read GB/s"
-    found: list[tuple[DiskConfig, list[Speed]]] = []
+    found: list[tuple[DiskConfig, list[DiskSpeed]]] = []
     for block_bytes in BLOCKS_BYTES:
         for threads in THREADS:
             config = DiskConfig(paths=list(paths), block_bytes=block_bytes, threads=threads)
@@ -92,7 +92,7 @@ def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int
     yield from chosen(found)
 
 
-def chosen(found: Sequence[tuple[DiskConfig, Sequence[Speed]]]) -> list[str]:
+def chosen(found: Sequence[tuple[DiskConfig, Sequence[DiskSpeed]]]) -> list[str]:
     """The first of `found`, smaller settings before larger, whose paths together reach nearly the best speed."""
     together = [sum(speed.both_bytes_per_s for speed in speeds) for _, speeds in found]
     config, speeds = next(row for row, total in zip(found, together, strict=True) if total >= ENOUGH * max(together))

@@ -16,27 +16,27 @@ from typing import Any
 
 import torch
 
-from dzero.offload.buffer_layout import Pair, Places, spare_of
+from dzero.offload.buffer_layout import BufferLayout, SlotPair, spare_of
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import Swap
-from dzero.offload.schedule import Key, Kind
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.schedule import ActionKey, ActionKind
 
 
-class Staging:
+class DiskStaging:
     """Moves units between `store` and the host slots of `swap`. Used by one thread."""
 
-    def __init__(self, places: Places, swap: Swap, store: DiskStore | None) -> None:
+    def __init__(self, places: BufferLayout, swap: ScheduleExecutor, store: DiskStore | None) -> None:
         self._places, self._swap, self.store = places, swap, store
         self._held: dict[str, str] = {}
         self._swapped: set[str] = set()
         self._early: dict[str, set[str]] = {}
 
     def load(self, what: str, unit: str) -> None:
-        """Start to bring what `Places.pairs` names, but for what the slots still hold."""
+        """Start to bring what `BufferLayout.pairs` names, but for what the slots still hold."""
         pairs = self._places.pairs(what, unit)
         missing = [(pair, self._piece(pair)) for pair in pairs if self._held.get(pair.host) != pair.disk]
         if missing:
-            self._start(Kind.LOAD, what, unit, missing)
+            self._start(ActionKind.LOAD, what, unit, missing)
         self.hold(what, unit)
 
     def spill(self, what: str, unit: str, *, early: bool = False) -> None:
@@ -46,7 +46,7 @@ class Staging:
             return
         if early:
             self._early[unit] = {pair.disk for pair in pairs}
-        self._start(Kind.SPILL, what, unit, [(pair, self._piece(pair, other=early)) for pair in pairs])
+        self._start(ActionKind.SPILL, what, unit, [(pair, self._piece(pair, other=early)) for pair in pairs])
         for pair in pairs:
             self._forget({slot for slot, disk in self._held.items() if disk == pair.disk and slot != pair.host})
 
@@ -75,33 +75,35 @@ class Staging:
             )
         self.hold(what, unit) if fresh else self.load(what, unit)
         found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
-        visited = self._swap.compute(Key(Kind.COMPUTE, f"visit {what}", unit), partial(_append, found, work))
+        visited = self._swap.compute(
+            ActionKey(ActionKind.COMPUTE, f"visit {what}", unit), partial(_append, found, work)
+        )
         if changes:
             self.spill(what, unit)
         visited.result()
         return found[0]
 
-    def _piece(self, pair: Pair, *, other: bool = False) -> str:
+    def _piece(self, pair: SlotPair, *, other: bool = False) -> str:
         return spare_of(pair.disk) if (pair.disk in self._swapped) != other else pair.disk
 
     def _forget(self, slots: set[str]) -> None:
         self._held = {slot: disk for slot, disk in self._held.items() if slot not in slots}
 
-    def _start(self, kind: Kind, what: str, unit: str, moves: Sequence[tuple[Pair, str]]) -> None:
+    def _start(self, kind: ActionKind, what: str, unit: str, moves: Sequence[tuple[SlotPair, str]]) -> None:
         assert self.store is not None, "nothing is on disk"
         sizes = self.store.sizes
         buffers = {piece: self._swap.leases[pair.host].view(torch.uint8, sizes[piece]) for pair, piece in moves}
-        transfer = self.store.read if kind is Kind.LOAD else self.store.write
+        transfer = self.store.read if kind is ActionKind.LOAD else self.store.write
         self._swap.compute(
-            Key(kind, what, unit), partial(_all, transfer, buffers), sum(sizes[piece] for piece in buffers)
+            ActionKey(kind, what, unit), partial(_all, transfer, buffers), sum(sizes[piece] for piece in buffers)
         )
 
 
 @dataclass
-class OnDisk:
+class DiskStorage:
     """The home (zero/offloaded_param.py) of one tensor in a unit's slots: `view` of it there, flat."""
 
-    staging: Staging
+    staging: DiskStaging
     what: str
     unit: str
     view: torch.Tensor

@@ -1,4 +1,4 @@
-"""What is under way on the disk tier: a block (`Move`), and all blocks of a piece (`Transfer`).
+"""What is under way on the disk tier: a block (`BlockTransfer`), and all blocks of a piece (`PieceTransfer`).
 
 The checksum is xxh3, which reads memory almost as fast as one core can (34 of 38 GB/s where it was measured) and
 without the interpreter's lock, so that other threads keep the disk busy meanwhile.
@@ -20,7 +20,7 @@ from dzero.utils.scratch_paths import DiskError
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BlockTransfer:
     """One block under way. It keeps the buffer and the file alive, and nothing else of the store."""
 
     file: DiskFile
@@ -53,7 +53,7 @@ class Move:
         return xxhash.xxh3_64_intdigest(self.data.data) if self.checksum else 0
 
 
-class Transfer:
+class PieceTransfer:
     """A piece under way: how many blocks are still to come, and the first error. Ends when none is left to touch its
     buffer, errors or not."""
 

@@ -31,13 +31,18 @@ import torch
 from dzero import streams
 from dzero.comm.spans import span
 from dzero.errors import RunError
-from dzero.offload.buffer_layout import Place
-from dzero.offload.memory_pool import Arena, Lease, Phase
-from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.buffer_layout import BufferSlice
+from dzero.offload.memory_pool import HostMemoryPool, Lease, LeasePhase
+from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction, OffloadSchedule
 
-PHASES = {Kind.EVICT: Phase.ARRIVING, Kind.LOAD: Phase.ARRIVING, Kind.FETCH: Phase.LEAVING, Kind.SPILL: Phase.LEAVING}
+PHASES = {
+    ActionKind.EVICT: LeasePhase.ARRIVING,
+    ActionKind.LOAD: LeasePhase.ARRIVING,
+    ActionKind.FETCH: LeasePhase.LEAVING,
+    ActionKind.SPILL: LeasePhase.LEAVING,
+}
 LEAVING = 4
-AT_ONCE = {Kind.LOAD: 3, Kind.SPILL: 3}
+AT_ONCE = {ActionKind.LOAD: 3, ActionKind.SPILL: 3}
 """Actions under way in a lane: of the disk as many as units take turns in host memory, else one."""
 Move = tuple[torch.Tensor, torch.Tensor]
 """(destination, source), of one size and dtype."""
@@ -58,7 +63,7 @@ class LaneUse:
         return LaneUse(self.busy_s + other.busy_s, self.waited_s + other.waited_s, self.moved_bytes + other.moved_bytes)
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """A lane at work, by the clock of perf_counter."""
 
     lane: str
@@ -66,7 +71,7 @@ class Span(NamedTuple):
     ended: float
 
 
-Chain = list[Span]
+Chain = list[LaneSpan]
 """How an action came to end when it did: the last actions of those that each waited for the one before, then itself."""
 CHAIN_SPANS = 8
 
@@ -75,17 +80,17 @@ class OffloadError(RuntimeError):
     """An action failed; the cause is what its thread raised."""
 
 
-class ScratchFailed(OffloadError, RunError):
+class ScratchDiskError(OffloadError, RunError):
     """An action failed for a reason that the user can mend: a scratch disk is full, damaged, or gone."""
 
 
-class Swap:
+class ScheduleExecutor:
     """Leases the schedule's slots from `arena` and runs its actions.
 
     device: where fetched tensors live. `before`: called in the lane before each action (tests put delays there).
     """
 
-    def __init__(self, schedule: Schedule, arena: Arena, device: torch.device) -> None:
+    def __init__(self, schedule: OffloadSchedule, arena: HostMemoryPool, device: torch.device) -> None:
         self.schedule, self.device = schedule, streams.this_device(device)
         self.leases: dict[str, Lease] = {
             slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
@@ -93,9 +98,9 @@ class Swap:
         self._use: dict[str, LaneUse] = {}
         self._at_work: dict[str, tuple[int, float]] = {}
         self._counting = Lock()
-        self.before: Callable[[Key], None] | None = None
-        self._last: dict[Key, Future[Any]] = {}
-        self._enqueued: dict[Key, Future[streams.Event]] = {}
+        self.before: Callable[[ActionKey], None] | None = None
+        self._last: dict[ActionKey, Future[Any]] = {}
+        self._enqueued: dict[ActionKey, Future[streams.Event]] = {}
         self._users: dict[str, Future[Any]] = {}
         self._chains: weakref.WeakKeyDictionary[Future[Any], Chain] = weakref.WeakKeyDictionary()
         self._tails: dict[str, Chain] = {}
@@ -104,11 +109,11 @@ class Swap:
         self._open_lanes(schedule.actions)
         weakref.finalize(self, _end, self._lanes)
 
-    def _open_lanes(self, actions: Sequence[Action]) -> None:
+    def _open_lanes(self, actions: Sequence[OffloadAction]) -> None:
         for lane in {action.key.lane for action in actions} - self._lanes.keys():
             self._lanes[lane] = _Lane(lane, self.device)
 
-    def add(self, slots: Sequence[Slot], actions: Sequence[Action], arena: Arena | None) -> None:
+    def add(self, slots: Sequence[BufferSlot], actions: Sequence[OffloadAction], arena: HostMemoryPool | None) -> None:
         """More slots, those on the host leased from `arena`, and actions, not known when the schedule was made.
 
         A slot takes the place of one of the same name, once its users have ended; an action that of one with its key.
@@ -116,7 +121,7 @@ class Swap:
         names, keys = {slot.name for slot in slots}, {action.key for action in actions}
         for name in names & self._users.keys():
             self._users[name].result()
-        self.schedule = Schedule(
+        self.schedule = OffloadSchedule(
             (*(each for each in self.schedule.slots if each.name not in names), *slots),
             (*(each for each in self.schedule.actions if each.key not in keys), *actions),
         )
@@ -129,12 +134,12 @@ class Swap:
                 self.leases[slot.name] = lease
         self._open_lanes(actions)
 
-    def view(self, place: Place, elems: int | None = None) -> torch.Tensor:
+    def view(self, place: BufferSlice, elems: int | None = None) -> torch.Tensor:
         """What a slot holds at `place`, flat: its first `elems`, or all with the padding."""
         lease = self.leases[place.slot]
         return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
 
-    def move(self, key: Key, moves: Sequence[Move]) -> Future[Any]:
+    def move(self, key: ActionKey, moves: Sequence[Move]) -> Future[Any]:
         """Start copying. Sources must not change, and destinations not be used, until `wait(key)`, or the future's end.
 
         At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
@@ -146,18 +151,18 @@ class Swap:
         if lane.has_stream:
             future.add_done_callback(partial(_pass_failure, enqueued))
             self._enqueued[key] = enqueued
-        if key.kind is Kind.EVICT:
+        if key.kind is ActionKind.EVICT:
             self._leaving.append(future)
             while len(self._leaving) > LEAVING:
                 self._leaving.popleft().result()
         return future
 
-    def compute(self, key: Key, work: Callable[[], Any], moved_bytes: int = 0) -> Future[Any]:
+    def compute(self, key: ActionKey, work: Callable[[], Any], moved_bytes: int = 0) -> Future[Any]:
         """Start `work` in its lane; `moved_bytes` by it, to or from the disk."""
         self._count(key.lane, LaneUse(moved_bytes=moved_bytes))
         return self._start(key, work)
 
-    def _start(self, key: Key, work: Callable[[], Any]) -> Future[Any]:
+    def _start(self, key: ActionKey, work: Callable[[], Any]) -> Future[Any]:
         action = self.schedule.by_key[key]
         earlier = [self._users[slot] for slot in action.slots if slot in self._users]
         before = [self._chains[future] for future in earlier] + [self._tails.get(key.lane, [])]
@@ -171,15 +176,20 @@ class Swap:
         return future
 
     def _run(
-        self, action: Action, earlier: list[Future[Any]], work: Callable[[], Any], before: list[Chain], chain: Chain
+        self,
+        action: OffloadAction,
+        earlier: list[Future[Any]],
+        work: Callable[[], Any],
+        before: list[Chain],
+        chain: Chain,
     ) -> Any:
         for future in earlier:
             future.result()  # raises what made it fail: nothing runs on what never came
         began = time.perf_counter()
         longest = max((each for each in before if each), key=lambda each: each[-1].ended, default=[])
-        chain += [*longest[1 - CHAIN_SPANS :], Span(action.key.lane, began, began)]
+        chain += [*longest[1 - CHAIN_SPANS :], LaneSpan(action.key.lane, began, began)]
         leases = [self.leases[slot] for slot in action.slots if slot in self.leases]
-        phase = PHASES.get(action.key.kind, Phase.COMPUTING)
+        phase = PHASES.get(action.key.kind, LeasePhase.COMPUTING)
         for lease in leases:
             lease.enter(phase)
         self._enter(action.key.lane)
@@ -189,21 +199,21 @@ class Swap:
                     self.before(action.key)
                 return work()
         except BaseException as error:
-            kind = ScratchFailed if isinstance(error, RunError) else OffloadError
+            kind = ScratchDiskError if isinstance(error, RunError) else OffloadError
             raise kind(f"{action.key} failed: {error}") from error
         finally:
             self._leave(action.key.lane)
-            chain[-1] = Span(action.key.lane, began, time.perf_counter())
+            chain[-1] = LaneSpan(action.key.lane, began, time.perf_counter())
             for lease in leases:
-                lease.enter(Phase.HELD)
+                lease.enter(LeasePhase.HELD)
 
-    def wait(self, *keys: Key) -> None:
+    def wait(self, *keys: ActionKey) -> None:
         """Until the last started action of each key has ended; at once for one that never was. Raises OffloadError."""
         for key in keys:
             if (future := self._last.get(key)) is not None:
                 self._wait(key, future, future)
 
-    def follow(self, *keys: Key) -> None:
+    def follow(self, *keys: ActionKey) -> None:
         """Let the current stream wait for the last started copy of each key; without streams, as `wait`.
 
         The host waits until the copy is enqueued: for what has to be loaded from disk before, and no longer.
@@ -215,7 +225,7 @@ class Swap:
                 self._wait(key, self._last[key], enqueued)
                 streams.wait_event(enqueued.result(), self.device)
 
-    def _wait(self, key: Key, future: Future[Any], until: Future[Any]) -> None:
+    def _wait(self, key: ActionKey, future: Future[Any], until: Future[Any]) -> None:
         """Return when `until` has ended, which comes with `future`, the action's end, or before it."""
         began, had_ended = time.perf_counter(), until.done()
         with nullcontext() if had_ended else span(f"wait {key}"):
@@ -267,8 +277,8 @@ class _Lane:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
-        self._stream = streams.new_stream(device) if name in (Kind.FETCH, Kind.EVICT) else None
-        at_once = AT_ONCE.get(Kind(name.split(" ")[0]), 1)
+        self._stream = streams.new_stream(device) if name in (ActionKind.FETCH, ActionKind.EVICT) else None
+        at_once = AT_ONCE.get(ActionKind(name.split(" ")[0]), 1)
         bind = partial(streams.set_device, device)
         self.thread = ThreadPoolExecutor(at_once, thread_name_prefix=f"offload {name}", initializer=bind)
 

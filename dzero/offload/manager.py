@@ -15,22 +15,22 @@ from dzero.comm.collectives import GatherScalars
 from dzero.comm.ledger import Ledger
 from dzero.hardware import cores_of_rank, format_bytes, give_back_freed_memory, host_available_bytes
 from dzero.mesh import AXES, local_rank, local_ranks
-from dzero.offload.activation_pool import WaitingRoom
-from dzero.offload.activations import Activations
-from dzero.offload.buffer_layout import DISK_TURNS, Places
+from dzero.offload.activation_pool import ActivationPool
+from dzero.offload.activations import ActivationOffload
+from dzero.offload.buffer_layout import DISK_TURNS, BufferLayout
 from dzero.offload.build_schedule import schedule_of, update_order
 from dzero.offload.disk import DiskStore
 from dzero.offload.disk_speed import weighed
-from dzero.offload.disk_staging import OnDisk, Staging
-from dzero.offload.executor import LaneUse, Move, Swap
-from dzero.offload.memory_pool import Arena, require
-from dzero.offload.param_prefetch import Incoming
-from dzero.offload.param_writeback import Outgoing, Work
-from dzero.offload.schedule import Key, Kind
+from dzero.offload.disk_staging import DiskStaging, DiskStorage
+from dzero.offload.executor import LaneUse, Move, ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool, require
+from dzero.offload.param_prefetch import ParamPrefetch
+from dzero.offload.param_writeback import ParamWriteback, PendingWriteback
+from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.offload.undo import Undo
 from dzero.parallel.blocks import find_blocks
 from dzero.zero.offload_config import OffloadConfig
-from dzero.zero.offloaded_param import HostMemory, InMemory
+from dzero.zero.offloaded_param import HostStorage, OffDeviceTensor
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import as_module
 
@@ -44,7 +44,7 @@ WAITING = {
 }
 
 
-class Offload:
+class OffloadManager:
     """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
 
     Empty, without threads or memory, where the table has every state on the device. `cores`: this rank's share of the
@@ -54,7 +54,7 @@ class Offload:
 
     def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
         layout, config = sharded.layout, sharded.layout.offload
-        self.places = Places(layout, sharded.shapes, moments=moments)
+        self.places = BufferLayout(layout, sharded.shapes, moments=moments)
         self.schedule = schedule_of(self.places)
         device = torch.device(sharded.mesh.device_type)
         if self.schedule.host_bytes:
@@ -64,25 +64,25 @@ class Offload:
             require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
         beside_gpu = device.type == "cuda"
         self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
-        self.arena = Arena(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
-        self.swap = Swap(self.schedule, self.arena, device)
-        self.staging = Staging(self.places, self.swap, _store(config, self.places.piece_bytes()))
+        self.arena = HostMemoryPool(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
+        self.swap = ScheduleExecutor(self.schedule, self.arena, device)
+        self.staging = DiskStaging(self.places, self.swap, _store(config, self.places.piece_bytes()))
         self.undo = Undo(self.places, self.swap, self.staging)
-        self._outgoing = Outgoing(sharded, self.places, self.swap, self.staging)
+        self._outgoing = ParamWriteback(sharded, self.places, self.swap, self.staging)
         self._sharded, self._mode = sharded, config.mode
         self._kept: set[str] = set()
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
-        self.activations: Activations | None = None
+        self.activations: ActivationOffload | None = None
         if config.activations != "device":
             store = self.staging.store if config.activations == "disk" else None
             ahead = config.prefetch_units
-            room = WaitingRoom(self.swap, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
-            self.activations = Activations(room, device.type)
+            room = ActivationPool(self.swap, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
+            self.activations = ActivationOffload(room, device.type)
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
         """Move parameters that live off the device to their places; from now on they are brought ahead of use."""
-        self._outgoing.incoming = Incoming(self._sharded, self.places, self.swap, self.staging)
+        self._outgoing.incoming = ParamPrefetch(self._sharded, self.places, self.swap, self.staging)
 
     def settle(self) -> None:
         """All states are in their places: the rest of the host memory is taken now."""
@@ -122,10 +122,10 @@ class Offload:
         """
         return self.swap.view(self.places.at[name, key], elems)
 
-    def on_disk(self, name: str, view: torch.Tensor) -> HostMemory:
+    def on_disk(self, name: str, view: torch.Tensor) -> OffDeviceTensor:
         """A parameter's state that is on disk, by its view on the host."""
-        home = OnDisk(self.staging, "states", self._unit_of[name], view)
-        return HostMemory(name, home, view.dtype, view.numel(), view.device)
+        home = DiskStorage(self.staging, "states", self._unit_of[name], view)
+        return OffDeviceTensor(name, home, view.dtype, view.numel(), view.device)
 
     def unit_of(self, name: str) -> str:
         """Return the name of a parameter's unit."""
@@ -147,24 +147,24 @@ class Offload:
 
     def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start copies to the host: "landing" of a unit, or "grad" and "moments" for an update there."""
-        self.swap.move(Key(Kind.EVICT, what, unit), moves)
+        self.swap.move(ActionKey(ActionKind.EVICT, what, unit), moves)
 
     def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start copies of a unit's "moments" back to the device."""
-        self.swap.move(Key(Kind.FETCH, what, unit), moves)
+        self.swap.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def keep_grads(self, unit: str, moves: Sequence[Move], *, more: bool) -> None:
         """Start moving gradients of a unit to where they wait for its update. more: beside others there."""
         if more:
             self.staging.load("grad", unit)
-        self.swap.move(Key(Kind.EVICT, "grad", unit), moves)
+        self.swap.move(ActionKey(ActionKind.EVICT, "grad", unit), moves)
         self.staging.hold("grad", unit)
         self.staging.spill("grad", unit)
 
     def accumulate(self, unit: str, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
         """Start adding to them on the host."""
         self.staging.load("grad", unit)
-        added = self.swap.compute(Key(Kind.COMPUTE, "accumulate", unit), work)
+        added = self.swap.compute(ActionKey(ActionKind.COMPUTE, "accumulate", unit), work)
         self.staging.spill("grad", unit)
         return added
 
@@ -173,7 +173,7 @@ class Offload:
         if self.places.pairs("grad", unit):
             copies: Named = self.staging.visit("grad", unit, partial(_copies, grads), changes=False)
             return copies
-        self.swap.wait(Key(Kind.EVICT, "grad", unit), Key(Kind.COMPUTE, "accumulate", unit))
+        self.swap.wait(ActionKey(ActionKind.EVICT, "grad", unit), ActionKey(ActionKind.COMPUTE, "accumulate", unit))
         return grads
 
     def change_grads(self, unit: str, moves: Sequence[Move]) -> None:
@@ -183,16 +183,16 @@ class Offload:
     def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's "grad" or "moments" to the device, for an update there."""
         self.staging.load("grad" if what == "grad" else "states", unit)
-        self.swap.move(Key(Kind.FETCH, what, unit), moves)
+        self.swap.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def follow_brought(self, unit: str) -> None:
         """Let the current stream wait until they are there."""
-        self.swap.follow(Key(Kind.FETCH, "grad", unit), Key(Kind.FETCH, "moments", unit))
+        self.swap.follow(ActionKey(ActionKind.FETCH, "grad", unit), ActionKey(ActionKind.FETCH, "moments", unit))
 
     def put_back(self, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""
         self.staging.load("states", unit)
-        self.swap.move(Key(Kind.EVICT, "moments", unit), moves)
+        self.swap.move(ActionKey(ActionKind.EVICT, "moments", unit), moves)
         self.staging.spill("states", unit)
 
     def update(self, unit: str, work: Callable[[], None]) -> None:
@@ -200,10 +200,10 @@ class Offload:
         self._outgoing.await_update(unit)
         self.staging.load("grad", unit)
         self.staging.load("states", unit)
-        self.swap.compute(Key(Kind.COMPUTE, "update", unit), work)
+        self.swap.compute(ActionKey(ActionKind.COMPUTE, "update", unit), work)
         self.staging.spill("states", unit)
 
-    def send(self, unit: str, work: Sequence[Work]) -> None:
+    def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Send new working copies to where forward finds them; with overlap=delayed at the end of the next step."""
         self._outgoing.send(unit, work)
 
@@ -243,7 +243,7 @@ class Offload:
         """Whether, with overlap=delayed, a unit's new working copy waits for the next step."""
         return self._outgoing.held_back(unit)
 
-    def hold_back(self, unit: str, work: Sequence[Work]) -> None:
+    def hold_back(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Let it wait, as in the run that saved it."""
         self._outgoing.hold_back(unit, work)
 
@@ -288,7 +288,7 @@ def _moving_in_bytes(sharded: Sharded) -> int:
     """Host memory of what will move into the arena, and is freed there piece by piece."""
     homes = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
     homes += [origin for unit in sharded.units for origin in unit.origin.values()]
-    flats = [home.flat for home in homes if isinstance(home, InMemory)]
+    flats = [home.flat for home in homes if isinstance(home, HostStorage)]
     return sum(flat.nbytes for flat in flats if flat.device.type == "cpu")
 
 

@@ -36,7 +36,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-class Phase(Enum):
+class LeasePhase(Enum):
     """Who may touch a lease now."""
 
     HELD = "held"
@@ -57,8 +57,8 @@ class Lease:
     what: str
     data: torch.Tensor
     offset: int
-    arena: Arena = field(repr=False)
-    phase: Phase = Phase.HELD
+    arena: HostMemoryPool = field(repr=False)
+    phase: LeasePhase = LeasePhase.HELD
     touched: bool = False
 
     def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
@@ -67,19 +67,19 @@ class Lease:
         piece = self.data[start_bytes : start_bytes + elems * dtype.itemsize]
         return torch.from_numpy(piece.numpy()).view(dtype) if elems else torch.empty(0, dtype=dtype)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: LeasePhase) -> None:
         """Move to `phase`. Raises RuntimeError from one copy into another: the slot would be used twice."""
-        if self.phase is Phase.GIVEN_BACK or (self.phase is not Phase.HELD and phase is not Phase.HELD):
+        if self.phase is LeasePhase.GIVEN_BACK or (self.phase is not LeasePhase.HELD and phase is not LeasePhase.HELD):
             raise RuntimeError(f"{self.what} is {self.phase.value}; it cannot be {phase.value} as well")
         self.phase = phase
 
     def release(self) -> None:
         """Give the memory back. Raises RuntimeError while a copy runs, and the second time."""
-        self.enter(Phase.GIVEN_BACK if self.phase is Phase.HELD else self.phase)
+        self.enter(LeasePhase.GIVEN_BACK if self.phase is LeasePhase.HELD else self.phase)
         self.arena._give_back(self)
 
 
-class Arena:
+class HostMemoryPool:
     """`capacity_bytes` of host memory, leased first-fit. `pin`: page-lock it, for copies that a GPU makes by itself.
 
     cores: the pages come from the memory (NUMA node) next to them; none for wherever this thread runs.

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 from dzero import streams
-from dzero.offload.buffer_layout import Places
-from dzero.offload.disk_staging import OnDisk, Staging
-from dzero.offload.executor import Swap, copy_all
-from dzero.offload.schedule import Key, Kind
-from dzero.zero.offloaded_param import InMemory
+from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.disk_staging import DiskStaging, DiskStorage
+from dzero.offload.executor import ScheduleExecutor, copy_all
+from dzero.offload.schedule import ActionKey, ActionKind
+from dzero.zero.offloaded_param import HostStorage
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -27,14 +27,14 @@ Point = tuple[str | None, str | None, bool]
 """The last two units, and whether the last microbatch runs."""
 
 
-class Incoming:
-    """The `Carrier` of units with parameters off the device; moves those parameters to their places first.
+class ParamPrefetch:
+    """The `ParamCarrier` of units with parameters off the device; moves those parameters to their places first.
 
     Device memory: the shards of the unit that is handed over, and of the one that comes next. Host memory, of units on
     disk: that next one, and as many behind it as are loaded ahead.
     """
 
-    def __init__(self, sharded: Sharded, places: Places, swap: Swap, staging: Staging) -> None:
+    def __init__(self, sharded: Sharded, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
         self._sharded, self._places, self._swap, self._staging = sharded, places, swap, staging
         self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
         self._next: dict[Point, str] = {}
@@ -51,24 +51,24 @@ class Incoming:
         views = {each: self._view(each) for each in unit.hosted}
         if not self._places.pairs("param", name):
             for each, memory in unit.hosted.items():
-                memory.move_to(InMemory(views[each]))
+                memory.move_to(HostStorage(views[each]))
             return
         values = [(views[each], memory.flat) for each, memory in unit.hosted.items()]
         self._staging.visit("param", name, partial(copy_all, values), fresh=True)
         for each, memory in unit.hosted.items():
-            memory.home = OnDisk(self._staging, "param", name, views[each])
+            memory.home = DiskStorage(self._staging, "param", name, views[each])
 
     def _view(self, name: str) -> torch.Tensor:
         return self._swap.view(self._places.at[name, "param"])
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """As `Carrier.bring`; for the stream that is current now."""
+        """As `ParamCarrier.bring`; for the stream that is current now."""
         name = unit.shape.name
         unit.arrive()
         self._start(name)
         brought = self._ahead.pop(name)
         self._ahead.clear()  # wrong guesses
-        self._swap.follow(Key(Kind.FETCH, "param", name))
+        self._swap.follow(ActionKey(ActionKind.FETCH, "param", name))
         for tensor in brought.values():
             streams.record_stream(tensor)  # allocated while another stream may have been current
         self._next[self._point] = name
@@ -102,7 +102,7 @@ class Incoming:
                 for each, memory in held.items()
             }
         moves = [(there, self._view(each)) for each, there in self._ahead[name].items()]
-        self._swap.move(Key(Kind.FETCH, "param", name), moves)
+        self._swap.move(ActionKey(ActionKind.FETCH, "param", name), moves)
 
     def outdate(self, unit: str) -> None:
         """The step changes a unit: what was copied of it was copied too early, here and in every step."""
@@ -111,7 +111,7 @@ class Incoming:
         self.forget(unit)
 
     def forget(self, unit: str) -> None:
-        """As `Carrier.forget`."""
+        """As `ParamCarrier.forget`."""
         self._ahead.pop(unit, None)
 
     def forget_all(self) -> None:

@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 import torch
 
-from dzero.offload.buffer_layout import Places
-from dzero.offload.disk_staging import Staging
-from dzero.offload.executor import Swap, copy_all
-from dzero.offload.param_prefetch import Incoming
-from dzero.offload.schedule import Key, Kind
+from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.disk_staging import DiskStaging
+from dzero.offload.executor import ScheduleExecutor, copy_all
+from dzero.offload.param_prefetch import ParamPrefetch
+from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.zero.shard import Sharded
 
 
-class Work(NamedTuple):
+class PendingWriteback(NamedTuple):
     """A parameter's new working copy `made` on the host, and its shard `local` where FSDP2 sees it; both flat."""
 
     name: str
@@ -33,30 +33,30 @@ class Work(NamedTuple):
     local: torch.Tensor
 
 
-class Outgoing:
+class ParamWriteback:
     """Sends a unit's working copies; with overlap=delayed a step later."""
 
-    def __init__(self, sharded: Sharded, places: Places, swap: Swap, staging: Staging) -> None:
+    def __init__(self, sharded: Sharded, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
         self._places, self._swap, self._staging = places, swap, staging
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._delays = False
-        self._held_back: list[tuple[str, Sequence[Work]]] = []
-        self.incoming: Incoming | None = None
+        self._held_back: list[tuple[str, Sequence[PendingWriteback]]] = []
+        self.incoming: ParamPrefetch | None = None
 
     def await_update(self, unit: str) -> None:
         """A unit's update follows, which changes its parameters in place, or what they are made from."""
         if not self._places.waiting:
             self._outdate(unit)
-            self._units[unit].pending = partial(self._swap.wait, Key(Kind.COMPUTE, "update", unit))
+            self._units[unit].pending = partial(self._swap.wait, ActionKey(ActionKind.COMPUTE, "update", unit))
 
-    def send(self, unit: str, work: Sequence[Work]) -> None:
+    def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Working copies that the update makes, as soon as it has."""
         if self._delays:
             self.hold_back(unit, work)
         else:
             self._send(unit, work)
 
-    def hold_back(self, unit: str, work: Sequence[Work]) -> None:
+    def hold_back(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Until the next step's updates, or `release`."""
         self._held_back.append((unit, [*work]))
 
@@ -76,8 +76,8 @@ class Outgoing:
         for unit, work in held_back:
             self._send(unit, work)
 
-    def _send(self, unit: str, work: Sequence[Work]) -> None:
-        places, swap, keys = self._places, self._swap, list[Key]()
+    def _send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
+        places, swap, keys = self._places, self._swap, list[ActionKey]()
         spilled = any(places.on_disk("param", each.name) for each in work)
         copies = [(self._home(each), each.made) for each in work if places.published(each.name)]
         fetched = [(each.local, each.made) for each in work if not places.on_host("param", each.name)]
@@ -86,25 +86,25 @@ class Outgoing:
         if spilled:  # a load waits for it, by the disk slot
             self._spill(unit, work)
         if copies:
-            keys.append(Key(Kind.COMPUTE, "publish", unit))
+            keys.append(ActionKey(ActionKind.COMPUTE, "publish", unit))
             swap.compute(keys[-1], partial(copy_all, copies))
         if fetched:
-            keys.append(Key(Kind.FETCH, "work", unit))
+            keys.append(ActionKey(ActionKind.FETCH, "work", unit))
             swap.move(keys[-1], fetched)
         if keys:
             self._units[unit].pending = partial(swap.wait, *keys)
 
-    def _spill(self, unit: str, work: Sequence[Work]) -> None:
+    def _spill(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """As made; where not all of a unit's parameters were updated, together with the others from disk."""
         if self._places.makes_all(unit, {each.name for each in work}):
             self._staging.spill("work", unit)
             return
         self._staging.load("param", unit)
         made = [(self._home(each), each.made) for each in work if self._places.on_disk("param", each.name)]
-        self._swap.compute(Key(Kind.COMPUTE, "merge", unit), partial(copy_all, made))
+        self._swap.compute(ActionKey(ActionKind.COMPUTE, "merge", unit), partial(copy_all, made))
         self._staging.spill("param", unit)
 
-    def _home(self, work: Work) -> torch.Tensor:
+    def _home(self, work: PendingWriteback) -> torch.Tensor:
         return self._swap.view(self._places.at[work.name, "param"], work.made.numel())
 
     def _outdate(self, unit: str) -> None:

@@ -27,7 +27,7 @@ from dzero.hardware import format_bytes
 from dzero.offload.memory_pool import aligned
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does."""
 
     LOAD = "LOAD"
@@ -37,14 +37,14 @@ class Kind(StrEnum):
     SPILL = "SPILL"
 
 
-APART = frozenset({(Kind.LOAD, "param"), (Kind.LOAD, "activation"), (Kind.SPILL, "activation")})
+APART = frozenset({(ActionKind.LOAD, "param"), (ActionKind.LOAD, "activation"), (ActionKind.SPILL, "activation")})
 """What the device waits for next: not behind other actions of its kind."""
 
 
-class Key(NamedTuple):
+class ActionKey(NamedTuple):
     """Names an action within a step, and those that repeat it."""
 
-    kind: Kind
+    kind: ActionKind
     what: str
     unit: str
 
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Slot:
+class BufferSlot:
     """A place of `count` bytes in host memory or on disk, for one unit's tensors of one kind at a time."""
 
     name: str
@@ -67,10 +67,10 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Action:
+class OffloadAction:
     """One move or computation, and the slots it reads or writes."""
 
-    key: Key
+    key: ActionKey
     slots: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -78,15 +78,15 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class OffloadSchedule:
     """The actions of a step in the order in which they are usually started, and the slots they need.
 
     Raises ValueError for two actions or slots of one name, and for an action on a slot that does not exist.
     """
 
-    slots: tuple[Slot, ...] = ()
-    actions: tuple[Action, ...] = ()
-    by_key: dict[Key, Action] = field(init=False, repr=False, compare=False)
+    slots: tuple[BufferSlot, ...] = ()
+    actions: tuple[OffloadAction, ...] = ()
+    by_key: dict[ActionKey, OffloadAction] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_key", {action.key: action for action in self.actions})

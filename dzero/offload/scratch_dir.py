@@ -37,14 +37,14 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 ATTEMPTS = 100
 
 
-class Holder(NamedTuple):
+class ScratchOwner(NamedTuple):
     """A living run on a path: the name of its directory, and the bytes that it reserved."""
 
     name: str
     held_bytes: int
 
 
-class RunFolder:
+class ScratchDir:
     """`needed_bytes` of `path`, reserved in the open file `fd` until `close`, or until nobody refers to this.
 
     name: of the directory; by default one that is new. Raises DiskError: no such path, a symbolic link, read-only, a
@@ -64,7 +64,7 @@ class RunFolder:
             self._reserve(0)
             self.close = weakref.finalize(self, _in_process, os.getpid(), undo.pop_all())
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> ScratchDir:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +148,7 @@ class RunFolder:
         return DiskError(code, self.path, what, count=more)
 
 
-def holders(path: str) -> list[Holder]:
+def holders(path: str) -> list[ScratchOwner]:
     """The living runs on `path`. Removes what dead ones left there."""
     parent = open_path(os.path.abspath(path))
     try:
@@ -163,13 +163,13 @@ def _available(parent: int) -> int:
     return room.f_bavail * room.f_frsize if room.f_blocks else -1
 
 
-def _sweep(parent: int) -> list[Holder]:
+def _sweep(parent: int) -> list[ScratchOwner]:
     """The living runs, after removing what dead ones of this user left. What is not ours, or not known, stays."""
     found = [_look(parent, name) for name in sorted(filter(NAME.fullmatch, os.listdir(parent)))]
     return [holder for holder in found if holder]
 
 
-def _look(parent: int, name: str) -> Holder | None:
+def _look(parent: int, name: str) -> ScratchOwner | None:
     with ExitStack() as opened, suppress(OSError, ValueError):  # another user's, not empty, or gone meanwhile
         folder = os.open(name, FOLDER, dir_fd=parent)
         opened.callback(os.close, folder)
@@ -182,7 +182,7 @@ def _look(parent: int, name: str) -> Holder | None:
             for left in ("data", "lock"):
                 _remove(os.unlink, left, folder)
         except BlockingIOError:
-            return Holder(name, int(os.pread(lock, 32, 0) or b"0"))
+            return ScratchOwner(name, int(os.pread(lock, 32, 0) or b"0"))
         except FileNotFoundError:
             pass  # no lock yet, or no more: a directory that is empty may go, and its owner will see
         os.rmdir(name, dir_fd=parent)

@@ -19,7 +19,7 @@ from dzero.offload.memory_pool import aligned
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StripedBlock:
     """`count` bytes of a piece from `start` on, at `offset` of the file of path number `path`.
 
     `offset` and `start` are multiples of 4096; only a piece's last `count` may not be, and takes a whole page on disk.
@@ -35,7 +35,7 @@ class Block:
 class Striping:
     """The blocks of every piece, and the bytes of every path's file."""
 
-    pieces: dict[str, tuple[Block, ...]]
+    pieces: dict[str, tuple[StripedBlock, ...]]
     file_bytes: tuple[int, ...]
 
 
@@ -49,7 +49,7 @@ def stripe(sizes: Mapping[str, int], block_bytes: int, weights: Sequence[float])
     if bad := [name for name, size in sizes.items() if size < 0]:
         raise ValueError(f"piece {bad[0]!r} has {sizes[bad[0]]} bytes: must be 0 or more")
     whole, dealt, ends = sum(weights), 0, [0] * len(weights)
-    pieces: dict[str, tuple[Block, ...]] = {}
+    pieces: dict[str, tuple[StripedBlock, ...]] = {}
     for name, size in sizes.items():
         blocks = []
         for start in range(0, size, block_bytes):
@@ -57,7 +57,7 @@ def stripe(sizes: Mapping[str, int], block_bytes: int, weights: Sequence[float])
             dealt += aligned(count)
             behind = [dealt * weight - end * whole for weight, end in zip(weights, ends, strict=True)]
             path = behind.index(max(behind))
-            blocks.append(Block(path, ends[path], start, count))
+            blocks.append(StripedBlock(path, ends[path], start, count))
             ends[path] += aligned(count)
         pieces[name] = tuple(blocks)
     return Striping(pieces, tuple(ends))

@@ -12,17 +12,17 @@ from functools import partial
 
 import torch
 
-from dzero.offload.buffer_layout import Places
-from dzero.offload.disk_staging import Staging
-from dzero.offload.executor import Swap
+from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.disk_staging import DiskStaging
+from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import aligned
-from dzero.offload.schedule import Key, Kind
+from dzero.offload.schedule import ActionKey, ActionKind
 
 
 class Undo:
     """Early updates, unit by unit: each is started, then kept or taken back."""
 
-    def __init__(self, places: Places, swap: Swap, staging: Staging) -> None:
+    def __init__(self, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
         self._places, self._swap, self._staging = places, swap, staging
         self._undecided: set[str] = set()
 
@@ -35,7 +35,7 @@ class Undo:
         self._undecided.add(unit)
         self._staging.load("grad", unit)
         self._staging.load("states", unit)
-        self._swap.compute(Key(Kind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
+        self._swap.compute(ActionKey(ActionKind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
         self._staging.spill("states", unit, early=True)
 
     def keep(self, unit: str) -> None:
@@ -48,7 +48,7 @@ class Undo:
         self._undecided.discard(unit)
         self._staging.drop(unit)
         if self._places.overwritten(unit):
-            self._swap.compute(Key(Kind.COMPUTE, "undo", unit), partial(self._restore, unit))
+            self._swap.compute(ActionKey(ActionKind.COMPUTE, "undo", unit), partial(self._restore, unit))
 
     def take_all_back(self) -> None:
         """Start to make undone what was not decided yet."""

@@ -11,13 +11,13 @@ from torch import nn
 
 from dzero.offload.executor import copy_all
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.base import Carried, MasterOptimizer, State
-from dzero.optim.flat_update import AdamWUpdater, Update
+from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
+from dzero.optim.flat_update import AdamWUpdater, ParamUpdate
 from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.offloaded_step import Pending, TieredUpdates, work_of
-from dzero.optim.param_state import MOMENTS, Initial, Stored
-from dzero.optim.speculative_step import Ahead
-from dzero.optim.state_placement import Homes, device_bytes, read
+from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
+from dzero.optim.param_state import MOMENTS, InitialValues, ParamState
+from dzero.optim.speculative_step import SpeculativeStep
+from dzero.optim.state_placement import StatePlacement, device_bytes, read
 from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
@@ -55,11 +55,11 @@ class AdamW(MasterOptimizer):
         self._cores = self.offload.cores if threads is None and self.offload.schedule.slots else []
         self._threads = threads or len(self._cores) or torch.get_num_threads()
         self._updater = AdamWUpdater(self._threads, self._cores)
-        self._tiers: TieredUpdates[Stored] = TieredUpdates(sharded, self.offload)
-        self._ahead = Ahead(self.offload.undo)
+        self._tiers: OffloadedStep[ParamState] = OffloadedStep(sharded, self.offload)
+        self._ahead = SpeculativeStep(self.offload.undo)
         self.gradients.tell(self)
-        self._homes = Homes(sharded, self.offload)
-        self._stored: dict[nn.Parameter, Stored] = {}
+        self._homes = StatePlacement(sharded, self.offload)
+        self._stored: dict[nn.Parameter, ParamState] = {}
         owned = {param for group in self.param_groups for param in group["params"]}
         for unit in sharded.units:
             self._take(unit, owned)
@@ -86,17 +86,17 @@ class AdamW(MasterOptimizer):
         the first time.
         """
         shapes = {shape.name: shape for shape in unit.shape.params}
-        initial: list[tuple[Stored, Initial]] = []
+        initial: list[tuple[ParamState, InitialValues]] = []
         homes, is_first = self._homes, not self._of(unit)
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or (is_first and self.offload.places.on_disk("master", name)):
-                stored = Stored.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
+                stored = ParamState.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
                 # The fp32 values of the others wait for a group that is added later.
                 initial.append((stored, stored.initial(unit.take_origin(name) if param in owned else None)))
                 if param in owned:
                     self._stored[param] = stored
         if initial:
-            self.offload.visit(unit.shape.name, partial(_each, Stored.fill, initial), fresh=is_first)
+            self.offload.visit(unit.shape.name, partial(_each, ParamState.fill, initial), fresh=is_first)
         own = [stored for stored, _ in initial if stored.param in owned]
         unit.origin |= {stored.name: kept for stored in own if (kept := stored.kept_master()) is not None}
 
@@ -107,12 +107,12 @@ class AdamW(MasterOptimizer):
     def _follow(self, unit: Unit) -> None:
         values = [(stored, stored.values()) for stored in self._of(unit)]
         if values:
-            self.offload.visit(unit.shape.name, partial(_each, Stored.follow, values))
+            self.offload.visit(unit.shape.name, partial(_each, ParamState.follow, values))
 
     def _follow_edits(self, unit: Unit) -> None:
         values = [(stored, stored.values()) for stored in self._of(unit) if stored.work is not None]
         if values:
-            self.offload.visit(unit.shape.name, partial(_each, Stored.follow_edits, values))
+            self.offload.visit(unit.shape.name, partial(_each, ParamState.follow_edits, values))
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.take_edits()
@@ -126,7 +126,7 @@ class AdamW(MasterOptimizer):
         self._tiers.start(pending, partial(self._run, how), updates, done)
         self._share([each.stored for each in pending.values()])
 
-    def _share(self, updated: Collection[Stored]) -> None:
+    def _share(self, updated: Collection[ParamState]) -> None:
         """Where copies share out the states of a shard, all of them get each other's new values: now, or where a unit's
         forward is what waits for its update, then."""
         if self._sharded.layout.shares == 1:
@@ -180,9 +180,9 @@ class AdamW(MasterOptimizer):
         """As `EarlyUpdates.take_back`."""
         self._ahead.abandon()
 
-    def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, Pending[Stored]], How]:
+    def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, PendingUpdate[ParamState]], How]:
         """What to update from `grads` by name, and how; nothing is changed."""
-        pending: dict[str, Pending[Stored]] = {}
+        pending: dict[str, PendingUpdate[ParamState]] = {}
         how: How = {}
         steps = self._steps.int().tolist()
         for group in self.param_groups:
@@ -192,10 +192,10 @@ class AdamW(MasterOptimizer):
                 if (grad := grads.get(stored.name)) is not None:
                     step = steps[stored.number] + 1
                     how[stored.name] = step, coefficients(stored, step)
-                    pending[stored.name] = Pending(stored, grad)
+                    pending[stored.name] = PendingUpdate(stored, grad)
         return pending, how
 
-    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[Stored, int], Any]:
+    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[ParamState, int], Any]:
         """Return a function of a parameter and the number of its update: its coefficients, by its group's settings.
 
         scale: of its gradient.
@@ -204,12 +204,12 @@ class AdamW(MasterOptimizer):
         settings = float(lr), tuple(betas), float(eps), float(decay), scale
         return lambda stored, step: _coefficients(step, *settings)
 
-    def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
+    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
         for some in _decoded_together(pending):
             updates = []
             for each in some:
                 step, coefficients = how[each.stored.name]
-                updates.append(Update(each.stored.states(each.moved), each.grad, coefficients, step))
+                updates.append(ParamUpdate(each.stored.states(each.moved), each.grad, coefficients, step))
             self._updater.run(updates)
             for update, each in zip(updates, some, strict=True):
                 if each.stored.moments8:
@@ -257,12 +257,12 @@ class AdamW(MasterOptimizer):
             self.offload.visit(unit.shape.name, partial(copy_all, copies))
             unit.is_edited = True  # where the model was not loaded as well, the working copies are what counts
 
-    def carried(self, unit: Unit) -> list[State]:
+    def carried(self, unit: Unit) -> list[StateSpec]:
         """As `MasterOptimizer.carried`."""
         of_unit = self._of(unit)
-        states = [State(stored.name, key, *kind) for stored in of_unit for key, kind in stored.carried().items()]
+        states = [StateSpec(stored.name, key, *kind) for stored in of_unit for key, kind in stored.carried().items()]
         if self.offload.held_back(unit.shape.name):
-            states += [State(stored.name, "param", stored.dtype, stored.local.numel()) for stored in of_unit]
+            states += [StateSpec(stored.name, "param", stored.dtype, stored.local.numel()) for stored in of_unit]
         return states
 
     def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
@@ -282,12 +282,12 @@ class AdamW(MasterOptimizer):
             for stored in of_unit:
                 put(stored.name, "param", stored.values())
 
-    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
         """As `MasterOptimizer.take`."""
         taking = []
         for stored in self._of(unit):
             master = (each := carried[stored.name]).tensors["master"]
-            taking.append((stored, each, Initial(to_working(master, stored.dtype), master)))
+            taking.append((stored, each, InitialValues(to_working(master, stored.dtype), master)))
 
         def take_all() -> None:
             for stored, each, initial in taking:
@@ -315,7 +315,7 @@ class AdamW(MasterOptimizer):
         """As `MasterOptimizer.rule_name`."""
         return "adamw"
 
-    def _of(self, unit: Unit) -> list[Stored]:
+    def _of(self, unit: Unit) -> list[ParamState]:
         return [stored for param in unit.params.values() if (stored := self._stored.get(param)) is not None]
 
     def state_bytes(self) -> dict[str, int]:
@@ -342,9 +342,9 @@ DECODED_ELEMS = 1 << 24
 """Of parameters with 8-bit moments that are updated at a time: their moments are 128 MiB then, in fp32."""
 
 
-def _decoded_together(pending: Sequence[Pending[Stored]]) -> Iterator[Sequence[Pending[Stored]]]:
+def _decoded_together(pending: Sequence[PendingUpdate[ParamState]]) -> Iterator[Sequence[PendingUpdate[ParamState]]]:
     """Cut `pending` so that few 8-bit moments are decoded at a time; others are updated all at once."""
-    some: list[Pending[Stored]] = []
+    some: list[PendingUpdate[ParamState]] = []
     elems = 0
     for each in pending:
         decoded = each.grad.numel() if each.stored.moments8 else 0
@@ -356,7 +356,7 @@ def _decoded_together(pending: Sequence[Pending[Stored]]) -> Iterator[Sequence[P
     yield some
 
 
-def _each(do: Callable[[Stored, Value], None], values: Iterable[tuple[Stored, Value]]) -> None:
+def _each(do: Callable[[ParamState, Value], None], values: Iterable[tuple[ParamState, Value]]) -> None:
     for stored, value in values:
         do(stored, value)
 
@@ -367,7 +367,7 @@ def _in_turn(wait: Callable[[], None] | None, bring: Callable[[], Callable[[], N
     bring()()
 
 
-def _check_states(stored: Stored, saved: Mapping[str, torch.Tensor]) -> None:
+def _check_states(stored: ParamState, saved: Mapping[str, torch.Tensor]) -> None:
     if saved.keys() != stored.tensors.keys():
         raise ValueError(
             f"{stored.name}: the state dict holds {sorted(saved)}, this optimizer keeps {sorted(stored.tensors)}; "

@@ -24,18 +24,18 @@ from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
 from dzero.comm.spans import span
-from dzero.offload.manager import Offload
-from dzero.optim.grad_decision import Decision, Gradients
+from dzero.offload.manager import OffloadManager
+from dzero.optim.grad_decision import Gradients, StepDecision
 from dzero.optim.loss_scaler import LossScaler, ScalerConfig
 from dzero.optim.master_handover import take_over
-from dzero.optim.quantized_moments import Blocks
-from dzero.optim.state_mapping import REPLACED, States
+from dzero.optim.quantized_moments import KnownBlocks
+from dzero.optim.state_mapping import REPLACED, StateMapping
 from dzero.zero.guards import refuse_unknown
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit, as_module
 
 
-class State(NamedTuple):
+class StateSpec(NamedTuple):
     """A state of the parameter `name` as it is carried: dtype and elements [shard]."""
 
     name: str
@@ -44,13 +44,13 @@ class State(NamedTuple):
     elems: int
 
 
-class Carried(NamedTuple):
+class PortableState(NamedTuple):
     """A parameter's states on their way between layouts, flat [shard] on the CPU. `tensors`: `master` in fp32, the
     moments in any dtype, and `param` where forward still uses older values than the master's (overlap=delayed).
     `blocks`: of 8-bit moments, what is known as it was stored. `scalars`: what is no tensor, e.g. `step`."""
 
     tensors: Mapping[str, torch.Tensor]
-    blocks: Mapping[str, Blocks]
+    blocks: Mapping[str, KnownBlocks]
     scalars: Mapping[str, float]
 
 
@@ -82,7 +82,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         super().__init__(trained(sharded) if params is None else params, defaults)
         fp16 = sharded.layout.param.dtype == torch.float16
         self.scaler = LossScaler((scaler or ScalerConfig()) if fp16 else None)
-        self.last_decision: Decision | None = None
+        self.last_decision: StepDecision | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
         self._loss_was_scaled = not fp16
@@ -92,7 +92,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             refuse_unknown(sharded.model, named.values())
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         take_over(sharded)
-        self.offload = Offload(sharded, moments=self.places_moments)
+        self.offload = OffloadManager(sharded, moments=self.places_moments)
         self.gradients = Gradients(sharded, owned, self.offload)
         self.offload.take_params()
         self._hook_state_dicts()
@@ -101,7 +101,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._is_made = True
 
     @property  # type: ignore[override]
-    def state(self) -> States:
+    def state(self) -> StateMapping:
         """As any optimizer's, once no update is on its way. Values may be written in place; entries stay."""
         if self._is_made:
             self.synchronize()
@@ -111,7 +111,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     def state(self, _: object) -> None:
         if self._is_made:
             raise RuntimeError(REPLACED)
-        self._state = States()
+        self._state = StateMapping()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more of the model's parameters from now on, e.g. as they are unfrozen. Between steps.
@@ -250,7 +250,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             "after set_requires_gradient_sync(True)"
         )
 
-    def _record(self, decision: Decision) -> None:
+    def _record(self, decision: StepDecision) -> None:
         self.gradients.clear()
         self.last_decision = decision
         self.scaler.update(finite=decision.finite)
@@ -293,7 +293,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
 
-    def carried(self, unit: Unit) -> list[State]:
+    def carried(self, unit: Unit) -> list[StateSpec]:
         """What `carry` gives for a unit, in that order."""
         raise NotImplementedError
 
@@ -304,7 +304,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
         """Become what was carried, by parameter; the parameters too. Between steps, after `synchronize`."""
         raise NotImplementedError
 

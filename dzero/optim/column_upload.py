@@ -19,7 +19,7 @@ RING = 2
 """Pinned buffers that take turns."""
 
 
-class Staging:
+class ColumnUpload:
     """`RING` pinned buffers and one on the device, which is on the stream that is current when this is made.
 
     Args:

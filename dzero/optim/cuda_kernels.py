@@ -1,8 +1,8 @@
 """The AdamW update on CUDA: one launch for each way of storing that occurs, one host-to-device copy for all of them.
 
     what                                         where it lives                              written
-    addresses of states, lengths, chunks         `CudaTable`, on the device                once
-    gradient addresses, seeds, coefficients      `Staging`, pinned and on the device      every step, in one copy
+    addresses of states, lengths, chunks         `CudaUpdateTable`, on the device                once
+    gradient addresses, seeds, coefficients      `ColumnUpload`, pinned and on the device      every step, in one copy
 
 The kernel (`adamw_triton.py`) has the bits of `rules.adamw` and of the CPU kernels. Preparing a step works on whole
 columns: nothing runs once per parameter. Triton is imported when the first table on a GPU is made, because CPU builds
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dzero.optim.column_upload import Staging
-from dzero.optim.update_table import States, Variant, chunks_by_variant, states_table
+from dzero.optim.column_upload import ColumnUpload
+from dzero.optim.update_table import LocalStates, Variant, chunks_by_variant, states_table
 from dzero.utils.numba_views import Array
 
 BLOCK_ELEMS = 1024
@@ -38,7 +38,7 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """The kernel's names for dtypes of gradients and working copies."""
 
 
-class CudaTable:
+class CudaUpdateTable:
     """Parameters whose states stay where they are, and the launches that update them.
 
     The table holds the states, so their addresses stay valid. Make a new one when a parameter's storage is
@@ -53,7 +53,7 @@ class CudaTable:
         ModuleNotFoundError: The states are on a GPU, and triton cannot be imported.
     """
 
-    def __init__(self, states: Sequence[States], grad_dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, states: Sequence[LocalStates], grad_dtypes: Sequence[torch.dtype]) -> None:
         devices = {tensor.device for each in states for tensor in (each.work, each.m, each.v)}
         if len(devices) > 1:
             raise ValueError(f"states are on {sorted(map(str, devices))}: make one table for each device")
@@ -66,7 +66,7 @@ class CudaTable:
         self._table = torch.from_numpy(table).to(self.device)
         chunks = chunks_by_variant(variants, table[:, 5], BLOCK_ELEMS)
         self._chunks = {kind: torch.from_numpy(each).to(self.device) for kind, each in chunks.items()}
-        self._staging = Staging(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
+        self._staging = ColumnUpload(3 * self.params + (COEFFICIENTS * self.params + 1) // 2, self.device)
 
     @property
     def launches(self) -> int:

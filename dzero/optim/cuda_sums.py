@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dzero.optim.column_upload import Staging
+from dzero.optim.column_upload import ColumnUpload
 from dzero.optim.cpu_kernels import CHUNK_ELEMS, LANES
 from dzero.optim.cuda_kernels import NAMES, kernels
 from dzero.optim.update_table import chunks_of
@@ -59,7 +59,7 @@ class SumsTable:
         lengths = np.array(sizes, np.int64)
         self._columns = _columns(lengths, chunk_elems)
         self._grads, self._chunks = len(lengths), len(self._columns[-1])
-        self._staging = Staging(len(lengths) + sum(-(-column.nbytes // 8) for column in self._columns), device)
+        self._staging = ColumnUpload(len(lengths) + sum(-(-column.nbytes // 8) for column in self._columns), device)
 
     def sum_squares(self, addresses: Array) -> torch.Tensor:
         """Enqueue the launches on the current stream, and return the sums, fp64 [grads], on the device.

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from dzero.optim import adamw_math, cpu_kernels
-from dzero.optim.cuda_kernels import CudaTable
-from dzero.optim.update_table import NoiseSeeds, States, Variant, chunks_by_variant, states_table
+from dzero.optim.cuda_kernels import CudaUpdateTable
+from dzero.optim.update_table import LocalStates, NoiseSeeds, Variant, chunks_by_variant, states_table
 from dzero.utils.numba_views import Array, has_memory
 from dzero.zero.rounding import join, split, to_working
 
@@ -62,7 +62,7 @@ class ParamStates:
         )
 
 
-class Update(NamedTuple):
+class ParamUpdate(NamedTuple):
     """One parameter's update of this step: its states, its gradient [n] and its coefficients."""
 
     states: ParamStates
@@ -70,21 +70,21 @@ class Update(NamedTuple):
     coefficients: adamw_math.Coefficients
     step: int
 
-    def chunks(self, elems: int) -> Iterator[Update]:
+    def chunks(self, elems: int) -> Iterator[ParamUpdate]:
         """The same update in pieces of at most `elems` elements; itself where it is one."""
         if 0 < self.grad.numel() <= elems:
             yield self
             return
         for start in range(0, self.grad.numel(), elems):
             piece = self.grad[start : start + elems]
-            yield Update(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
+            yield ParamUpdate(self.states.slice(start, piece.numel()), piece, self.coefficients, self.step)
 
 
-class Table(Protocol):
+class UpdateTable(Protocol):
     """Parameters whose states stay where they are, updated by a few calls."""
 
     def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """As `CudaTable.update`."""
+        """As `CudaUpdateTable.update`."""
 
 
 KEPT_TABLES = 256
@@ -102,9 +102,9 @@ class AdamWUpdater:
         self._tables: dict[tuple[object, ...], _Kept] = {}
 
     @torch.no_grad()
-    def run(self, updates: Sequence[Update]) -> None:
+    def run(self, updates: Sequence[ParamUpdate]) -> None:
         """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
-        alike: dict[tuple[str, torch.dtype], list[Update]] = {}
+        alike: dict[tuple[str, torch.dtype], list[ParamUpdate]] = {}
         for update in updates:
             if has_memory(update.grad):
                 alike.setdefault((update.grad.device.type, update.grad.dtype), []).append(update)
@@ -116,7 +116,7 @@ class AdamWUpdater:
             if some:
                 self._update(some)
 
-    def _update(self, updates: list[Update]) -> None:
+    def _update(self, updates: list[ParamUpdate]) -> None:
         """Update parameters of one device and one dtype of gradients, by their table."""
         kept = self._kept(updates)
         numbers: dict[int, int] = {}
@@ -129,7 +129,7 @@ class AdamWUpdater:
             np.array([found[each].floats for each in numbers], np.float32),
         )
 
-    def _kept(self, updates: list[Update]) -> _Kept:
+    def _kept(self, updates: list[ParamUpdate]) -> _Kept:
         """Return the table of these parameters: that of the last step, where their states are still the same."""
         first = updates[0].grad
         key = (first.device, first.dtype, *(update.states.name for update in updates))
@@ -149,11 +149,13 @@ class _Kept:
     def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
         self.states = states
         dtypes = [grad.dtype] * len(states)
-        self.table: Table = CudaTable(states, dtypes) if grad.is_cuda else CpuTable(states, dtypes, workers)
+        self.table: UpdateTable = (
+            CudaUpdateTable(states, dtypes) if grad.is_cuda else CpuUpdateTable(states, dtypes, workers)
+        )
         noisy = any(each.m.dtype == torch.bfloat16 for each in states)
         self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
 
-    def seeds(self, updates: list[Update]) -> Array:
+    def seeds(self, updates: list[ParamUpdate]) -> Array:
         """Return the keys of the rounding noise of this step, int64 [params]."""
         if self._seeds is None:
             return np.zeros(len(updates), np.int64)
@@ -167,10 +169,10 @@ ALONE_ELEMS = 1 << 16
 """Fewer elements are not worth another thread."""
 
 
-class CpuTable:
+class CpuUpdateTable:
     """As `cuda_kernels.CudaTable`, of states on the CPU but fp16: one call of a kernel for each variant and thread."""
 
-    def __init__(self, states: Sequence[States], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
+    def __init__(self, states: Sequence[LocalStates], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
         self._table, self._workers, self._chunk_elems = states_table(states), workers, cpu_kernels.CHUNK_ELEMS
         self._work = [
@@ -188,7 +190,7 @@ class CpuTable:
         return list(itertools.pairwise(cuts))
 
     def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """As `CudaTable.update`; returns when it is done."""
+        """As `CudaUpdateTable.update`; returns when it is done."""
 
         for kernel, chunks, ranges in self._work:
 
@@ -232,12 +234,12 @@ def _bind(free: SimpleQueue[int]) -> None:
         os.sched_setaffinity(0, {free.get_nowait()})
 
 
-def _is_fp16(update: Update) -> bool:
+def _is_fp16(update: ParamUpdate) -> bool:
     return torch.float16 in (update.states.work.dtype, update.grad.dtype)
 
 
 @torch.no_grad()
-def _apply_with_torch(update: Update) -> None:
+def _apply_with_torch(update: ParamUpdate) -> None:
     s = update.states
     coefficients = update.coefficients.as_tensors(s.work.device)
     seed = adamw_math.noise_seed(s.name, update.step)

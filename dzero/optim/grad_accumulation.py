@@ -33,14 +33,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.optim import cpu_kernels
 from dzero.optim.grad_sums import SquareSums
 from dzero.optim.grad_views import USED_UP, GradMaker
 from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.optim.shown_grads import ShownGrads
 from dzero.zero.dtensors import local_of
-from dzero.zero.replica_shards import Shares
+from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
@@ -48,7 +48,7 @@ from dzero.zero.unit_shapes import ParamShape, rows_of
 Named = dict[str, torch.Tensor]
 
 
-class Phase(Enum):
+class GradPhase(Enum):
     """What there is of a unit's gradients in this step; `MOVES` has the legal ways from one to the next."""
 
     EMPTY = "nothing"
@@ -58,10 +58,10 @@ class Phase(Enum):
 
 
 MOVES = {
-    Phase.EMPTY: {Phase.EMPTY, Phase.ARRIVING},
-    Phase.ARRIVING: {Phase.EMPTY, Phase.ARRIVING, Phase.COMPLETE},
-    Phase.COMPLETE: {Phase.EMPTY, Phase.COMPLETE, Phase.IN_USE},
-    Phase.IN_USE: {Phase.EMPTY},
+    GradPhase.EMPTY: {GradPhase.EMPTY, GradPhase.ARRIVING},
+    GradPhase.ARRIVING: {GradPhase.EMPTY, GradPhase.ARRIVING, GradPhase.COMPLETE},
+    GradPhase.COMPLETE: {GradPhase.EMPTY, GradPhase.COMPLETE, GradPhase.IN_USE},
+    GradPhase.IN_USE: {GradPhase.EMPTY},
 }
 
 
@@ -88,7 +88,7 @@ class UnitGrads:
         unit: Unit,
         sharded: Sharded,
         copy: tuple[int, int],
-        offload: Offload,
+        offload: OffloadManager,
         makers: Mapping[str, GradMaker],
     ) -> None:
         self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
@@ -105,7 +105,7 @@ class UnitGrads:
         self._counts_zeros = sharded.layout.unused == "zeros"
         self.early: weakref.ref[EarlyUpdates] | None = None
         self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
-        self._phase, self.generation = Phase.EMPTY, 0
+        self._phase, self.generation = GradPhase.EMPTY, 0
         self._forget()
         for shape in unit.shape.params:
             if unit.params[shape.name].requires_grad and not shape.trainable:
@@ -116,12 +116,12 @@ class UnitGrads:
         unit.attach(self)
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> GradPhase:
         """What there is of the step's gradients."""
         return self._phase
 
     @phase.setter
-    def phase(self, to: Phase) -> None:
+    def phase(self, to: GradPhase) -> None:
         if to not in MOVES[self._phase]:
             raise RuntimeError(f"unit {self._unit.shape.name}: gradients went from {self._phase.name} to {to.name}")
         self._phase = to
@@ -130,7 +130,7 @@ class UnitGrads:
         """Forget the step's gradients of `names`; those of other optimizers stay until these are done with them."""
         mine = names.intersection(self._trained)
         self._shown.drop(mine)
-        if self.phase is Phase.EMPTY:
+        if self.phase is GradPhase.EMPTY:
             return
         if len(mine) < len(self._trained):
             for kind in (self.views, self._held):
@@ -142,7 +142,7 @@ class UnitGrads:
             self._forget()
 
     def _forget(self) -> None:
-        self.phase = Phase.EMPTY
+        self.phase = GradPhase.EMPTY
         self.generation += 1
         self.views: Named = {}
         self.sums.clear()
@@ -154,13 +154,13 @@ class UnitGrads:
         self._buffers: list[torch.Tensor] = []
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
-        """As `Consumer.receive`."""
+        """As `GradConsumer.receive`."""
         if reduced.numel() != sum(self._padded):
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
                 "sharded; set requires_grad before shard()"
             )
-        if self.phase is Phase.IN_USE:
+        if self.phase is GradPhase.IN_USE:
             if self.early is not None and (early := self.early()) is not None:
                 early.take_back()
             raise RuntimeError(
@@ -175,20 +175,20 @@ class UnitGrads:
         if self._padded != self._elems:
             pieces = tuple(piece[:elems] for piece, elems in zip(pieces, self._elems, strict=True))
         self._pieces = dict(zip(self.names, pieces, strict=True))
-        if self.phase is Phase.COMPLETE:
+        if self.phase is GradPhase.COMPLETE:
             self._add_late(reduced, self._pieces)
         else:
-            self.phase = Phase.ARRIVING
+            self.phase = GradPhase.ARRIVING
             self._arrived(reduced, self._pieces)
         self._sharded.loans.lend(reduced)
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
-        """As `Consumer.shown`: of a gradient that stays where it was reduced."""
+        """As `GradConsumer.shown`: of a gradient that stays where it was reduced."""
         stays = self._is_complete and name in self._used and self.views.get(name) is self._pieces[name]
         return self._shown.over(name, piece) if stays else None
 
     def returned(self) -> None:
-        """As `Consumer.returned`."""
+        """As `GradConsumer.returned`."""
         self._pieces = {}
         if len(self._shown.names) < len(self.names):
             others = [name for name in self.names if name not in self._shown.names]
@@ -196,12 +196,12 @@ class UnitGrads:
             self._show(others)
 
     def drain(self) -> None:
-        """As `Consumer.drain`."""
+        """As `GradConsumer.drain`."""
         self._swap.drain()
 
     @property
     def _is_complete(self) -> bool:
-        return self.phase in (Phase.COMPLETE, Phase.IN_USE)
+        return self.phase in (GradPhase.COMPLETE, GradPhase.IN_USE)
 
     def _show(self, names: Iterable[str]) -> None:
         """Show those of `names` that have a gradient, once it is complete."""
@@ -217,7 +217,7 @@ class UnitGrads:
             direct = self._shown.flat(name, grad, shared_out=self._is_complete)
             self._held[name] = self._held[name] + direct if name in self._held else direct
             self._used.add(name)
-            self.phase = Phase.ARRIVING
+            self.phase = GradPhase.ARRIVING
 
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
         """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
@@ -246,7 +246,7 @@ class UnitGrads:
             if self.early is not None and (early := self.early()) is not None:
                 used = {name: grad for name, grad in self.views.items() if name in self._used}
                 if early.begin(self._unit.shape.name, used):
-                    self.phase = Phase.IN_USE
+                    self.phase = GradPhase.IN_USE
 
     def _add_on_device(self, pieces: Named) -> None:
         if not pieces:
@@ -275,7 +275,7 @@ class UnitGrads:
         """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
         if self._is_complete or not self.views:
             return
-        self.phase = Phase.COMPLETE
+        self.phase = GradPhase.COMPLETE
         on_host = {name: direct for name, direct in self._held.items() if name in self._added_on_host}
         for name, direct in self._held.items():
             if name not in on_host:
@@ -322,7 +322,7 @@ class UnitGrads:
 
     def write(self) -> None:
         """As `GradUse.write`."""
-        if self.phase is Phase.IN_USE:
+        if self.phase is GradPhase.IN_USE:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
                 "cannot be changed any more: clip by max_norm= of the optimizer, or take offload.overlap=forward"
@@ -353,7 +353,7 @@ class UnitGrads:
                 self._used.discard(name)
                 continue
             if not self._is_complete:
-                self.phase = Phase.ARRIVING
+                self.phase = GradPhase.ARRIVING
             flat = self._shown.flat(name, grad, shared_out=self._is_complete)
             if name not in self._shown.names and name in self.views:  # other ranks may have reached it, this one not
                 self._add_late_to(name, flat)
@@ -371,7 +371,7 @@ class UnitGrads:
         else:
             self.views[name] = grad
 
-    def _keep_shares(self, shares: Shares) -> None:
+    def _keep_shares(self, shares: ReplicaShards) -> None:
         """Of each buffer what was averaged takes its place."""
         for index, buffer in enumerate(self._buffers):
             whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}

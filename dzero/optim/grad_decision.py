@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import PIPELINE, REPLICATE
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.optim.grad_accumulation import EarlyUpdates, Named, UnitGrads
 from dzero.optim.grad_norm import AxisSums, DataParallelSums, add_where_cut, check_alike, in_rank_order
 from dzero.optim.grad_views import GradMaker
-from dzero.optim.pipeline_grads import AcrossParts
+from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.utils.numba_views import has_memory
 from dzero.zero.dtensors import local_of
 from dzero.zero.partial_scalars import watch_numbers
@@ -44,7 +44,7 @@ TAKEN = (
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """What all ranks do with this step's gradients. `norm`: of the averaged, unscaled gradients, before clipping."""
 
     norm: float
@@ -58,7 +58,7 @@ class Decision:
 class Gradients:
     """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
 
-    def __init__(self, sharded: Sharded, owned: Collection[str], offload: Offload) -> None:
+    def __init__(self, sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> None:
         self._trail = sharded.ledger.trail
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
@@ -92,7 +92,7 @@ class Gradients:
             for axis, each in sharded.model_groups.items()
             if axis != PIPELINE
         ]
-        self._parts = AcrossParts(sharded, self._owned, self._units) if sharded.parts else None
+        self._parts = PipelineGrads(sharded, self._owned, self._units) if sharded.parts else None
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
         """[owned]: which parameters the axis cuts."""
@@ -133,7 +133,7 @@ class Gradients:
         self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         self._is_complete = True
 
-    def decide(self, *, scale: float, max_norm: float | None) -> Decision:
+    def decide(self, *, scale: float, max_norm: float | None) -> StepDecision:
         """Return the global norm, whether it is finite, and the clipping coefficient; the same on every rank.
 
         Args:
@@ -155,7 +155,7 @@ class Gradients:
         norm = math.sqrt(sum(totals.tolist())) / scale
         finite = bool(torch.isfinite(totals).all())
         clip = 1.0 if max_norm is None or not finite else min(1.0, max_norm / (norm + 1e-6))
-        return Decision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
+        return StepDecision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
 
     def _own_sums(self) -> torch.Tensor:
         """Return this rank's sums of squares, fp64 [owned], on the device; those found on the host, if any, in one
@@ -221,7 +221,7 @@ class Gradients:
         self._trail.end_step()
 
 
-def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offload) -> list[UnitGrads] | None:
+def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> list[UnitGrads] | None:
     """Return the gradients that other optimizers, still alive, take from the model; None where there are none.
 
     Raises RuntimeError where two cannot share them.
@@ -261,7 +261,7 @@ def _drain(units: Iterable[Unit]) -> bool:
 
 
 def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
-    """Return the makers of a unit's `.grad`, by parameter. parts: the mesh of `Shares`, where there are some."""
+    """Return the makers of a unit's `.grad`, by parameter. parts: the mesh of `ReplicaShards`, where there are some."""
     makers = {}
     for shape in unit.shape.params:
         param = unit.params[shape.name]

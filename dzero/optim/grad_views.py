@@ -4,7 +4,7 @@ After the last microbatch's reduction each trained parameter has one, as after a
 
     the gradient lives on     local tensor of `.grad`                     an operation on it
     device                    `WatchedTensor`, over the reduced buffer    runs on the buffer
-    host, disk                `HostShard`, behind it a `GradHome`         waits for it; what was written goes back there
+    host, disk                `OffDeviceShard`, behind it a `OffloadedGradStorage`         waits for it; what was written goes back there
 
 torch's version counters do not see every edit (foreach operations on DTensors bump none), so these tensors do: each
 operation that writes tells `GradUse.write`. What was found at reduce time, norms and finiteness, then no longer holds.
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dzero.zero.dtensors import local_of
-from dzero.zero.offloaded_param import HostMemory, HostShard
+from dzero.zero.offloaded_param import OffDeviceShard, OffDeviceTensor
 from dzero.zero.watched_tensor import WatchedTensor, Watcher
 
 USED_UP = "its gradient was used up by step(), or dropped; clone what is to stay"
@@ -42,7 +42,7 @@ class GradUse(Watcher, Protocol):
         """Take other values of a gradient that lives off the device; `flat` may be what `read` returned."""
 
 
-class GradHome:
+class OffloadedGradStorage:
     """The home (`hosted.Home`) of a gradient that lives off the device, for the step that it was made in."""
 
     def __init__(self, name: str, use: weakref.ref[GradUse]) -> None:
@@ -98,8 +98,10 @@ class GradMaker:
 
     def elsewhere(self, flat: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
         """Return the DTensor over a gradient that lives off the device, of the size and dtype of `flat`."""
-        memory = HostMemory(self._name, GradHome(self._name, use), flat.dtype, flat.numel(), self._device)
-        return DTensor(HostShard.of(memory, self._shape), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        memory = OffDeviceTensor(
+            self._name, OffloadedGradStorage(self._name, use), flat.dtype, flat.numel(), self._device
+        )
+        return DTensor(OffDeviceShard.of(memory, self._shape), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def flat_of(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 
 from dzero.hardware import give_back_freed_memory
 from dzero.mesh import SHARD
-from dzero.offload.manager import Offload
-from dzero.zero.init_on_disk import ColdRoom
-from dzero.zero.offloaded_param import Home, InMemory
+from dzero.offload.manager import OffloadManager
+from dzero.zero.init_on_disk import InitSpillFile
+from dzero.zero.offloaded_param import HostStorage, TensorStorage
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -35,12 +35,12 @@ class HasMaster(Protocol):
 
 
 @dataclass
-class KeptElsewhere:
+class OffloadedMasterStorage:
     """The home (`hosted.Home`) of a master that lives off the device, for the optimizer that comes after this one."""
 
     states: HasMaster
     unit: str
-    offload: Offload
+    offload: OffloadManager
 
     def get(self) -> torch.Tensor:
         """Return a copy [elems]. Raises OffloadError where it cannot be read."""
@@ -64,7 +64,7 @@ def take_over(sharded: Sharded) -> None:
         DiskError: Where those on disk find no space.
     """
     kept = [(unit, *each) for unit in sharded.units for each in unit.origin.items()]
-    left = [(unit, name, home) for unit, name, home in kept if isinstance(home, KeptElsewhere)]
+    left = [(unit, name, home) for unit, name, home in kept if isinstance(home, OffloadedMasterStorage)]
     if not left:
         return
     offload = left[0][2].offload
@@ -85,12 +85,12 @@ def take_over(sharded: Sharded) -> None:
     give_back_freed_memory()
 
 
-def _copied(home: Home, name: str, room: ColdRoom | None) -> Home:
+def _copied(home: TensorStorage, name: str, room: InitSpillFile | None) -> TensorStorage:
     master = home.get()
-    return InMemory(master) if room is None else room.keep(name, master)
+    return HostStorage(master) if room is None else room.keep(name, master)
 
 
-def _room(sharded: Sharded, left: list[tuple[Unit, str]]) -> ColdRoom | None:
+def _room(sharded: Sharded, left: list[tuple[Unit, str]]) -> InitSpillFile | None:
     """Return the file for masters whose tier is the disk; None for those of the host."""
     layout = sharded.layout
     if layout.master.tier != "disk":
@@ -98,4 +98,4 @@ def _room(sharded: Sharded, left: list[tuple[Unit, str]]) -> ColdRoom | None:
     shapes = {param.name: param for unit in sharded.shapes for param in unit.params}
     elems = sum(shapes[name].shard_elems(unit.layout.shard, layout.shares) for unit, name in left)
     paths = layout.offload.disk.paths
-    return ColdRoom(paths[sharded.mesh.get_local_rank(SHARD) % len(paths)], elems * torch.float32.itemsize)
+    return InitSpillFile(paths[sharded.mesh.get_local_rank(SHARD) % len(paths)], elems * torch.float32.itemsize)

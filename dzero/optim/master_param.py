@@ -8,17 +8,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.optim.flat_update import follow_edits
-from dzero.optim.master_handover import KeptElsewhere
-from dzero.optim.state_placement import Homes, read, still_of
+from dzero.optim.master_handover import OffloadedMasterStorage
+from dzero.optim.state_placement import StatePlacement, read, still_of
 from dzero.zero.dtensors import local_of
-from dzero.zero.offloaded_param import Home, InMemory
+from dzero.zero.offloaded_param import HostStorage, TensorStorage
 from dzero.zero.rounding import to_working
 
 
 @dataclass
-class Mastered:
+class MasterParam:
     """A parameter and its fp32 master [local shard], which is a plain parameter for the class to update.
 
     work: where the working copy is put when the master is on the host. mesh: of the master, None for the parameter's.
@@ -33,7 +33,7 @@ class Mastered:
     moments = ()
 
     @classmethod
-    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: Homes) -> Mastered:
+    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: StatePlacement) -> MasterParam:
         """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
         local, mesh = local_of(param), homes.mesh("master", name, param)
         origin = origin if still_of(origin, local) else None
@@ -55,11 +55,11 @@ class Mastered:
         """Whether the master is the parameter itself."""
         return self.mesh is None and self.param.dtype == torch.float32
 
-    def kept_master(self, unit: str, offload: Offload) -> Home | None:
+    def kept_master(self, unit: str, offload: OffloadManager) -> TensorStorage | None:
         """Return the master for a later optimizer; None where it is the parameter, or only copies it."""
         if self.param.dtype == torch.float32:
             return None
-        return InMemory(self.master.detach()) if self.mesh is None else KeptElsewhere(self, unit, offload)
+        return HostStorage(self.master.detach()) if self.mesh is None else OffloadedMasterStorage(self, unit, offload)
 
     def values(self) -> torch.Tensor:
         """As `HasMaster.values`."""

@@ -26,8 +26,8 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.optim import newton_schulz
 from dzero.optim.flat_update import ParamStates
 from dzero.optim.newton_schulz import MatrixCoefficients
-from dzero.optim.offloaded_step import Pending
-from dzero.optim.param_state import Stored
+from dzero.optim.offloaded_step import PendingUpdate
+from dzero.optim.param_state import ParamState
 from dzero.optim.rank_assignment import ROOM_ELEMS, Round, expected_updates, of_names, part_elems, rounds_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit_shapes import ParamShape
@@ -55,14 +55,14 @@ class MatrixUpdates:
         return expected_updates(self._layout, self._rounds, self._axis, self._rank, self._payload)
 
     @torch.no_grad()
-    def run(self, pending: Mapping[str, Pending[Stored]], how: How) -> None:
+    def run(self, pending: Mapping[str, PendingUpdate[ParamState]], how: How) -> None:
         """Update these matrices, by name; every rank has the same names."""
         for number, every in enumerate(self._rounds):
             owned = of_names(every, pending)
             if any(owned):
                 self._run_round(f"matrices {number}", owned, pending, how)
 
-    def _run_round(self, what: str, owned: Round, pending: Mapping[str, Pending[Stored]], how: How) -> None:
+    def _run_round(self, what: str, owned: Round, pending: Mapping[str, PendingUpdate[ParamState]], how: How) -> None:
         states = {matrix.name: pending[matrix.name].stored.states() for of_owner in owned for matrix in of_owner}
         parts = [self._mix(of_owner, states, pending, how) for of_owner in owned]
         collected = self._collect(what, parts)
@@ -78,7 +78,7 @@ class MatrixUpdates:
         self,
         owned: Sequence[ParamShape],
         states: Mapping[str, ParamStates],
-        pending: Mapping[str, Pending[Stored]],
+        pending: Mapping[str, PendingUpdate[ParamState]],
         how: How,
     ) -> torch.Tensor:
         """This rank's shards of what an owner has, padded, one after the other: payload dtype, flat."""

@@ -24,8 +24,8 @@ from dzero.optim.config import MuonConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.matrix_gather import MatrixUpdates
 from dzero.optim.newton_schulz import MatrixCoefficients
-from dzero.optim.offloaded_step import Pending
-from dzero.optim.param_state import MOMENTS, Stored
+from dzero.optim.offloaded_step import PendingUpdate
+from dzero.optim.param_state import MOMENTS, ParamState
 from dzero.optim.requires_unsharded import check_whole
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import KINDS
@@ -107,13 +107,13 @@ class Muon(AdamW):
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
         return MOMENTS[:1] if self._rules.get(param) == "muon" else MOMENTS
 
-    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[Stored, int], Any]:
+    def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[ParamState, int], Any]:
         if group["rule"] != "muon":
             return super()._coefficients(group, scale)
         options = {key: group[key] for key in (*OPTIONS, "weight_decay")}
         return lambda stored, step: MatrixCoefficients.of(*stored.param.shape, grad_scale=scale, **options)
 
-    def _run(self, how: How, pending: Sequence[Pending[Stored]]) -> None:
+    def _run(self, how: How, pending: Sequence[PendingUpdate[ParamState]]) -> None:
         matrices = {each.stored.name: each for each in pending if each.stored.name in self._matrices}
         super()._run(how, [each for each in pending if each.stored.name not in matrices])
         self._updates.run(matrices, how)

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.optim import cpu_kernels
 from dzero.optim.grad_sums import SquareSums
 from dzero.zero.unit import Unit
@@ -19,7 +19,7 @@ Named = dict[str, torch.Tensor]
 class OffloadedGrads:
     """Moves gradients of `names` between the device and their slots, through the offload's lanes."""
 
-    def __init__(self, unit: Unit, offload: Offload) -> None:
+    def __init__(self, unit: Unit, offload: OffloadManager) -> None:
         self._unit, self._offload = unit.shape.name, offload
         self._trained = sum(shape.trainable for shape in unit.shape.params)
         self.names = {shape.name for shape in unit.shape.params if offload.places.on_host("grad", shape.name)}

@@ -19,15 +19,15 @@ import torch
 
 from dzero.offload.build_schedule import update_order
 from dzero.offload.executor import Move
-from dzero.offload.manager import Offload
-from dzero.offload.param_writeback import Work
+from dzero.offload.manager import OffloadManager
+from dzero.offload.param_writeback import PendingWriteback
 from dzero.zero.shard import Sharded
 
-States = TypeVar("States", bound="Updated")
+States = TypeVar("States", bound="UpdatedParam")
 Run = Callable[[Sequence[Any]], None]
 
 
-class Updated(Protocol):
+class UpdatedParam(Protocol):
     """A parameter with its states. `work`: where the update puts the working copy on the host, else None."""
 
     name: str
@@ -46,7 +46,7 @@ class Updated(Protocol):
 
 
 @dataclass
-class Pending(Generic[States]):
+class PendingUpdate(Generic[States]):
     """A parameter to update from `grad` [local shard, flat]. `moved`: moments by key, brought to the update."""
 
     stored: States
@@ -54,10 +54,10 @@ class Pending(Generic[States]):
     moved: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class TieredUpdates(Generic[States]):
+class OffloadedStep(Generic[States]):
     """Starts updates unit by unit."""
 
-    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+    def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self._offload, self._places = offload, offload.places
         self._units = update_order([unit.shape for unit in sharded.units])
         off_device = self._places.on_host
@@ -68,7 +68,9 @@ class TieredUpdates(Generic[States]):
             if any(off_device(kind, param.name) for kind in ("grad", "master", "moments"))
         )
 
-    def start(self, pending: dict[str, Pending[States]], run: Run, updates: int, done: Collection[str] = ()) -> None:
+    def start(
+        self, pending: dict[str, PendingUpdate[States]], run: Run, updates: int, done: Collection[str] = ()
+    ) -> None:
         """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
 
         updates: how many steps have updated before, also in the run that a loaded state comes from. run: updates some
@@ -98,7 +100,7 @@ class TieredUpdates(Generic[States]):
         self._update_on_device(on_device, run)
         self._offload.end_step()
 
-    def _start_on_host(self, unit: str, pending: list[Pending[States]], run: Run) -> None:
+    def _start_on_host(self, unit: str, pending: list[PendingUpdate[States]], run: Run) -> None:
         offload = self._offload
         grads: list[Move] = []
         moments: list[Move] = []
@@ -119,10 +121,10 @@ class TieredUpdates(Generic[States]):
         if moments:
             offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
 
-    def _send_work(self, unit: str, pending: list[Pending[States]]) -> None:
+    def _send_work(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
         self._offload.send(unit, work_of([each.stored for each in pending]))
 
-    def _update_on_device(self, by_unit: dict[str, list[Pending[States]]], run: Run) -> None:
+    def _update_on_device(self, by_unit: dict[str, list[PendingUpdate[States]]], run: Run) -> None:
         """Update parameters whose gradients or moments are brought for it."""
         units = list(by_unit)
         for index, unit in enumerate(units):
@@ -134,7 +136,7 @@ class TieredUpdates(Generic[States]):
             if back:
                 self._offload.put_back(unit, back)
 
-    def _bring(self, unit: str, pending: list[Pending[States]]) -> None:
+    def _bring(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
         grads: list[Move] = []
         moments: list[Move] = []
         for each in pending:
@@ -153,6 +155,6 @@ class TieredUpdates(Generic[States]):
             self._offload.bring("moments", unit, moments)
 
 
-def work_of(stored: Sequence[Updated]) -> list[Work]:
+def work_of(stored: Sequence[UpdatedParam]) -> list[PendingWriteback]:
     """The working copies that updates make on the host."""
-    return [Work(each.name, each.work, each.local) for each in stored if each.work is not None]
+    return [PendingWriteback(each.name, each.work, each.local) for each in stored if each.work is not None]

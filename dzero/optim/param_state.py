@@ -21,21 +21,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.optim.flat_update import ParamStates, follow_edits
-from dzero.optim.master_handover import KeptElsewhere
-from dzero.optim.quantized_moments import Blocks, EightBit, blocks_of
-from dzero.optim.state_placement import Homes, device_bytes, read, still_of
+from dzero.optim.master_handover import OffloadedMasterStorage
+from dzero.optim.quantized_moments import KnownBlocks, QuantizedMoment, blocks_of
+from dzero.optim.state_placement import StatePlacement, device_bytes, read, still_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
-from dzero.zero.offloaded_param import Home
+from dzero.zero.offloaded_param import TensorStorage
 from dzero.zero.rounding import join, to_working
 from dzero.zero.unit_shapes import ParamShape
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class Initial(NamedTuple):
+class InitialValues(NamedTuple):
     """A parameter's shard in the working dtype, and its master's values in fp32; both flat."""
 
     param: torch.Tensor
@@ -43,7 +43,7 @@ class Initial(NamedTuple):
 
 
 @dataclass
-class KeptMaster:
+class MasterStorage:
     """The home (`hosted.Home`) of the master of a parameter's `shard`, for the optimizer that comes after this one."""
 
     shard: torch.Tensor
@@ -63,7 +63,7 @@ class KeptMaster:
 
 
 @dataclass
-class Stored:
+class ParamState:
     """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
 
     work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
@@ -78,19 +78,24 @@ class Stored:
     first: int
     dtype: torch.dtype
     tensors: dict[str, torch.Tensor]
-    moments8: dict[str, EightBit] = field(default_factory=dict)
+    moments8: dict[str, QuantizedMoment] = field(default_factory=dict)
     work: torch.Tensor | None = None
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     off_device: set[str] = field(default_factory=set)
-    offload: Offload | None = None
+    offload: OffloadManager | None = None
     kept: tuple[str, ...] = MOMENTS
     number: int = 0
     _kept: tuple[torch.Tensor, ParamStates] | None = None
 
     @classmethod
     def create(
-        cls, shape: ParamShape, param: nn.Parameter, layout: Layout, homes: Homes, kept: tuple[str, ...] = MOMENTS
-    ) -> Stored:
+        cls,
+        shape: ParamShape,
+        param: nn.Parameter,
+        layout: Layout,
+        homes: StatePlacement,
+        kept: tuple[str, ...] = MOMENTS,
+    ) -> ParamState:
         """Without values, which `fill` gives."""
         first, span = homes.span(shape, param, layout.shard)
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
@@ -101,7 +106,7 @@ class Stored:
             stored._create_moment(key, key == MOMENTS[0], elems, layout, homes)
         return stored
 
-    def _create_master(self, layout: Layout, homes: Homes) -> None:
+    def _create_master(self, layout: Layout, homes: StatePlacement) -> None:
         local, mesh = self.local, homes.mesh("master", self.name, self.param)
         if mesh is None and self.dtype == torch.float32:
             return  # the parameter is its own master
@@ -114,19 +119,19 @@ class Stored:
         if mesh is not None:
             self.work = homes.offload.view(self.name, "work", local.numel())
 
-    def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: Homes) -> None:
+    def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: StatePlacement) -> None:
         local, mesh = self.local, homes.mesh("moments", self.name, self.param)
         if layout.moments.dtype != torch.uint8:
             self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
             return
         device = local.device if mesh is None else torch.device("cpu")
-        self.moments8[key] = eight = EightBit.zeros(local.numel(), padded_elems, signed=signed, device=device)
+        self.moments8[key] = eight = QuantizedMoment.zeros(local.numel(), padded_elems, signed=signed, device=device)
         if mesh is not None:
             eight.place(*(homes.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
         for part, tensor in eight.tensors.items():
             self._show("moments", f"{key}_{part}", tensor, homes, by_row=True)
 
-    def _show(self, kind: str, key: str, flat: torch.Tensor, homes: Homes, *, by_row: bool = False) -> None:
+    def _show(self, kind: str, key: str, flat: torch.Tensor, homes: StatePlacement, *, by_row: bool = False) -> None:
         mesh = homes.mesh(kind, self.name, self.param)
         shown = homes.shown(kind, self.name, flat)
         self.tensors[key] = homes.placed(kind, shown, self.name, self.param, by_row=by_row)
@@ -135,12 +140,14 @@ class Stored:
         if shown is not flat:
             self.views[key] = flat
 
-    def initial(self, origin: torch.Tensor | None) -> Initial:
+    def initial(self, origin: torch.Tensor | None) -> InitialValues:
         """The parameter's values now; its master's are `origin` [local shard, fp32] unless it was given others."""
         local = self.values()
-        return Initial(local, local.float() if not still_of(origin, local) or origin is None else origin.reshape(-1))
+        return InitialValues(
+            local, local.float() if not still_of(origin, local) or origin is None else origin.reshape(-1)
+        )
 
-    def fill(self, initial: Initial) -> None:
+    def fill(self, initial: InitialValues) -> None:
         """Give all states their first values, moments zeros."""
         self._fill_master(initial)
         for key in self.moments:
@@ -148,7 +155,7 @@ class Stored:
         for eight in self.moments8.values():
             eight.clear()
 
-    def _fill_master(self, initial: Initial) -> None:
+    def _fill_master(self, initial: InitialValues) -> None:
         if self.work is not None:
             self.work.copy_(initial.param)
         if "master" in self.tensors:
@@ -156,15 +163,15 @@ class Stored:
         if "remainder" in self.tensors:
             self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
 
-    def kept_master(self) -> Home | None:
+    def kept_master(self) -> TensorStorage | None:
         """Return the master for a later optimizer; None where it is the parameter itself."""
         if self.dtype == torch.float32:
             return None
         if self.work is not None:
             assert self.offload is not None
-            return KeptElsewhere(self, self.offload.unit_of(self.name), self.offload)
+            return OffloadedMasterStorage(self, self.offload.unit_of(self.name), self.offload)
         master, remainder = (self.flat(key) if key in self.tensors else None for key in ("master", "remainder"))
-        return KeptMaster(self.local, master, remainder)
+        return MasterStorage(self.local, master, remainder)
 
     def copy_master(self, values: torch.Tensor) -> torch.Tensor:
         """As `HasMaster.copy_master`, of one that lives off the device."""
@@ -244,7 +251,9 @@ class Stored:
         work = self.local if self.work is None else self.work
         return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
 
-    def take(self, initial: Initial, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, Blocks]) -> None:
+    def take(
+        self, initial: InitialValues, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, KnownBlocks]
+    ) -> None:
         """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
 
         moments: by key, flat [shard]. blocks: of 8-bit moments, by key.

@@ -21,7 +21,7 @@ from dzero.optim.grad_accumulation import UnitGrads
 from dzero.zero.shard import Sharded
 
 
-class AcrossParts:
+class PipelineGrads:
     """Of one rank of a pipeline, in which every rank makes one. owned: parameters that are trained here. `names`: of
     all parts."""
 

@@ -25,12 +25,12 @@ def blocks_of(elems: int) -> int:
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, *, signed: bool) -> torch.Tensor:
     """fp32 [elems] of uint8 codes [elems] and the fp32 scale of each block of them."""
-    whole = EightBit.zeros(codes.numel(), codes.numel(), signed=signed, device=codes.device)
+    whole = QuantizedMoment.zeros(codes.numel(), codes.numel(), signed=signed, device=codes.device)
     whole.put(codes, scale)
     return whole.load()
 
 
-class Blocks(NamedTuple):
+class KnownBlocks(NamedTuple):
     """Which blocks are `known` as they were stored, bool [blocks]; uint8 `codes` [elems], fp32 `scale` [blocks]."""
 
     known: torch.Tensor
@@ -47,14 +47,14 @@ def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class EightBit:
+class QuantizedMoment:
     """A flat fp32 tensor of `elems` elements kept in 8 bits."""
 
     state: Any
     elems: int
 
     @classmethod
-    def zeros(cls, elems: int, padded_elems: int, *, signed: bool, device: torch.device) -> EightBit:
+    def zeros(cls, elems: int, padded_elems: int, *, signed: bool, device: torch.device) -> QuantizedMoment:
         """Zeros for a shard of `elems`, stored as `padded_elems` in whole blocks; `signed`: may be negative."""
         blocks = max(1, -(-padded_elems // BLOCK_ELEMS))
         return cls(blank(blocks * BLOCK_ELEMS, signed=signed, device=device), elems)
@@ -95,7 +95,7 @@ class EightBit:
         self.state.codes[: self.elems] = codes
         self.state.scale[: scale.numel()] = scale
 
-    def take(self, value: torch.Tensor, blocks: Blocks | None) -> None:
+    def take(self, value: torch.Tensor, blocks: KnownBlocks | None) -> None:
         """As `store`; but blocks that are known stay what they were, since encoding is not the inverse of decoding."""
         self.store(value)
         if blocks is not None:

@@ -20,7 +20,7 @@ from dzero.offload.undo import Undo
 WINDOW_STEPS, CLIPPED_STEPS = 8, 2
 
 
-class Ahead:
+class SpeculativeStep:
     """Which units were updated early in this step, and with what coefficients (`how`, by parameter)."""
 
     def __init__(self, undo: Undo) -> None:

@@ -13,7 +13,7 @@ REPLACED = (
 )
 
 
-class Fixed(dict[Any, Any]):
+class FixedKeysDict(dict[Any, Any]):
     """A dictionary whose entries stay. Raises RuntimeError where one is set or removed."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -22,12 +22,12 @@ class Fixed(dict[Any, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
-class States(Fixed):
+class StateMapping(FixedKeysDict):
     """The states of each parameter, by key; as in torch, nothing of one that has none."""
 
     def put(self, param: nn.Parameter, states: Mapping[str, Any]) -> None:
         """Show `states` as those of `param`."""
-        dict.__setitem__(self, param, Fixed(states))
+        dict.__setitem__(self, param, FixedKeysDict(states))
 
-    def __missing__(self, param: object) -> Fixed:
-        return Fixed()
+    def __missing__(self, param: object) -> FixedKeysDict:
+        return FixedKeysDict()

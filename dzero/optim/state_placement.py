@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.mesh import REPLICATE, SHARD, host_mesh
-from dzero.offload.manager import Offload
+from dzero.offload.manager import OffloadManager
 from dzero.zero.dtensors import local_of, placed_like
-from dzero.zero.offloaded_param import HostShard, memory_of
+from dzero.zero.offloaded_param import OffDeviceShard, memory_of
 from dzero.zero.replica_shards import mesh_of_shares, span_of
 from dzero.zero.rounding import to_working
 from dzero.zero.shard import Sharded
@@ -19,7 +19,7 @@ from dzero.zero.unit_shapes import ParamShape, rows_of
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor of the elements, from wherever they live."""
-    return tensor.read() if isinstance(tensor, HostShard) else tensor
+    return tensor.read() if isinstance(tensor, OffDeviceShard) else tensor
 
 
 def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
@@ -43,10 +43,10 @@ def sharded_flat(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(local.view(1, -1), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
-class Homes:
+class StatePlacement:
     """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
 
-    def __init__(self, sharded: Sharded, offload: Offload) -> None:
+    def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self.offload, self._places = offload, offload.places
         self._twins: dict[DeviceMesh, DeviceMesh] = {}
         layout, mesh = sharded.layout, sharded.mesh
@@ -82,7 +82,7 @@ class Homes:
         return placed_like(local, param, mesh, None if self._of_parts is None else (Shard(0), Shard(0)))
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Room for one state [like.numel()]; its values come with `Stored.fill`."""
+        """Room for one state [like.numel()]; its values come with `ParamState.fill`."""
         if self._places.on_host(kind, name):
             return self.offload.view(name, key, like.numel())
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
@@ -91,4 +91,4 @@ class Homes:
         """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
         if not self._places.on_disk(kind, name):
             return view
-        return HostShard.of(self.offload.on_disk(name, view), view.shape)
+        return OffDeviceShard.of(self.offload.on_disk(name, view), view.shape)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.optim.base import Carried, MasterOptimizer, State
+from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.master_param import Mastered
-from dzero.optim.offloaded_step import Pending, TieredUpdates, work_of
+from dzero.optim.master_param import MasterParam
+from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.requires_unsharded import check_whole
-from dzero.optim.state_placement import Homes, device_bytes, read
+from dzero.optim.state_placement import StatePlacement, device_bytes, read
 from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.layout import Layout
 from dzero.zero.rounding import to_working
@@ -57,9 +57,9 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
         rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
-        self._homes, self._in_use = Homes(sharded, self.offload), Lock()
-        self._mastered: dict[nn.Parameter, Mastered] = {}
-        self._tiers: TieredUpdates[Mastered] = TieredUpdates(sharded, self.offload)
+        self._homes, self._in_use = StatePlacement(sharded, self.offload), Lock()
+        self._mastered: dict[nn.Parameter, MasterParam] = {}
+        self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
         groups = [self._mastered_group(group) for group in self.param_groups]
         self.offload.settle()
         self.inner = rule(groups, **options)
@@ -72,7 +72,7 @@ class TorchOptimizer(MasterOptimizer):
         unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
         for param in group["params"]:
             name = self._names[param]
-            made = Mastered.create(name, param, unit_of[name].take_origin(name), self._homes)
+            made = MasterParam.create(name, param, unit_of[name].take_origin(name), self._homes)
             if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
                 unit_of[name].origin[name] = kept
             self._mastered[param] = made
@@ -93,7 +93,7 @@ class TorchOptimizer(MasterOptimizer):
         self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
         self.take_edits()
         self._settle_groups()
-        pending = {m.name: Pending(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
+        pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
@@ -101,7 +101,7 @@ class TorchOptimizer(MasterOptimizer):
             self.synchronize()
             self._show_states()
 
-    def _run(self, factor: float, pending: Sequence[Pending[Mastered]]) -> None:
+    def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
         with self._in_use:  # by the host's lane, and by this thread for what is updated on the device
             for each in pending:
                 each.stored.follow_edits()
@@ -182,10 +182,10 @@ class TorchOptimizer(MasterOptimizer):
                 }
         self._show_states()
 
-    def carried(self, unit: Unit) -> list[State]:
+    def carried(self, unit: Unit) -> list[StateSpec]:
         """As `MasterOptimizer.carried`."""
         return [
-            State(mastered.name, key, tensor.dtype, tensor.numel())
+            StateSpec(mastered.name, key, tensor.dtype, tensor.numel())
             for mastered in self._of(unit)
             for key, tensor in self._carried(unit, mastered)
         ]
@@ -198,7 +198,7 @@ class TorchOptimizer(MasterOptimizer):
             for key, tensor in self._carried(unit, mastered):
                 put(mastered.name, key, tensor)
 
-    def take(self, unit: Unit, carried: Mapping[str, Carried]) -> None:
+    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
         """As `MasterOptimizer.take`."""
         for mastered in (of_unit := self._of(unit)):
             master, each = mastered.master, carried[mastered.name]
@@ -243,10 +243,10 @@ class TorchOptimizer(MasterOptimizer):
         """As `MasterOptimizer.rule_name`."""
         return type(self.inner).__name__
 
-    def _of(self, unit: Unit) -> list[Mastered]:
+    def _of(self, unit: Unit) -> list[MasterParam]:
         return [mastered for param in unit.params.values() if (mastered := self._mastered.get(param)) is not None]
 
-    def _carried(self, unit: Unit, mastered: Mastered) -> Iterator[tuple[str, torch.Tensor]]:
+    def _carried(self, unit: Unit, mastered: MasterParam) -> Iterator[tuple[str, torch.Tensor]]:
         """By key, flat: the master, the class's own states of its shape, and an older parameter that forward uses."""
         master = mastered.master
         yield "master", master.detach().view(-1)

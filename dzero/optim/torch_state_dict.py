@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dzero.optim.param_state import MOMENTS, Stored
+from dzero.optim.param_state import MOMENTS, ParamState
 
 OTHER_RULES = ("amsgrad", "maximize")
 
@@ -25,7 +25,7 @@ def is_torchs(state_dict: Mapping[str, Any]) -> bool:
     )
 
 
-def check_torchs(group: Mapping[str, Any], stored: Stored, saved: Mapping[str, Any]) -> None:
+def check_torchs(group: Mapping[str, Any], stored: ParamState, saved: Mapping[str, Any]) -> None:
     """Raises ValueError for states of another rule or parameter, or one that other axes cut too."""
     if on := [key for key in OTHER_RULES if group.get(key)]:
         raise ValueError(f"the state dict of torch.optim has {on[0]}=True, which AdamW here does not know")
@@ -40,7 +40,7 @@ def check_torchs(group: Mapping[str, Any], stored: Stored, saved: Mapping[str, A
         raise ValueError(f"{stored.name} is cut along other axes too: load a state dict of torch.optim without them")
 
 
-def take_torchs(stored: Stored, saved: Mapping[str, Any]) -> None:
+def take_torchs(stored: ParamState, saved: Mapping[str, Any]) -> None:
     """Copy this rank's part of a parameter's states; where they are, as `Offload.visit` has them."""
     stored.tensors["step"].fill_(float(saved.get("step", 0)))
     elems = stored.local.numel()

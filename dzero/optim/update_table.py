@@ -24,7 +24,7 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of gradients, and of working copies."""
 
 
-class States(Protocol):
+class LocalStates(Protocol):
     """One parameter's local states on one device, flat [n] and contiguous, as `update.ParamStates` has them.
 
     work: fp32, bf16 or fp16. master: fp32, `work` itself for an fp32 parameter, None beside a remainder. remainder:
@@ -62,7 +62,7 @@ class Variant:
     follows: bool
 
     @classmethod
-    def of(cls, states: States, grad: torch.dtype) -> Variant:
+    def of(cls, states: LocalStates, grad: torch.dtype) -> Variant:
         """Return the variant of a parameter with gradients in dtype `grad`.
 
         Raises:
@@ -90,7 +90,7 @@ class Variant:
         return cls(grad, work.dtype, kind, states.m.dtype == torch.bfloat16, states.follows and kind == "fp32")
 
 
-def states_table(states: Sequence[States]) -> Array:
+def states_table(states: Sequence[LocalStates]) -> Array:
     """Return the table of `states`, int64 [params, 7]; the caller keeps their tensors alive."""
     rows = [
         (

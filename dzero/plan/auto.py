@@ -19,7 +19,7 @@ from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.estimate.candidates import ACCUMULATE, MICROBATCH, STAGE, Candidate, Settings, space
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.microbatch_costs import Costs
+from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.search import Ranking, Subject, search
 from dzero.launch.config import launched
 from dzero.mesh import local_ranks
@@ -32,7 +32,7 @@ from dzero.plan.search_tables import headline, nothing_fits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class AutoChoice:
     """`config`: the run with what was chosen; `line` tells it. defaults: of what is searched, the
     stage left out, which is told in any case."""
 
@@ -42,7 +42,7 @@ class Choice:
     line: str
 
 
-def choose(config: RunConfig, given: Sequence[str]) -> Choice:
+def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
     """What `zero=auto` stands for. given: the settings of the command line.
 
     Raises RunError where nothing fits, where activations leave the device, or what hardware there is cannot be known
@@ -59,7 +59,7 @@ def choose(config: RunConfig, given: Sequence[str]) -> Choice:
         raise RunError(nothing_fits(ranking, defaults))
     best = ranking.best[0]
     chosen = with_settings(config, best.candidate.settings)
-    return Choice(config=chosen, ranking=ranking, defaults=defaults, line=headline(best, defaults))
+    return AutoChoice(config=chosen, ranking=ranking, defaults=defaults, line=headline(best, defaults))
 
 
 def chosen(config: RunConfig, given: Sequence[str]) -> RunConfig:
@@ -155,7 +155,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     return replace(config, **{group: replace(getattr(config, group), **each) for group, each in groups.items()})
 
 
-def _costs(config: RunConfig, recompute: str, microbatch: int) -> Costs:
+def _costs(config: RunConfig, recompute: str, microbatch: int) -> MicrobatchCosts:
     """Of a microbatch of so many sequences."""
     block = replace(config.block, activation_checkpoint=recompute)
     train = replace(config.train, microbatch_sequences=microbatch, accumulate=1, global_sequences=None)

@@ -14,8 +14,8 @@ from dzero.config import RunConfig
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 from dzero.parallel.context.parallelize import AttentionSizes, expected_context
-from dzero.parallel.pipeline.schedule import Hidden, expected_pipeline
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
+from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.traffic import TensorSizes, expected_tensor
 from dzero.zero.cost_model import expected_copies
 from dzero.zero.layout import Layout
@@ -24,7 +24,7 @@ from dzero.zero.unit_shapes import UnitShape
 Moved = dict[Entry, Traffic]
 
 
-def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None = None) -> Moved:
+def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None = None) -> Moved:
     """Per rank: what attention passes on where sequences are cut. parts: of a pipeline. Empty for models of users."""
     mesh, train = config.mesh, config.train
     if mesh.cp == 1 or not isinstance(model, Llama):
@@ -42,7 +42,7 @@ def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: 
 
 
 def tensor_traffic(
-    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], parts: Parts | None = None
+    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None = None
 ) -> Moved:
     """Per rank: what matrices that are cut exchange. Empty for models of users and of transformers."""
     mesh, train = config.mesh, config.train
@@ -65,7 +65,7 @@ def tensor_traffic(
     return moved
 
 
-def pipeline_traffic(parts: Parts | None, hidden: Hidden | None, layout: Layout) -> Moved:
+def pipeline_traffic(parts: ModelStages | None, hidden: HiddenStates | None, layout: Layout) -> Moved:
     """Per rank: hidden states and their gradients from part to part."""
     if parts is None or hidden is None:
         return {}

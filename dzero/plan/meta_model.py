@@ -20,8 +20,8 @@ from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import user_errors
 from dzero.estimate.fake_group import fake_group
-from dzero.estimate.in_flight import Flights
-from dzero.estimate.microbatch_costs import Costs, costs_of
+from dzero.estimate.in_flight import InFlight
+from dzero.estimate.microbatch_costs import MicrobatchCosts, costs_of
 from dzero.hardware import dtype_of
 from dzero.mesh import CONTEXT, EXPERT, TENSOR, make_mesh
 from dzero.models.build import build
@@ -30,8 +30,8 @@ from dzero.models.moe import with_added
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.dispatch import parallelize_experts
-from dzero.parallel.pipeline.schedule import Hidden, expected_pipeline, order_of
-from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
+from dzero.parallel.pipeline.split import ModelStages, cut_parts
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -39,11 +39,11 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 
 @dataclass(frozen=True)
-class OnRank:
+class RankView:
     """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on, and of tokens
     that go to experts. `experts`: the modules of those that ranks share, by their names."""
 
-    parts: Parts | None
+    parts: ModelStages | None
     ledger: Ledger
     experts: Mapping[str, nn.Module]
 
@@ -59,7 +59,7 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     return model
 
 
-def units_of(config: RunConfig, model: nn.Module, rank: OnRank | None = None) -> list[UnitShape]:
+def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) -> list[UnitShape]:
     """Its units, the root last. rank: whose model it is."""
     parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
     units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
@@ -67,7 +67,7 @@ def units_of(config: RunConfig, model: nn.Module, rank: OnRank | None = None) ->
 
 
 @contextmanager
-def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[OnRank]:
+def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[RankView]:
     """Inside, `model` is what a rank of `mesh.tp` and `mesh.ep` has of it, with that part of `mesh.pp`, and attends as
     one of `mesh.cp` does; only shapes and operators may be asked of it.
 
@@ -88,7 +88,7 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
             parts = cut_parts(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
         if tensor is not None:
             inside.enter_context(tensor.loss())
-        yield OnRank(parts, ledger, {} if experts is None else experts.modules)
+        yield RankView(parts, ledger, {} if experts is None else experts.modules)
 
 
 def parts_of(config: RunConfig) -> Sequence[int]:
@@ -97,22 +97,22 @@ def parts_of(config: RunConfig) -> Sequence[int]:
     return sorted({0, min(1, config.mesh.pp - 1), config.mesh.pp - 1})
 
 
-def hidden_of(config: RunConfig, parts: Parts) -> Hidden:
+def hidden_of(config: RunConfig, parts: ModelStages) -> HiddenStates:
     """What travels between parts."""
     tokens = config.train.sequence_tokens // (config.mesh.cp * config.mesh.tp)
-    return Hidden((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
+    return HiddenStates((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
 
 
-def flights_of(config: RunConfig, rank: OnRank, layout: Layout) -> Flights:
+def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
     """What a rank of a pipeline has of several microbatches at once."""
     parts = rank.parts
     if parts is None:
-        return Flights()
+        return InFlight()
     hidden, count = hidden_of(config, parts), layout.microbatches
     order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
     neighbours = 2 - parts.has_first - parts.has_last
     moved = expected_pipeline(parts, hidden, microbatches=count)
-    return Flights(
+    return InFlight(
         ahead=next((index for index, (what, _) in enumerate(order) if what == "backward"), 1),
         room_bytes=neighbours * count * hidden.bytes,
         names=len(parts.names),
@@ -121,7 +121,7 @@ def flights_of(config: RunConfig, rank: OnRank, layout: Layout) -> Flights:
     )
 
 
-def costs_for(config: RunConfig, model: nn.Module | None = None, rank: OnRank | None = None) -> Costs:
+def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None) -> MicrobatchCosts:
     """Of one microbatch of the run. model, rank: as on a rank; the model is used up."""
     if model is None or rank is None:
         model = model_of(config)
@@ -136,7 +136,7 @@ class _Loss:
     """Mean cross-entropy of a rank's tokens of one microbatch, as the trainer takes it; of a part that is not the last,
     any scalar of what comes out."""
 
-    def __init__(self, config: RunConfig, parts: Parts | None) -> None:
+    def __init__(self, config: RunConfig, parts: ModelStages | None) -> None:
         self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
         self._tiled, self._parts = config.block.loss_tiles > 1, parts
         self._hidden = None if parts is None else hidden_of(config, parts)

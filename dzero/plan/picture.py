@@ -21,7 +21,7 @@ import numpy as np
 
 from dzero.errors import RunError
 from dzero.estimate.forecast import DEVICE, TIERS, Forecast
-from dzero.estimate.memory import Moment
+from dzero.estimate.memory import MemoryMoment
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD
 from dzero.hardware import dtype_name, format_bytes, format_count
 from dzero.plan.colours import HOST, INK, RED, colour_of, hatch_of
@@ -187,7 +187,7 @@ def _draw_moments(axes: Any, forecast: Forecast) -> None:
     axes.legend(handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
 
 
-def _told(forecast: Forecast) -> list[Moment]:
+def _told(forecast: Forecast) -> list[MemoryMoment]:
     """Without moments of the root between two units where it computes nothing; on a CPU with what lies on the host."""
     moments, spans = forecast.memory.device, forecast.costs.spans
     host = {kind: count for kind, count in forecast.tiers[DEVICE].kinds.items() if kind.endswith(HOST)}
@@ -197,10 +197,10 @@ def _told(forecast: Forecast) -> list[Moment]:
         if span.unit == ROOT and not span.work.flops and {before.direction, after.direction} == {span.direction}
     }
     kept = [each for at, each in enumerate(moments) if at not in between or each is forecast.memory.peak]
-    return [Moment(each.when, {**each.kinds, **host}) for each in kept]
+    return [MemoryMoment(each.when, {**each.kinds, **host}) for each in kept]
 
 
-def _mark_phases(axes: Any, moments: Sequence[Moment]) -> None:
+def _mark_phases(axes: Any, moments: Sequence[MemoryMoment]) -> None:
     """A unit's name below its moment, of many every nth; the direction above, and a line between two."""
     every = -(-len(moments) // TICKS)
     shown = range(0, len(moments), every)
@@ -214,7 +214,7 @@ def _mark_phases(axes: Any, moments: Sequence[Moment]) -> None:
         axes.axvline(first + count, color=INK, linewidth=0.6, linestyle=":")
 
 
-def _mark_peak(axes: Any, moments: Sequence[Moment], height: float) -> None:
+def _mark_peak(axes: Any, moments: Sequence[MemoryMoment], height: float) -> None:
     """Where the device is fullest, and with how much."""
     at = max(range(len(moments)), key=lambda at: moments[at].total_bytes)
     moment = moments[at]

@@ -28,7 +28,7 @@ from dzero.models.moe import MoE
 from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.optim.build import moments_of
 from dzero.parallel.expert.dispatch import expected_experts
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
 from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
 from dzero.plan.picture import pixels
@@ -94,7 +94,9 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
     return [table for table in told if table.rows], actions(layout, units)
 
 
-def _routed_alike(config: RunConfig, model: nn.Module, layout: Layout, parts: Parts | None) -> dict[Entry, Traffic]:
+def _routed_alike(
+    config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None
+) -> dict[Entry, Traffic]:
     """Of a step, per rank. What a run moves follows from what its tokens choose."""
     mesh, train = config.mesh, config.train
     if mesh.ep == 1 or not isinstance(model, MoE):
@@ -113,7 +115,7 @@ def _routed_alike(config: RunConfig, model: nn.Module, layout: Layout, parts: Pa
 
 
 def _passed_on(
-    config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: Parts | None
+    config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None
 ) -> dict[Entry, Traffic]:
     """Hidden states, their gradients, and those of tied parameters to the other end."""
     if parts is None:

@@ -26,8 +26,8 @@ from dzero.errors import RunError, user_errors
 from dzero.estimate.candidates import ACCUMULATE, Candidate
 from dzero.estimate.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import Memory, memory_of, with_moments
-from dzero.estimate.microbatch_costs import Costs
+from dzero.estimate.memory import StepMemory, memory_of, with_moments
+from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.search import fitting, short_bytes
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.launch.config import launched
@@ -132,7 +132,7 @@ def check_least(config: RunConfig) -> None:
             )
 
 
-def needed(config: RunConfig) -> Memory:
+def needed(config: RunConfig) -> StepMemory:
     """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
 
     Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
@@ -142,12 +142,12 @@ def needed(config: RunConfig) -> Memory:
     return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
 
 
-def _needed(config: RunConfig, part: int) -> Memory:
+def _needed(config: RunConfig, part: int) -> StepMemory:
     layout, model = layout_of(config, device_type(config.launch)), model_of(config)
     try:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
-            costs = costs_for(config, model, rank) if config.offload.activations == "device" else Costs(())
+            costs = costs_for(config, model, rank) if config.offload.activations == "device" else MicrobatchCosts(())
     except RunError:  # mesh.tp does not divide the model: no run would begin
         raise
     except Exception as error:

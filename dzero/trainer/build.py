@@ -20,28 +20,28 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from dzero.checkpoint.import_hf import blank, fill
-from dzero.comm.dtensor_traffic import CountTensor
+from dzero.comm.dtensor_traffic import CountDTensorTraffic
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE, added_of, with_added
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context.parallelize import ContextParallel
-from dzero.parallel.expert.bias import Balance
+from dzero.parallel.expert.bias import BiasUpdate
 from dzero.parallel.expert.dispatch import expected_experts, parallelize_experts
 from dzero.parallel.pipeline.run import Pipeline
-from dzero.parallel.pipeline.schedule import Hidden
-from dzero.parallel.pipeline.split import Parts, cut_parts
+from dzero.parallel.pipeline.schedule import HiddenStates
+from dzero.parallel.pipeline.split import ModelStages, cut_parts
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.init_params import Materialise
 from dzero.zero.sequences import parallelize_context
 from dzero.zero.shard import Sharded, shard
 
 
-class Assembled:
+class BuiltModel:
     """`sharded`: the model, or of a pipeline this rank's parts of it. flops_per_token: of forward and backward of the
     whole, None where unknown. experts: what ranks share of a mixture, if they do. balance: of the experts that tokens
     choose, after every step.
@@ -64,7 +64,7 @@ class Assembled:
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
         # It fills modules by their names in the model as built, so it is made before any of them is cut.
         weights = weights_of(config.model, model)
-        materialise: Materialise = Materialiser(
+        materialise: Materialise = MetaInitializer(
             model, seed=config.train.seed, device=device, weights=blank(model, weights)
         )
         self.experts = parallelize_experts(model, self.mesh, mesh.ep) if mesh.ep > 1 else None
@@ -89,7 +89,7 @@ class Assembled:
         )
         groups = {axis: self.sharded.mesh.get_group(axis) for axis in AXES}
         groups |= {axis: group for axis, group in self.sharded.model_groups.items() if axis == TENSOR}
-        self.balance = Balance(self.sharded.model, groups, self.sharded.ledger)
+        self.balance = BiasUpdate(self.sharded.model, groups, self.sharded.ledger)
         if weights:
             fill(self.sharded, weights)
         self._context = self._cut_sequences(config) if mesh.cp > 1 else None
@@ -97,7 +97,7 @@ class Assembled:
         self.hidden = None if parts is None else self._hidden(config, parts)
         self.pipeline = None if self.hidden is None else self._pipeline(config, self.sharded, self.hidden)
 
-    def _cut_layers(self, config: RunConfig, model: nn.Module) -> Parts:
+    def _cut_layers(self, config: RunConfig, model: nn.Module) -> ModelStages:
         axis = self.mesh[PIPELINE]
         return cut_parts(
             model,
@@ -111,12 +111,12 @@ class Assembled:
         mesh = config.mesh
         return parallelize_context(self.sharded, self.mesh, mesh.cp, attention=mesh.cp_attention)
 
-    def _hidden(self, config: RunConfig, parts: Parts) -> Hidden:
+    def _hidden(self, config: RunConfig, parts: ModelStages) -> HiddenStates:
         train, mesh = config.train, config.mesh
         tokens = train.sequence_tokens // (mesh.cp * mesh.tp)
-        return Hidden((train.microbatch_sequences, tokens, parts.width), self.sharded.layout.param.dtype)
+        return HiddenStates((train.microbatch_sequences, tokens, parts.width), self.sharded.layout.param.dtype)
 
-    def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: Hidden) -> Pipeline:
+    def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: HiddenStates) -> Pipeline:
         assert sharded.parts is not None
         sharded.parts.forget()
         tokens = hidden.shape[1] * config.mesh.tp
@@ -168,7 +168,7 @@ class Assembled:
         see. It takes a look at every operator."""
         if not self.counts_tensor:
             return nullcontext()
-        return CountTensor(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
+        return CountDTensorTraffic(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where

@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.optim.lr_scheduler import LambdaLR
 
-from dzero.checkpoint.checkpointer import Checkpoints, Resumed
+from dzero.checkpoint.checkpointer import Checkpointer, Resumed
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
@@ -36,7 +36,7 @@ NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 """Groups whose settings change no result."""
 
 
-class Saves:
+class RunCheckpoints:
     """Of one worker's run. Does nothing where nothing is saved and nothing resumed. Raises CheckpointError."""
 
     def __init__(
@@ -51,10 +51,10 @@ class Saves:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
         self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
         wanted = config.checkpoint.every is not None or config.resume.source is not None
-        self._checkpoints = Checkpoints(config.checkpoint, sharded, optim) if wanted else None
+        self._checkpoints = Checkpointer(config.checkpoint, sharded, optim) if wanted else None
         self.notes: list[str] = []
 
-    def __enter__(self) -> Saves:
+    def __enter__(self) -> RunCheckpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

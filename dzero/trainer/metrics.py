@@ -24,12 +24,12 @@ from dzero.monitor.records import RunSummary, StepRecord
 from dzero.offload.executor import LaneUse
 from dzero.optim.base import MasterOptimizer
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
-from dzero.trainer.build import Assembled
+from dzero.trainer.build import BuiltModel
 from dzero.zero.cost_model import expected_control, expected_traffic, peak_bytes, resting_bytes
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedLoss:
     """What all ranks know before the update.
 
     Attributes:
@@ -50,7 +50,7 @@ READING_STEPS = 10
 millisecond for one."""
 
 
-class Recorder:
+class MetricsRecorder:
     """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
 
     done_steps: made before, by the run that this one goes on from.
@@ -59,7 +59,7 @@ class Recorder:
     def __init__(
         self,
         config: RunConfig,
-        assembled: Assembled,
+        assembled: BuiltModel,
         optim: MasterOptimizer,
         memory: MemoryMeter,
         device: torch.device,
@@ -117,7 +117,7 @@ class Recorder:
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
-    def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], Shared]:
+    def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], SharedLoss]:
         """Share the loss and the wish to stop with all ranks, in one small gather along every axis.
 
         Args:
@@ -139,10 +139,10 @@ class Recorder:
         copied = streams.record_event(self._device)
 
         @cache
-        def read() -> Shared:
+        def read() -> SharedLoss:
             streams.synchronize(copied, holding=[values])
             total, culprit, stopping, losses = on_host.tolist()
-            return Shared(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
+            return SharedLoss(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
 
         return read
 

@@ -19,12 +19,12 @@ from torch.profiler import record_function
 
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
-from dzero.data.prefetch import BatchesAhead
+from dzero.data.prefetch import BatchPrefetcher
 from dzero.data.stream import TokenStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
 from dzero.launch.signals import EXIT_SAVED, StopRequest
-from dzero.launch.watchdog import Watch
+from dzero.launch.watchdog import Watchdog
 from dzero.models.build import count
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.out_of_memory import explained
@@ -34,9 +34,9 @@ from dzero.monitor.sinks import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.plan.plan_run import tell_plan
 from dzero.plan.run_layout import check_ranks
-from dzero.trainer.build import Assembled
-from dzero.trainer.checkpointing import Saves
-from dzero.trainer.metrics import Recorder, Shared
+from dzero.trainer.build import BuiltModel
+from dzero.trainer.checkpointing import RunCheckpoints
+from dzero.trainer.metrics import MetricsRecorder, SharedLoss
 from dzero.utils.stdout import outlast_readers
 from dzero.utils.terminal import from_here
 from dzero.zero.dtensors import local_of
@@ -49,7 +49,7 @@ class TrainingStopped(RunError):
 def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
     """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
     outlast_readers()
-    with Watch(config.launch.timeout) as watch:
+    with Watchdog(config.launch.timeout) as watch:
         folder = _folder_of_rank_0(run_folder, device)
         with user_errors():
             trainer = Trainer(config, folder, device)
@@ -72,7 +72,7 @@ class Trainer:
         check_ranks(config, world)
         memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
-        self.assembled = assembled = Assembled(config, device, self.corpus.vocab_size)
+        self.assembled = assembled = BuiltModel(config, device, self.corpus.vocab_size)
         self.sharded, self.microbatches = assembled.sharded, assembled.microbatches
         self.sharded.ledger.trail.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
@@ -84,15 +84,15 @@ class Trainer:
             "ranks": assembled.readers,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
-        self.batches = BatchesAhead(self.stream, device)
+        self.batches = BatchPrefetcher(self.stream, device)
         self.evaluation = partial(
             evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
         )
         if self._evaluates:
             self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
-        self.saves = Saves(config, self.sharded, self.optim, self.schedule, self.stream, device)
+        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
-        self.recorder = Recorder(config, assembled, self.optim, memory, device, self.done_steps)
+        self.recorder = MetricsRecorder(config, assembled, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
@@ -139,7 +139,7 @@ class Trainer:
             monitor.summary(summary)
         return summary
 
-    def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> Shared:
+    def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """One optimizer step, phase by phase; `stop`: this rank was asked to stop after it."""
         self.recorder.begin_step()
         first = step == self.done_steps + 1

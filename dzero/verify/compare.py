@@ -50,7 +50,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Apart:
+class Difference:
     """Where two runs that should be alike differ first, and by how much; `param`: the first of the unit's.
 
     largest: the largest difference; ulps: in units of the last place of its dtype. Both 0 where it was not found again.
@@ -74,18 +74,18 @@ def first_difference(one: Trace, other: Trace, device: torch.device) -> Mark | N
     return marks[first] if first < len(marks) else None
 
 
-def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> Apart:
+def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> Difference:
     """What differs at `mark`, which both traces kept. Collective."""
     if not mark.unit:
-        return Apart(mark, largest=_most([_scalar_gap(mark, one, other)], device)[0])
+        return Difference(mark, largest=_most([_scalar_gap(mark, one, other)], device)[0])
     names = [*_named_anywhere(dict.fromkeys(one.kept))]
     pairs = [(one.kept.get(name), other.kept.get(name)) for name in names]
     ulps = _most([_most_ulps(*pair) for pair in pairs], device)
     largest = _most([_largest(*pair) for pair in pairs], device)
     for name, most, by in zip(names, ulps, largest, strict=True):
         if most:
-            return Apart(mark, name, by, int(most))
-    return Apart(mark)
+            return Difference(mark, name, by, int(most))
+    return Difference(mark)
 
 
 def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = None) -> Gap:

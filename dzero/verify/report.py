@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dzero.utils.terminal import DIFFERS, OK, Table
-from dzero.verify.compare import Apart, Gap
+from dzero.verify.compare import Difference, Gap
 from dzero.verify.ladder import BASELINE, Rung
 from dzero.verify.trace import GRAD, LOSS, MASTER, MEAN, NORM, PARAM, READ, SCALE
 
@@ -32,7 +32,7 @@ class Finding:
     rung: Rung
     allowed: Gap | None
     gap: Gap
-    apart: Apart | None
+    apart: Difference | None
 
     @property
     def agrees(self) -> bool:
@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """All comparisons, the baseline with itself first; the same on every rank."""
 
     steps: int
@@ -54,7 +54,7 @@ class Report:
         return all(finding.agrees for finding in self.findings[1:])
 
 
-def table(report: Report) -> Table:
+def table(report: VerifyReport) -> Table:
     """A row for each comparison."""
     rows = []
     for index, finding in enumerate(report.findings):
@@ -66,7 +66,7 @@ def table(report: Report) -> Table:
     return Table(title, ("run", "expected", "", "loss", "gradient norm", "a unit's", "masters"), tuple(rows), left=3)
 
 
-def verdict(report: Report) -> str:
+def verdict(report: VerifyReport) -> str:
     """One line, and one before it where the baseline differs from itself."""
     itself, *others = report.findings
     names = [BASELINE, *(finding.rung.name for finding in others)]
@@ -94,7 +94,7 @@ def _expected(finding: Finding) -> str:
     return f"a tolerance, since {finding.rung.why}"
 
 
-def _where(apart: Apart) -> str:
+def _where(apart: Difference) -> str:
     """`step 2, unit layers.1: the masters; first layers.1.ffn.up.weight, by up to 1e-3, 12 units in the last place`."""
     mark = apart.mark
     place = f"step {mark.step}" + (f", unit {mark.unit}" if mark.unit else "") + f": {SAID[mark.what]}"

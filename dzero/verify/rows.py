@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dzero.checkpoint.shard_boxes import AsBuilt, Held
+from dzero.checkpoint.shard_boxes import HeldTensor, UntiledRows
 from dzero.mesh import AXES, PIPELINE
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
@@ -25,19 +25,19 @@ Cut = tuple[int, int]
 
 
 @dataclass
-class Placed:
+class AnsweredParams:
     """Of all parameters of a run, where this rank's rows lie, and what they count.
 
     `held`: by parameter; of tiles, in the parameter that was tiled. `first`: the parameters of which no other rank's
     copies come before this one's. `weight`: by parameter, one by the number of copies.
     """
 
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldTensor] = field(default_factory=dict)
     first: set[str] = field(default_factory=set)
     weight: dict[str, float] = field(default_factory=dict)
 
 
-class Rows:
+class AnsweredRows:
     """Cuts what a rank has to the rows it answers for. layout: the table of the configuration."""
 
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
@@ -47,8 +47,8 @@ class Rows:
         self._tied, self._has_first = ({*parts.shared}, parts.has_first) if parts is not None else (set(), True)
         self._cuts: dict[str, tuple[Cut, ...]] = {}
         self._shapes: dict[str, ParamShape] = {}
-        self.placed = placed = Placed()
-        as_built = AsBuilt(sharded.model)
+        self.placed = placed = AnsweredParams()
+        as_built = UntiledRows(sharded.model)
         for unit in sharded.units:
             cuts, copy = self._of(unit)
             for shape in unit.shape.params:

@@ -39,7 +39,7 @@ from dzero.monitor.sinks import Monitor
 from dzero.optim.grad_sums import sum_squares
 from dzero.optim.state_placement import read
 from dzero.trainer.trainer import Trainer
-from dzero.verify.rows import Placed, Rows
+from dzero.verify.rows import AnsweredParams, AnsweredRows
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
@@ -69,7 +69,7 @@ class Trace:
 
     mesh: MeshConfig
     tiles: tuple[int, int]
-    rows: Placed
+    rows: AnsweredParams
     marks: dict[Mark, int] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Followed(Trainer):
         self, config: RunConfig, folder: Path, device: torch.device, layout: Layout, keep: Mark | None
     ) -> None:
         super().__init__(config, folder, device)
-        self._rows, self._keep, self._at = Rows(self.sharded, layout), keep, 0
+        self._rows, self._keep, self._at = AnsweredRows(self.sharded, layout), keep, 0
         mesh, tiles = replace(config.mesh, dp=None, replicate=1), (config.block.tiles, config.block.loss_tiles)
         self.trace = Trace(mesh, tiles, self._rows.placed)
         self._slots = {

@@ -24,15 +24,15 @@ import torch.distributed as dist
 from dzero.config import CONF
 from dzero.errors import RunError, user_errors
 from dzero.launch.launcher import start
-from dzero.launch.watchdog import Watch
+from dzero.launch.watchdog import Watchdog
 from dzero.overrides import composed
 from dzero.plan.auto import chosen
 from dzero.plan.run_layout import check_all_here, workers_of
 from dzero.utils.terminal import show
-from dzero.verify.compare import Apart, by_how_much, first_difference, gap
+from dzero.verify.compare import Difference, by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import Rung, ladder, layout_of
-from dzero.verify.report import EXACTLY, SPREAD, Finding, Report, table, verdict
+from dzero.verify.report import EXACTLY, SPREAD, Finding, VerifyReport, table, verdict
 from dzero.verify.trace import Followed, Mark, Trace
 
 AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
@@ -58,7 +58,7 @@ def verify(settings: Sequence[str]) -> int:
 
 def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
     """One worker's part; rank 0 tells. Whether the runs agree is left in `folder`."""
-    with Watch(run.launch.timeout) as watch:
+    with Watchdog(run.launch.timeout) as watch:
         report = Verifier(run, folder, device, watch).report()
     rank = dist.get_rank()
     if rank == 0:
@@ -70,14 +70,14 @@ def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
 class Verifier:
     """One worker's comparisons; every method is collective. `folder`: of the runs, which write nothing there."""
 
-    def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watch | None = None) -> None:
+    def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watchdog | None = None) -> None:
         self._steps, self._folder, self._device, self._watch = run.verify.steps, folder, device, watch
         self._ranks = dist.get_world_size()
         with user_errors():
             self._rungs = ladder(run, self._ranks)
             self._layout = layout_of(run, self._ranks)
 
-    def report(self) -> Report:
+    def report(self) -> VerifyReport:
         """Run the baseline twice, then every other rung."""
         lower, *others = self._rungs
         before = self._trace(lower)
@@ -87,7 +87,7 @@ class Verifier:
             finding, trace = self._met(lower, before, rung, itself)
             findings.append(finding)
             lower, before = rung, trace
-        return Report(self._steps, self._ranks, tuple(findings))
+        return VerifyReport(self._steps, self._ranks, tuple(findings))
 
     def _met(self, lower: Rung, before: Trace, rung: Rung, itself: Finding | None = None) -> tuple[Finding, Trace]:
         """Run `rung` and compare it with `before`, the trace of `lower`. itself: what the baseline was to itself."""
@@ -99,7 +99,7 @@ class Verifier:
             apart = self._look(mark, lower, rung)
         return Finding(rung, allowed, gap(before, trace, self._device, allowed), apart), trace
 
-    def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Apart:
+    def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Difference:
         """Both again, as far as the first mark in which they differ."""
         return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
 

@@ -28,7 +28,7 @@ import torch
 from dzero.comm import dtensor_traffic
 from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.mesh import PIPELINE, REPLICATE, SHARD, TENSOR
-from dzero.zero.layout import Layout, Row
+from dzero.zero.layout import Layout, TableRow
 from dzero.zero.unit_shapes import UnitShape
 
 KINDS = ("param", "grad", "master", "moments")
@@ -215,7 +215,7 @@ def paper_bytes(layout: Layout, elems: int) -> StateBytes:
     """
     n = layout.shard
 
-    def cut(row: Row, itemsize: int) -> int:
+    def cut(row: TableRow, itemsize: int) -> int:
         return elems * itemsize // (n if row.sharded else 1)
 
     return StateBytes(

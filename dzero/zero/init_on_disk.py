@@ -20,10 +20,10 @@ from dzero.hardware import format_bytes
 from dzero.utils.scratch_paths import DiskError, make_folder, open_path, telling
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import Slot
+from dzero.zero.units import ParamSlot
 
 
-class ColdRoom:
+class InitSpillFile:
     """`needed_bytes` of the directory `path`. Raises DiskError where it is none, or has too little space."""
 
     def __init__(self, path: str, needed_bytes: int) -> None:
@@ -41,12 +41,12 @@ class ColdRoom:
     def of(
         cls,
         layout: Layout,
-        slots: Mapping[str, Sequence[Slot]],
+        slots: Mapping[str, Sequence[ParamSlot]],
         shapes: Mapping[str, UnitShape],
         off_device: Mapping[str, frozenset[str]],
         *,
         rank: int,
-    ) -> ColdRoom | None:
+    ) -> InitSpillFile | None:
         """For what of units' `slots` lives on disk; None where nothing does. Every rank tries all paths first."""
         paths = layout.offload.disk.paths
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
@@ -63,19 +63,19 @@ class ColdRoom:
                 needed += param.shard_elems(shard, layout.shares) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)
 
-    def keep(self, name: str, tensor: torch.Tensor) -> Cold:
+    def keep(self, name: str, tensor: torch.Tensor) -> SpilledTensor:
         """Write `tensor`; whoever holds what is returned holds the room."""
-        cold = Cold(self, name, self._end, tensor.shape, tensor.dtype)
+        cold = SpilledTensor(self, name, self._end, tensor.shape, tensor.dtype)
         self._end += tensor.nbytes
         cold.put(tensor)
         return cold
 
 
 @dataclass
-class Cold:
-    """The home (offloaded_param.py) of a tensor in a `ColdRoom`."""
+class SpilledTensor:
+    """The home (offloaded_param.py) of a tensor in a `InitSpillFile`."""
 
-    room: ColdRoom
+    room: InitSpillFile
     name: str
     offset: int
     shape: torch.Size

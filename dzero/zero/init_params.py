@@ -13,13 +13,13 @@ from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.layout import Layout
 from dzero.zero.rounding import to_working
 from dzero.zero.unit_shapes import rows_of
-from dzero.zero.units import Slot, swap
+from dzero.zero.units import ParamSlot, swap
 
 Materialise = Callable[[nn.Module], None]
 Groups = Mapping[str, dist.ProcessGroup]
 
 
-class Values:
+class ParamInit:
     """Gives a unit its values; on meta none. `groups`, here: those of the axes over which they must agree. ends: the
     group of a pipeline, and the names of parameters that its first rank and its last have both."""
 
@@ -42,7 +42,7 @@ class Values:
                 buffer.data = buffer.data.to(self._device).contiguous()
                 _broadcast(buffer.data.view(-1).view(torch.uint8), groups)
 
-    def fill(self, modules: list[nn.Module], slots: list[Slot], groups: Groups) -> None:
+    def fill(self, modules: list[nn.Module], slots: list[ParamSlot], groups: Groups) -> None:
         """Parameters drawn by `materialise`, or rank 0's. Raises ValueError for one that stays on meta."""
         for module in modules:
             if self._materialise is not None:
@@ -60,7 +60,7 @@ class Values:
 
     @torch.no_grad()
     def round(
-        self, modules: list[nn.Module], slots: list[Slot], cuts: Sequence[tuple[int, int]]
+        self, modules: list[nn.Module], slots: list[ParamSlot], cuts: Sequence[tuple[int, int]]
     ) -> dict[str, torch.Tensor]:
         """Round parameters to the working dtype; of those that lost anything the fp32 rows of this rank's masters.
 

@@ -31,7 +31,7 @@ from dzero.zero.unit_shapes import UnitShape
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """One kind of state: cut over the shard axis or whole, the dtype it is stored in, and where (zero/tiers.py).
 
     over_copies: what a rank would have of it is cut once more, over the replicate axis.
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Cadence:
+class GradSyncPolicy:
     """What FSDP2 does at the end of one microbatch's backward."""
 
     reduce: bool
@@ -65,10 +65,10 @@ class Layout:
     replicate: int
     shard: int
     microbatches: int
-    param: Row
-    grad: Row
-    master: Row
-    moments: Row
+    param: TableRow
+    grad: TableRow
+    master: TableRow
+    moments: TableRow
     wire: torch.dtype
     """Payload of the gradient reduction within the shard axis (stage 0: within the replicate axis)."""
     remainder: bool
@@ -129,9 +129,9 @@ class Layout:
         remainder = precision.master == "remainder"
         moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
 
-        def row(kind: str, first_stage: int, dtype: torch.dtype) -> Row:
+        def row(kind: str, first_stage: int, dtype: torch.dtype) -> TableRow:
             over_copies = zero.states_over == "all" and kind in ("master", "moments")
-            return Row(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind), over_copies)
+            return TableRow(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind), over_copies)
 
         return cls(
             stage=zero.stage,
@@ -202,9 +202,9 @@ class Layout:
         """(tier, fraction) of each kind of state."""
         return {kind: (row.tier, row.fraction) for kind in KINDS for row in [getattr(self, kind)]}
 
-    def cadence(self, is_last: bool) -> Cadence:
+    def cadence(self, is_last: bool) -> GradSyncPolicy:
         """Whole gradients wait for the last microbatch; whole parameters stay gathered until then."""
-        return Cadence(
+        return GradSyncPolicy(
             reduce=is_last or self.grad.sharded,
             reshard=is_last or self.param.sharded or self.shard == 1,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dzero.zero.layout import Layout
 
 
-class Microbatches:
+class MicrobatchCount:
     """Those since the last optimizer step."""
 
     def __init__(self, layout: Layout) -> None:

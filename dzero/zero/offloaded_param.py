@@ -1,9 +1,9 @@
 """Parameters that live in host memory or on disk (offload.param), as FSDP2's extension point wants them.
 
-A `HostShard` says it is a tensor on the mesh's device, as `fully_shard` asks, while its elements lie in a
-`HostMemory`, or behind it on disk. FSDP2 asks each shard for its all-gather input right before it gathers the unit:
-that is where the unit is brought to the device (`Unit.bring`), and the one place that has to wait for an update in
-flight.
+A `OffDeviceShard` says it is a tensor on the mesh's device, as `fully_shard` asks, while its elements lie in a
+`OffDeviceTensor`, or behind it on disk. FSDP2 asks each shard for its all-gather input right before it gathers the
+unit: that is where the unit is brought to the device (`Unit.bring`), and the one place that has to wait for an update
+in flight.
 
     operation on a HostShard             what happens
     a view of it                         another HostShard of the same memory, also of another dtype
@@ -31,10 +31,10 @@ from dzero.zero.dtensors import local_of, written
 from dzero.zero.units import swap
 
 
-class Door(Protocol):
+class ParamHooks(Protocol):
     """The unit of a parameter."""
 
-    def bring(self, memory: HostMemory) -> torch.Tensor:
+    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
         """The parameter's padded shard [elems] on the device."""
 
     def settle(self) -> None:
@@ -44,8 +44,8 @@ class Door(Protocol):
         """Somebody is about to write: masters must follow."""
 
 
-class Home(Protocol):
-    """Where the elements of a `HostMemory` lie."""
+class TensorStorage(Protocol):
+    """Where the elements of a `OffDeviceTensor` lie."""
 
     def get(self) -> torch.Tensor:
         """The elements [elems] in host memory: in place, or a copy of what lies elsewhere."""
@@ -55,7 +55,7 @@ class Home(Protocol):
 
 
 @dataclass
-class InMemory:
+class HostStorage:
     """The home of elements that are simply there, in `flat` [elems]."""
 
     flat: torch.Tensor
@@ -71,7 +71,7 @@ class InMemory:
 
 
 @dataclass(eq=False)
-class HostMemory:
+class OffDeviceTensor:
     """One tensor of `elems` elements of `dtype` that is not on `device` and yet said to be there.
 
     Every HostShard of it is a view, so its `home` may change. door: None until it is part of a sharded unit. Weak:
@@ -79,50 +79,50 @@ class HostMemory:
     """
 
     name: str
-    home: Home
+    home: TensorStorage
     dtype: torch.dtype
     elems: int
     device: torch.device
-    door: weakref.ref[Door] | None = None
+    door: weakref.ref[ParamHooks] | None = None
 
     @classmethod
     def of(
-        cls, name: str, flat: torch.Tensor, device: torch.device, door: weakref.ref[Door] | None = None
-    ) -> HostMemory:
+        cls, name: str, flat: torch.Tensor, device: torch.device, door: weakref.ref[ParamHooks] | None = None
+    ) -> OffDeviceTensor:
         """That of `flat` [elems], where it is."""
-        return cls(name, InMemory(flat), flat.dtype, flat.numel(), device, door)
+        return cls(name, HostStorage(flat), flat.dtype, flat.numel(), device, door)
 
     @property
     def flat(self) -> torch.Tensor:
-        """The elements [elems]; see `Home.get`."""
+        """The elements [elems]; see `TensorStorage.get`."""
         return self.home.get()
 
     def settle(self) -> None:
-        """See `Door.settle`."""
+        """See `ParamHooks.settle`."""
         if self.door is not None and (door := self.door()) is not None:
             door.settle()
 
     def write(self) -> None:
-        """See `Door.write`."""
+        """See `ParamHooks.write`."""
         if self.door is not None and (door := self.door()) is not None:
             door.write()
 
-    def move_to(self, home: Home) -> None:
+    def move_to(self, home: TensorStorage) -> None:
         """Live there from now on."""
         home.put(self.home.get())
         self.home = home
 
 
-class HostShard(torch.Tensor):
+class OffDeviceShard(torch.Tensor):
     """A tensor on `memory.device` by its own account, in truth elsewhere."""
 
-    memory: HostMemory
+    memory: OffDeviceTensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, memory: HostMemory, like: torch.Tensor) -> HostShard:
+    def __new__(cls, memory: OffDeviceTensor, like: torch.Tensor) -> OffDeviceShard:
         """`like`: its outline, on meta."""
-        made: HostShard = torch.Tensor._make_wrapper_subclass(
+        made: OffDeviceShard = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
             strides=like.stride(),
@@ -134,7 +134,7 @@ class HostShard(torch.Tensor):
         return made
 
     @classmethod
-    def of(cls, memory: HostMemory, size: Sequence[int]) -> HostShard:
+    def of(cls, memory: OffDeviceTensor, size: Sequence[int]) -> OffDeviceShard:
         """The first elements of `memory`, as a contiguous tensor."""
         return cls(memory, torch.empty(size, dtype=memory.dtype, device="meta"))
 
@@ -179,7 +179,7 @@ class HostShard(torch.Tensor):
         """Of a copy on the device."""
         return _on_device(self).__dlpack__(**options)
 
-    def share_memory_(self) -> HostShard:
+    def share_memory_(self) -> OffDeviceShard:
         """Refused: the memory belongs to the offload."""
         raise NotImplementedError("share_memory_ on a parameter in host memory: share a clone")
 
@@ -192,22 +192,22 @@ class HostShard(torch.Tensor):
         first = args[0] if args else None
         if func.namespace == "c10d":  # writes into what it is given without saying so
             raise NotImplementedError(f"{func} on a parameter in host memory: take full_tensor(), or a state dict")
-        if isinstance(first, HostShard) and torch.Tag.inplace_view in func.tags:
+        if isinstance(first, OffDeviceShard) and torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func} on a parameter in host memory: change the shape of a view or a clone")
-        if isinstance(first, HostShard) and func.is_view:
+        if isinstance(first, OffDeviceShard) and func.is_view:
             views = func(first.outline, *args[1:], **kwargs)
             return tree_map_only(torch.Tensor, lambda view: cls(first.memory, view), views)
-        if isinstance(first, HostShard) and func is torch.ops.aten.new_zeros.default:
+        if isinstance(first, OffDeviceShard) and func is torch.ops.aten.new_zeros.default:
             size = torch.Size(args[1])
             zeros = torch.zeros(size.numel(), dtype=kwargs.get("dtype") or first.dtype)
-            return cls.of(HostMemory.of(first.memory.name, zeros, first.memory.device, first.memory.door), size)
+            return cls.of(OffDeviceTensor.of(first.memory.name, zeros, first.memory.device, first.memory.door), size)
         changed = written(func, args, kwargs)
-        if not any(isinstance(tensor, HostShard) for tensor in changed):
+        if not any(isinstance(tensor, OffDeviceShard) for tensor in changed):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
-        memories = {tensor.memory for tensor in changed if isinstance(tensor, HostShard)}
+        memories = {tensor.memory for tensor in changed if isinstance(tensor, OffDeviceShard)}
         for memory in memories:
             memory.write()
-        opened: dict[HostMemory, torch.Tensor] = {}
+        opened: dict[OffDeviceTensor, torch.Tensor] = {}
         copies: dict[torch.Tensor, torch.Tensor] = {}
         on_host = partial(_on_host, opened, copies)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
@@ -243,17 +243,18 @@ def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str])
     """Wrap the parameters in `names` wherever `modules` have them: `fully_shard` then puts their shards on the host."""
     wrapped: dict[nn.Parameter, nn.Parameter] = {
         param: nn.Parameter(
-            HostShard.of(HostMemory.of(name, param.detach().view(-1), param.device), param.shape), param.requires_grad
+            OffDeviceShard.of(OffDeviceTensor.of(name, param.detach().view(-1), param.device), param.shape),
+            param.requires_grad,
         )
         for param, name in names.items()
     }
     swap(modules, wrapped)
 
 
-def memory_of(param: torch.Tensor) -> HostMemory | None:
+def memory_of(param: torch.Tensor) -> OffDeviceTensor | None:
     """The host memory of a sharded parameter, None for one that lives on the device."""
     local = local_of(param)
-    return local.memory if isinstance(local, HostShard) else None
+    return local.memory if isinstance(local, OffDeviceShard) else None
 
 
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -261,14 +262,14 @@ def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.read().to(tensor.device, copy=True) if isinstance(tensor, HostShard) else tensor
+    return tensor.read().to(tensor.device, copy=True) if isinstance(tensor, OffDeviceShard) else tensor
 
 
 def _on_host(
-    opened: dict[HostMemory, torch.Tensor], copies: dict[torch.Tensor, torch.Tensor], tensor: torch.Tensor
+    opened: dict[OffDeviceTensor, torch.Tensor], copies: dict[torch.Tensor, torch.Tensor], tensor: torch.Tensor
 ) -> torch.Tensor:
     """In `opened`: once for all views of one memory, which then see each other's changes. `copies`: of others."""
-    if not isinstance(tensor, HostShard):
+    if not isinstance(tensor, OffDeviceShard):
         if tensor.device.type != "cpu" and tensor not in copies:
             copies[tensor] = tensor.cpu()
         return copies.get(tensor, tensor)

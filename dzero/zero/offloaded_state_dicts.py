@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD, host_mesh
 from dzero.zero.dtensors import placed_like
-from dzero.zero.offloaded_param import HostMemory, HostShard, InMemory, memory_of
+from dzero.zero.offloaded_param import HostStorage, OffDeviceShard, OffDeviceTensor, memory_of
 from dzero.zero.unit import Unit, as_module
 
 
@@ -28,7 +28,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
             if key.startswith(prefix) and isinstance(value, DTensor):
                 with torch.no_grad():
                     local = value.to_local()
-                if isinstance(local, HostShard):
+                if isinstance(local, OffDeviceShard):
                     state_dict[key] = placed_like(_as_on_host(local), value, on_host)
 
     def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -37,9 +37,9 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
             value, memory = state_dict.get(prefix + name), memory_of(param)
             if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
                 local = value.to_local()
-                if not isinstance(local, HostShard):  # else the root's hook has wrapped it
+                if not isinstance(local, OffDeviceShard):  # else the root's hook has wrapped it
                     flat = local.contiguous().view(-1)
-                    local = HostShard.of(HostMemory.of(name, flat, memory.device), local.shape)
+                    local = OffDeviceShard.of(OffDeviceTensor.of(name, flat, memory.device), local.shape)
                     state_dict[prefix + name] = placed_like(local, value, param.device_mesh)
 
     for module in (as_module(each) for each in unit.modules):
@@ -47,8 +47,8 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
         module.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
 
 
-def _as_on_host(local: HostShard) -> torch.Tensor:
+def _as_on_host(local: OffDeviceShard) -> torch.Tensor:
     memory = local.memory
-    if isinstance(memory.home, InMemory):
+    if isinstance(memory.home, HostStorage):
         return local.within(memory.home.flat)
-    return HostShard(replace(memory, device=torch.device("cpu")), local.outline)
+    return OffDeviceShard(replace(memory, device=torch.device("cpu")), local.outline)

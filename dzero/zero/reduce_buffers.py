@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.zero.deferred_grads import groups_of, unreduced
 from dzero.zero.scalar_params import widen_gradient
-from dzero.zero.unit import Consumer, Unit
+from dzero.zero.unit import GradConsumer, Unit
 
 
 def reduce_whole(unit: Unit) -> None:
@@ -32,7 +32,7 @@ class _Whole:
     def __init__(self, unit: Unit, group: Any) -> None:
         name_of = {param: name for name, param in unit.params.items()}
         self._unit, self._group = unit, group
-        self._consumer: Consumer | None = None
+        self._consumer: GradConsumer | None = None
         self._held = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
         self.names = [name_of[held.sharded_param] for held in self._held]
         self._scalars = [held for held in self._held if not held._orig_size]

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm.collectives import GatherUpdated, ReduceGrads
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Exchange
+from dzero.comm.reduction import AxisReduction
 from dzero.mesh import REPLICATE, SHARD
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import ParamShape, UnitShape, rows_of
@@ -51,11 +51,11 @@ def mesh_of_shares(mesh: DeviceMesh) -> DeviceMesh:
     )
 
 
-class Shares:
+class ReplicaShards:
     """Of one unit, on this rank: `shard` and `copy` say which."""
 
     def __init__(
-        self, unit: UnitShape, layout: Layout, shard: Cut, copy: Cut, exchange: Exchange, ledger: Ledger
+        self, unit: UnitShape, layout: Layout, shard: Cut, copy: Cut, exchange: AxisReduction, ledger: Ledger
     ) -> None:
         self._shapes = {param.name: param for param in unit.params}
         self._shard, self._copy, self._exchange = shard, copy, exchange

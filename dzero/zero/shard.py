@@ -30,27 +30,27 @@ from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Exact, Exchange, Native
+from dzero.comm.reduction import AxisReduction, ExactReduction, NativeReduction
 from dzero.hardware import give_back_freed_memory
 from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups, take_mesh
 from dzero.parallel.expert.dispatch import ExpertParallel
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import fill_tiles, find_tiles
 from dzero.streams import Loans, exist
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.deferred_grads import collect, follow_root, has_failed, unsharded_params
 from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, refuse_outside_forward
-from dzero.zero.init_on_disk import ColdRoom
-from dzero.zero.init_params import Materialise, Values
+from dzero.zero.init_on_disk import InitSpillFile
+from dzero.zero.init_params import Materialise, ParamInit
 from dzero.zero.layout import Layout
-from dzero.zero.microbatch_count import Microbatches
+from dzero.zero.microbatch_count import MicrobatchCount
 from dzero.zero.offload_config import OffloadConfig
-from dzero.zero.offloaded_param import Home, InMemory, put_on_host
+from dzero.zero.offloaded_param import HostStorage, TensorStorage, put_on_host
 from dzero.zero.offloaded_state_dicts import hook_state_dicts
 from dzero.zero.partial_scalars import watch_numbers
 from dzero.zero.reduce_buffers import reduce_whole
 from dzero.zero.registered_params import drop_waiting, follow_shards
-from dzero.zero.replica_shards import Shares
+from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.scalar_params import Places, narrow_in_forward, widen
 from dzero.zero.split_rules import check_experts, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
@@ -58,11 +58,11 @@ from dzero.zero.torch_compat import follow_outputs, recover
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.unit_inputs import cast_first_input, own_output
 from dzero.zero.unit_shapes import UnitShape
-from dzero.zero.units import Slot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
+from dzero.zero.units import ParamSlot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
 from dzero.zero.unsharded_in_place import use_shards
 
 
-class Claimant(Protocol):
+class GradClaimant(Protocol):
     """Who takes gradients of a sharded model for an optimizer."""
 
     def drop(self) -> None:
@@ -87,17 +87,17 @@ class Sharded:
         units: list[Unit],
         ledger: Ledger,
         loans: Loans,
-        parts: Parts | None,
+        parts: ModelStages | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.loans = loans
         self.model_groups, self.parts = model_groups, parts
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
-        self.claims: WeakKeyDictionary[Claimant, frozenset[str]] = WeakKeyDictionary()
+        self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._reductions = 0
         self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
-        self._microbatches = [Microbatches(layout) for _ in self._roots]
+        self._microbatches = [MicrobatchCount(layout) for _ in self._roots]
         follow_shards(units, [model] if parts is None else [], layout)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
@@ -156,7 +156,8 @@ class Sharded:
         self.ledger.trail.end_step()  # also where the optimizer of these gradients is gone on some ranks already
 
     def end_step(self) -> None:
-        """Called by the optimizer's step; see `Microbatches.end`. Raises RuntimeError after a backward that raised."""
+        """Called by the optimizer's step; see `MicrobatchCount.end`. Raises RuntimeError after a backward that
+        raised."""
         if any(map(has_failed, self._roots)):
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
@@ -227,7 +228,7 @@ def shard(
     materialise: Materialise | None = None,
     is_unit: Callable[[nn.Module], bool] | None = None,
     device: torch.device | None = None,
-    parts: Parts | None = None,
+    parts: ModelStages | None = None,
     experts: ExpertParallel | None = None,
 ) -> Sharded:
     """Cut `model` in place over the data-parallel `mesh`, unit by unit.
@@ -286,14 +287,14 @@ class Axes:
 
     mesh: DeviceMesh
     groups: dict[str, dist.ProcessGroup]
-    exchanges: dict[str, Exchange]
+    exchanges: dict[str, AxisReduction]
 
     @classmethod
     def of(cls, mesh: DeviceMesh, layout: Layout) -> Axes:
         """Of a mesh with these two alone."""
         groups = {axis: mesh.get_group(axis) for axis in AXES}
-        exchanges: dict[str, Exchange] = {
-            axis: (Exact if layout.exact else Native)(group) for axis, group in groups.items()
+        exchanges: dict[str, AxisReduction] = {
+            axis: (ExactReduction if layout.exact else NativeReduction)(group) for axis, group in groups.items()
         }
         return cls(mesh, groups, exchanges)
 
@@ -310,7 +311,7 @@ class _Sharder:
         units: Units,
         materialise: Materialise | None,
         device: torch.device,
-        parts: Parts | None,
+        parts: ModelStages | None,
         experts: ExpertParallel | None,
         scalars: Places,
     ) -> None:
@@ -327,7 +328,7 @@ class _Sharder:
         on = torch.device(mesh.device_type)
         self.ledger.trail.device = on if exist(on) else None
         self.loans = Loans(on)
-        self.values = Values(layout, device, materialise, ends)
+        self.values = ParamInit(layout, device, materialise, ends)
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
@@ -337,7 +338,7 @@ class _Sharder:
         check_experts(shapes, mesh, experts, layout.model_ranks)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         rank = mesh.get_local_rank(SHARD)
-        self.cold = ColdRoom.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
+        self.cold = InitSpillFile.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model, self.axes[1].groups)
@@ -363,7 +364,7 @@ class _Sharder:
             self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.parts
         )
 
-    def _cut(self, name: str, modules: list[nn.Module], slots: list[Slot]) -> Unit:
+    def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
         """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
         shape = self.shapes[name]
         layout, axes = self.layout.of_unit(shape), self.axes[shape.shared_by]
@@ -411,13 +412,13 @@ class _Sharder:
             hook_state_dicts(unit, unit.mesh)
         return unit
 
-    def _where_master_lives(self, name: str, origin: torch.Tensor) -> Home:
+    def _where_master_lives(self, name: str, origin: torch.Tensor) -> TensorStorage:
         """There it waits for its optimizer."""
         if name not in self.off_device["master"]:
-            return InMemory(origin)
-        return self._on_disk(name, origin) if self.layout.master.tier == "disk" else InMemory(origin.cpu())
+            return HostStorage(origin)
+        return self._on_disk(name, origin) if self.layout.master.tier == "disk" else HostStorage(origin.cpu())
 
-    def _on_disk(self, name: str, tensor: torch.Tensor) -> Home:
+    def _on_disk(self, name: str, tensor: torch.Tensor) -> TensorStorage:
         assert self.cold is not None
         return self.cold.keep(name, tensor)
 
@@ -431,10 +432,10 @@ class _Sharder:
         own, shares = axes.groups[SHARD], self.layout.shares
         return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if shares > 1 else 0, shares)
 
-    def _shares(self, unit: UnitShape, axes: Axes) -> Shares | None:
+    def _shares(self, unit: UnitShape, axes: Axes) -> ReplicaShards | None:
         if self.layout.shares == 1:
             return None
-        return Shares(unit, self.layout, *self._cuts(axes), axes.exchanges[REPLICATE], self.ledger)
+        return ReplicaShards(unit, self.layout, *self._cuts(axes), axes.exchanges[REPLICATE], self.ledger)
 
     def _switch(self, unit: Unit, axes: Axes) -> None:
         module, name, exchange = unit.modules[0], unit.shape.name, axes.exchanges[SHARD]

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from dzero.comm.collectives import AverageCopies
 from dzero.zero.layout import Layout
-from dzero.zero.offloaded_param import Home, HostMemory, memory_of
-from dzero.zero.replica_shards import Shares
+from dzero.zero.offloaded_param import OffDeviceTensor, TensorStorage, memory_of
+from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.watched_tensor import watch
 
 
-class Consumer(Protocol):
+class GradConsumer(Protocol):
     """Whom a unit's gradients go to: for each reduction `receive`, `shown` of every parameter, and `returned`."""
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
@@ -57,7 +57,7 @@ class Consumer(Protocol):
         """Wait for queued work, which holds the optimizer that queued it."""
 
 
-class Carrier(Protocol):
+class ParamCarrier(Protocol):
     """Who brings a unit's parameters from host memory to the device, ahead of use where it can."""
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class Carrier(Protocol):
         """Drop what was brought of a unit (its name) ahead of use: its values may change."""
 
 
-class Owner(Protocol):
+class MasterOwner(Protocol):
     """The optimizer, whose masters follow what is written into parameters."""
 
     def synchronize(self) -> None:
@@ -93,18 +93,18 @@ class Unit:
     modules: list[FSDPModule]
     params: dict[str, nn.Parameter]
     average: AverageCopies | None
-    origin: dict[str, Home] = field(default_factory=dict)
+    origin: dict[str, TensorStorage] = field(default_factory=dict)
     buffered: tuple[str, ...] = ()
-    consumer: weakref.ref[Consumer] | None = None
-    carrier: weakref.ref[Carrier] | None = None
-    owner: weakref.ref[Owner] | None = None
+    consumer: weakref.ref[GradConsumer] | None = None
+    carrier: weakref.ref[ParamCarrier] | None = None
+    owner: weakref.ref[MasterOwner] | None = None
     pending: Callable[[], None] | None = None
     is_edited: bool = False
     is_stale: bool = False
     reductions: int = 0
     version: int = 0
-    hosted: dict[str, HostMemory] = field(default_factory=dict)
-    shares: Shares | None = None
+    hosted: dict[str, OffDeviceTensor] = field(default_factory=dict)
+    shares: ReplicaShards | None = None
     _brought: dict[str, torch.Tensor] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _missing: frozenset[str] = frozenset()
@@ -127,12 +127,12 @@ class Unit:
         self._taken.add(name)
         return None if home is None else home.get()
 
-    def attach(self, consumer: Consumer) -> None:
+    def attach(self, consumer: GradConsumer) -> None:
         """Deliver to `consumer` from now on."""
         self.consumer = weakref.ref(consumer)
 
     @property
-    def attached(self) -> Consumer | None:
+    def attached(self) -> GradConsumer | None:
         """The optimizer's, that takes the gradients; None without one."""
         return None if self.consumer is None else self.consumer()
 
@@ -142,7 +142,7 @@ class Unit:
         if wait is not None:
             wait()
 
-    def bring(self, memory: HostMemory) -> torch.Tensor:
+    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
         """A parameter's shard on the device; all of the unit come with the first that FSDP2 asks for."""
         self._hold(memory)
         if memory.name not in self._brought:
@@ -161,7 +161,7 @@ class Unit:
         if self.carrier is not None and (carrier := self.carrier()) is not None:
             carrier.forget(self.shape.name)
 
-    def watch(self, owner: Owner | None = None) -> None:
+    def watch(self, owner: MasterOwner | None = None) -> None:
         """Notice from now on what is written into parameters, once `owner`, if there is one, has been synchronized."""
         self.owner = None if owner is None else weakref.ref(owner)
         for name, param in self.params.items():
@@ -189,7 +189,7 @@ class Unit:
             if (memory := memory_of(self.params[name])) is not None:
                 self._hold(memory)
 
-    def _hold(self, memory: HostMemory) -> None:
+    def _hold(self, memory: OffDeviceTensor) -> None:
         held = self.hosted[memory.name]
         if memory is not held:
             self.settle()
@@ -197,7 +197,7 @@ class Unit:
             self.hosted[memory.name] = memory
 
     def expect(self, missing: frozenset[str]) -> None:
-        """Called when FSDP2 is about to reduce; `missing`: see `Consumer.receive`."""
+        """Called when FSDP2 is about to reduce; `missing`: see `GradConsumer.receive`."""
         self._missing, self._delivered = missing, False
 
     def deliver(self, reduced: torch.Tensor) -> None:

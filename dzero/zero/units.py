@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dzero.parallel.blocks import find_blocks
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling.tile import find_tiles
 from dzero.zero.dtensors import local_of
@@ -179,14 +179,14 @@ def _joined_by_tied_weights(
 Units = list[tuple[str, list[nn.Module]]]
 
 
-def roots_of(model: nn.Module, parts: Parts | None) -> list[nn.Module]:
+def roots_of(model: nn.Module, parts: ModelStages | None) -> list[nn.Module]:
     """The modules whose forward is called: the model's, or of a pipeline those of this rank's parts."""
     return [model] if parts is None else [part.module for part in parts.own]
 
 
 def units_of_roots(
     model: nn.Module,
-    parts: Parts | None,
+    parts: ModelStages | None,
     class_names: Sequence[str] | None,
     is_unit: Callable[[nn.Module], bool] | None,
     experts: Mapping[str, nn.Module] | None,
@@ -201,7 +201,7 @@ def units_of_roots(
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSlot:
     """Where a parameter lives: FSDP2 replaces the object, so the place is its identity."""
 
     name: str
@@ -226,14 +226,14 @@ def swap(modules: Iterable[nn.Module], params: Mapping[nn.Parameter, nn.Paramete
 
 def slots_by_unit(
     model: nn.Module, units: list[tuple[str, list[nn.Module]]], aliases: Mapping[str, str] | None = None
-) -> dict[str, list[Slot]]:
+) -> dict[str, list[ParamSlot]]:
     """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
 
     aliases: other names for parameters. Raises ValueError for a complex parameter, and a model without parameters.
     """
     unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
     seen: set[nn.Parameter] = set()
-    slots: dict[str, list[Slot]] = {name: [] for name, _ in units}
+    slots: dict[str, list[ParamSlot]] = {name: [] for name, _ in units}
     for prefix, module in model.named_modules():
         for attribute, param in module.named_parameters(recurse=False):
             if param.is_complex():
@@ -245,20 +245,20 @@ def slots_by_unit(
             seen.add(param)
             name = f"{prefix}.{attribute}" if prefix else attribute
             name = (aliases or {}).get(name, name)
-            slots[unit_of[module]].append(Slot(name, module, attribute))
+            slots[unit_of[module]].append(ParamSlot(name, module, attribute))
     if not seen:
         raise ValueError(f"{type(model).__name__} has no floating-point parameters to shard")
     return slots
 
 
-def shapes_of(slots: Mapping[str, Sequence[Slot]], units: Units, roots: Sequence[nn.Module]) -> list[UnitShape]:
+def shapes_of(slots: Mapping[str, Sequence[ParamSlot]], units: Units, roots: Sequence[nn.Module]) -> list[UnitShape]:
     """The units' unsharded shapes. roots: those of `roots_of`, which are among the units."""
     last = {*roots, *(end[1] for root in roots if (end := _vouched_end(root, OUTPUT)) is not None)}
     closing = {name for name, modules in units if not last.isdisjoint(modules)}
     return [UnitShape(name, tuple(map(shape_of, of_unit)), name in closing) for name, of_unit in slots.items()]
 
 
-def shape_of(slot: Slot) -> ParamShape:
+def shape_of(slot: ParamSlot) -> ParamShape:
     """Of one parameter, as the ranks of a data-parallel group hold it.
 
     Raises ValueError for a DTensor over several axes, or one that its axis does not cut into equal parts.

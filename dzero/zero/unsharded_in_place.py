@@ -22,10 +22,10 @@ def use_shards(module: FSDPModule) -> None:
     for group in groups_of(module):
         for held in group.fsdp_params:
             if type(held._sharded_param_data) is torch.Tensor:  # else it is brought to the device for each use
-                held.__class__ = InPlace
+                held.__class__ = UnshardedInPlace
 
 
-class InPlace(FSDPParam):
+class UnshardedInPlace(FSDPParam):
     """FSDP2's own of one parameter, which at a shard axis of one rank has its shard for what is gathered."""
 
     _gathered: torch.Tensor | None = None

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dzero.checkpoint.format import MANIFEST, NAMES, VERSION, Manifest, Part, index_name, seal
-from dzero.checkpoint.io_buffers import Buffers
-from dzero.checkpoint.store import Folder
+from dzero.checkpoint.format import MANIFEST, NAMES, VERSION, Manifest, StoredBox, index_name, seal
+from dzero.checkpoint.io_buffers import IOBuffers
+from dzero.checkpoint.store import Directory
 from dzero.checkpoint.writer import ShardWriter
 
 
@@ -25,8 +25,8 @@ def write(
 ) -> Path:
     """`folder`, a checkpoint of `ranks` ranks: each tensor cut into chunks along its dim in `dims`, or dim 0."""
     folder.mkdir(parents=True)
-    blocks, seals = Buffers(2, block_bytes=block_bytes), []
-    with Folder(folder) as opened:
+    blocks, seals = IOBuffers(2, block_bytes=block_bytes), []
+    with Directory(folder) as opened:
         for rank in range(ranks):
             pieces = dict(_pieces(tensors, rank, ranks, dims or {}))
             parts = {name: part for name, (part, _) in pieces.items()}
@@ -43,7 +43,7 @@ def write(
 
 def _pieces(
     tensors: Mapping[str, Tensor], rank: int, ranks: int, dims: Mapping[str, int]
-) -> Sequence[tuple[str, tuple[Part, Tensor]]]:
+) -> Sequence[tuple[str, tuple[StoredBox, Tensor]]]:
     found = []
     for name, tensor in tensors.items():
         dim, shape = dims.get(name, 0), tuple(tensor.shape)
@@ -52,6 +52,6 @@ def _pieces(
         piece = tensor.narrow(dim, first, min(step, shape[dim] - first))
         offset = [0] * len(shape)
         offset[dim] = first
-        part = Part(name, NAMES[tensor.dtype], shape, tuple(offset), tuple(piece.shape), 0, 0)
+        part = StoredBox(name, NAMES[tensor.dtype], shape, tuple(offset), tuple(piece.shape), 0, 0)
         found.append((name, (part, piece)))
     return found

@@ -24,14 +24,14 @@ import dzero.cli.inspect  # noqa: F401  # as `main` does when it has a command, 
 from dzero import AdamW
 from dzero.__main__ import main
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
-from dzero.checkpoint.store import LATEST, Shelf
+from dzero.checkpoint.store import LATEST, CheckpointStore
 
 MIB = 1 << 20
 PUBLISHED = {"kind": "hf", "config": "{}"}
@@ -42,7 +42,7 @@ def resumed_from_damaged_pointers(rank: int, ranks: int, folder: Path) -> dict[s
     sharded = sharded_net("uneven", stage=3)
     seen: dict[str, Any] = {}
     pointer, elsewhere = folder / LATEST, folder.parent / "elsewhere.json"
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded, lr=1e-3)) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded, lr=1e-3)) as checkpoints:
         for step in (2, 3):
             checkpoints.save(step, {})
         checkpoints.finish()
@@ -90,11 +90,11 @@ def resumed_from_damaged_pointers(rank: int, ranks: int, folder: Path) -> dict[s
     return seen
 
 
-def alone(folder: Path) -> Agreement:
+def alone(folder: Path) -> RankConsensus:
     """A group of one, for a process that has none."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return Agreement(str(folder))
+    return RankConsensus(str(folder))
 
 
 def save(saver: Saver, step: int, count: int) -> str | None:
@@ -114,7 +114,7 @@ def told(work: Callable[[], object]) -> str:
 
 def latest(folder: Path) -> float:
     """The value of every element of the latest checkpoint."""
-    with Checkpoint(folder / (Shelf(folder).latest() or "")) as checkpoint:
+    with Checkpoint(folder / (CheckpointStore(folder).latest() or "")) as checkpoint:
         (value,) = checkpoint.read("a", Box.whole(checkpoint.part("a").shape)).unique().tolist()
     return float(value)
 
@@ -176,7 +176,7 @@ def forbidden(folder: str) -> dict[str, str]:
     without(path / data_name(0), 0, "read data", read)
     without(path / index_name(0), 0, "read index", read)
     without(path, 0, "read folder", read)
-    without(shelf, 0, "read shelf", lambda: Shelf(shelf).names())
+    without(shelf, 0, "read shelf", lambda: CheckpointStore(shelf).names())
     without(shelf / LATEST, 0, "latest", read)
     return seen
 

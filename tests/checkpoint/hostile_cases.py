@@ -24,7 +24,7 @@ from storage_cases import grown
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.format import MANIFEST, VERSION, data_name, digest, index_name, seal
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.store import LATEST, Shelf
+from dzero.checkpoint.store import LATEST, CheckpointStore
 
 DATA, INDEX = data_name(0), index_name(0)
 STEP = "step_00000001"
@@ -219,7 +219,7 @@ def honest(shelf: Path) -> Path:
 
 def read(shelf: Path) -> int:
     """All that can be read, as a run would; its bytes."""
-    with Checkpoint(shelf / (Shelf(shelf).latest() or "nothing")) as checkpoint:
+    with Checkpoint(shelf / (CheckpointStore(shelf).latest() or "nothing")) as checkpoint:
         read_bytes = sum(checkpoint.verify())
         for name in checkpoint.names:
             checkpoint.read(name, Box.whole(checkpoint.part(name).shape))

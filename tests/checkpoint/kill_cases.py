@@ -36,11 +36,11 @@ from shelves import entry, raw
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.format import MANIFEST
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
-from dzero.checkpoint.selection import Origin, candidates
-from dzero.checkpoint.store import LATEST, LOCK, Shelf
+from dzero.checkpoint.selection import ResumeOrigin, candidates
+from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore
 
 RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
 Say = Callable[[Any], None]
@@ -81,13 +81,15 @@ def run_of(rank: int, folder: Path, store: str, start: int, name: str = "") -> C
             world_size=RANKS,
             timeout=timedelta(seconds=DEADLINE_S),
         )
-        agreement = Agreement(str(folder))
+        agreement = RankConsensus(str(folder))
         agreement.agree()
         say(["opening"])
         with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
-            saver.claim(Origin.of(folder / name) if name else None)
+            saver.claim(ResumeOrigin.of(folder / name) if name else None)
             if rank == 0 and (
-                left := [name for name in os.listdir(folder) if name not in (LOCK, LATEST, *Shelf(folder).names())]
+                left := [
+                    name for name in os.listdir(folder) if name not in (LOCK, LATEST, *CheckpointStore(folder).names())
+                ]
             ):
                 say(["left", left])
             for step in count(start):
@@ -104,7 +106,7 @@ def reader_of(folder: Path) -> Callable[[Say], None]:
     """Say which step a run would resume from; read every checkpoint that has a name."""
 
     def work(say: Say) -> None:
-        shelf, notes, steps = Shelf(folder), list[str](), {"": 0}
+        shelf, notes, steps = CheckpointStore(folder), list[str](), {"": 0}
         for name in shelf.names():
             with Checkpoint(folder / name) as checkpoint:
                 steps[name] = checkpoint.manifest.step
@@ -138,7 +140,7 @@ def held_up(child: int) -> str:
 
 def left_in(folder: Path) -> set[str]:
     """What a kill left behind, in words."""
-    shelf, found = Shelf(folder), set()
+    shelf, found = CheckpointStore(folder), set()
     for name in os.listdir(folder) if folder.exists() else []:
         if name.startswith("step_") and name.endswith(".partial"):
             found.add("all but a name" if (folder / name / MANIFEST).exists() else "half a checkpoint")

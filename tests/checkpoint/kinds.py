@@ -14,7 +14,7 @@ from torch import Tensor
 from training_loops import masters_of, params_of, sharded_net, train
 
 from dzero import AdamW, OffloadConfig, Sharded
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.zero.offload_config import DiskConfig
 
@@ -107,7 +107,7 @@ def saved(rank: int, ranks: int, kinds: list[Kind], folder: Path) -> dict[Kind, 
     for kind in kinds:
         sharded, optim = kind.make(folder)
         train(sharded, optim, kind.net, steps=2)
-        with Checkpoints(CheckpointConfig(folder=str(folder / str(kind))), sharded, optim) as checkpoints:
+        with Checkpointer(CheckpointConfig(folder=str(folder / str(kind))), sharded, optim) as checkpoints:
             checkpoints.save(2, {"of": str(kind)})
             told[kind] = everything(sharded, optim)
             checkpoints.finish()
@@ -120,7 +120,7 @@ def loaded(rank: int, ranks: int, pairs: list[tuple[Kind, Kind]], folder: Path) 
     told = []
     for source, kind in pairs:
         sharded, optim = kind.make(folder)
-        with Checkpoints(CheckpointConfig(folder=str(folder / str(source))), sharded, optim) as checkpoints:
+        with Checkpointer(CheckpointConfig(folder=str(folder / str(source))), sharded, optim) as checkpoints:
             resumed = checkpoints.resume("auto")
             assert resumed is not None
             assert (resumed.step, resumed.extra) == (2, {"of": str(source)})

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import DTYPES, MANIFEST, NAMES, VERSION, Index, Manifest, Part, index_name, seal
-from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.format import DTYPES, MANIFEST, NAMES, VERSION, FileIndex, Manifest, StoredBox, index_name, seal
+from dzero.checkpoint.io_buffers import IOBuffers
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.store import Folder, Shelf
+from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 
 PAGE = 4096
-Entries = Mapping[str, tuple[Part, Tensor]]
+Entries = Mapping[str, tuple[StoredBox, Tensor]]
 """What a rank puts, by entry."""
 
 
-def entry(of: str | None, whole: Tensor, box: Box | None = None) -> tuple[Part, Tensor]:
+def entry(of: str | None, whole: Tensor, box: Box | None = None) -> tuple[StoredBox, Tensor]:
     """The box of `whole` as a part of the tensor `of`."""
     shape = tuple(whole.shape)
     box = box or Box.whole(shape)
-    return Part(of, NAMES[whole.dtype], shape, box.offset, box.size, 0, 0), whole[box.slices(Box.whole(shape))]
+    return StoredBox(of, NAMES[whole.dtype], shape, box.offset, box.size, 0, 0), whole[box.slices(Box.whole(shape))]
 
 
-def write_rank(folder: Folder, rank: int, entries: Entries, *, block_bytes: int = PAGE) -> Index:
+def write_rank(folder: Directory, rank: int, entries: Entries, *, block_bytes: int = PAGE) -> FileIndex:
     parts = {name: part for name, (part, _) in entries.items()}
-    with ShardWriter(folder, rank, parts, Buffers(2, block_bytes=block_bytes)) as writer:
+    with ShardWriter(folder, rank, parts, IOBuffers(2, block_bytes=block_bytes)) as writer:
         for name, (_, tensor) in entries.items():
             writer.put(name, tensor)
         return writer.finish()
@@ -43,9 +43,9 @@ RUN = Lineage("0" * 32)
 def write(shelf: Path, step: int, ranks: Sequence[Entries], *, block_bytes: int = PAGE, lineage: Lineage = RUN) -> Path:
     """A checkpoint that the pointer names."""
     shelf.mkdir(exist_ok=True)
-    on = Shelf(shelf)
+    on = CheckpointStore(shelf)
     name, seals = on.begin(step), []
-    with Folder(on.partial(name)) as folder:
+    with Directory(on.partial(name)) as folder:
         for rank, entries in enumerate(ranks):
             data, sealed = seal(write_rank(folder, rank, entries, block_bytes=block_bytes))
             folder.write(index_name(rank), data)
@@ -89,7 +89,7 @@ def scattered(draw: random.Random, tensors: Mapping[str, Tensor], ranks: int) ->
     """All of `tensors`, each cut into boxes that lie with any rank, in any order."""
     every = [(name, box) for name, t in tensors.items() for box in cut(draw, Box.whole(tuple(t.shape)), 5)]
     draw.shuffle(every)
-    found: list[dict[str, tuple[Part, Tensor]]] = [{} for _ in range(ranks)]
+    found: list[dict[str, tuple[StoredBox, Tensor]]] = [{} for _ in range(ranks)]
     for number, (name, box) in enumerate(every):
         found[draw.randrange(ranks)][f"{name}/{number}"] = entry(name, tensors[name], box)
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
 
@@ -51,7 +51,7 @@ def recorded(rank: int, ranks: int, folder: Path) -> list[tuple[float, str, str]
         os.pwritev = noted("pwritev", lambda fd, *_: path_of(fd), "write")  # type: ignore[assignment]
         os.fsync = noted("fsync", path_of, "sync")  # type: ignore[assignment]
         os.rename = noted("rename", renamed, "rename")  # type: ignore[assignment]
-        agreement = Agreement(str(folder))
+        agreement = RankConsensus(str(folder))
         with Saver(CheckpointConfig(folder=str(folder), keep=1), agreement) as saver:
             for step in (1, 2):
                 whole = torch.arange(60_000 * ranks, dtype=torch.float32) * step

@@ -12,7 +12,7 @@ from torch import nn
 from training_loops import params_of, sharded_net, train, unequal
 
 from dzero import AdamW, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 
 
@@ -22,7 +22,7 @@ def resumed_beside_saves(rank: int, ranks: int, folder: Path) -> list[int | None
     optim = AdamW(sharded)
     train(sharded, optim, steps=1)
     found = []
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
         for step in range(1, 6):
             checkpoints.save(step, {})
             time.sleep(0.1 * rank)
@@ -38,11 +38,11 @@ def test_resume_waits_for_a_save_that_is_under_way(pool: Pool, tmp_path: Path) -
 def resumed_with_nothing(rank: int, ranks: int, folder: Path) -> list[str]:
     """Rows that are too few for all ranks; names of parameters that did not come back."""
 
-    def make(seed: int) -> tuple[dict[str, torch.Tensor], Checkpoints]:
+    def make(seed: int) -> tuple[dict[str, torch.Tensor], Checkpointer]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(8, 1))
         sharded = shard(model, ZeroConfig(stage=3), mesh=make_mesh("cpu"))
-        made = Checkpoints(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded))
+        made = Checkpointer(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded))
         if seed:
             made.resume("auto")
         return params_of(sharded), made

@@ -20,7 +20,7 @@ from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST, VERSION, data_name, index_name, seal
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.store import LATEST, Shelf
+from dzero.checkpoint.store import LATEST, CheckpointStore
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def shelf(tmp_path: Path) -> Path:
 
 def read_all(shelf: Path) -> None:
     """Everything that can be read, as a run would: by the pointer."""
-    name = Shelf(shelf).latest()
+    name = CheckpointStore(shelf).latest()
     assert name is not None
     with Checkpoint(shelf / name) as checkpoint:
         for tensor in checkpoint.names:
@@ -40,7 +40,7 @@ def read_all(shelf: Path) -> None:
 
 
 def verify_all(shelf: Path) -> None:
-    name = Shelf(shelf).latest()
+    name = CheckpointStore(shelf).latest()
     assert name is not None
     with Checkpoint(shelf / name) as checkpoint:
         assert sum(checkpoint.verify()) == sum(index.file_bytes for index in checkpoint.indexes)

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty
 from training_loops import masters_of, params_of, sharded_net, train
 
 from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.checkpoint.dcp import Reader
+from dzero.checkpoint.dcp import DcpReader
 from dzero.checkpoint.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +40,7 @@ def saved(rank: int, ranks: int, folder: Path) -> tuple[dict[str, dict[str, Tens
     sharded = sharded_net("uneven", stage=3, param="bf16", master="remainder")
     optim = AdamW(sharded, lr=3e-3)
     train(sharded, optim, "uneven", steps=3)
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
         checkpoints.save(3, {})
         checkpoints.finish()
     return states_of(sharded, optim), params_of(sharded)
@@ -54,11 +54,11 @@ def read_both_ways(rank: int, ranks: int, folder: Path, shapes: dict[str, torch.
     for cut in cuts:
         kinds = ("master", *MOMENTS)
         asked = {key: {name: placed(shape, mesh, cut) for name, shape in shapes.items()} for key in kinds}
-        dcp.load(asked, storage_reader=Reader(folder))
+        dcp.load(asked, storage_reader=DcpReader(folder))
         found.append({key: {name: whole(value) for name, value in asked[key].items()} for key in kinds})
     sharded = sharded_net("uneven", stage=1, param="bf16", seed=5)
     optim = AdamW(sharded, lr=3e-3)
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
         checkpoints.resume("auto")
     return [*found, states_of(sharded, optim)]
 
@@ -86,7 +86,7 @@ def plain_program(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    dcp.load(model.state_dict(), storage_reader=Reader(folder))
+    dcp.load(model.state_dict(), storage_reader=DcpReader(folder))
     return {name: whole(value) for name, value in model.state_dict().items()}
 
 
@@ -99,7 +99,7 @@ def test_a_program_without_dzero_gets_the_working_copies_to_the_bit(pool: Pool, 
 
 def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
     tensors = {"master.a": torch.arange(12.0).view(4, 3), "buffer.n": torch.arange(4), "param.b": torch.ones(2)}
-    reader = Reader(by_hand.write(tmp_path / "ck", tensors, ranks=2))
+    reader = DcpReader(by_hand.write(tmp_path / "ck", tensors, ranks=2))
 
     def load(**asked: Any) -> None:
         dcp.load(asked, storage_reader=reader, no_dist=True)
@@ -125,7 +125,7 @@ def test_what_cannot_be_read_is_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"rank_00001.safetensors: block 0, .* is not what was written"):
         load(a=torch.zeros(4, 3))
     with pytest.raises(CheckpointError, match="no checkpoint"):
-        Reader(tmp_path)
+        DcpReader(tmp_path)
     twice = by_hand.write(tmp_path / "twice", {"master.w": torch.ones(1), "master.master.w": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"master.w is both a parameter and the state master.w: rename it"):
-        Reader(twice)
+        DcpReader(twice)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
 from dzero.checkpoint import export_hf as exports
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import export, plan
@@ -65,7 +65,7 @@ def trained(
     model.eval()
     logits = model(tokens()).detach()
     sharded.reshard()
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
         checkpoints.save(2, {"model": describe(sharded.model)})
         checkpoints.finish()
     return {name: whole(value).clone() for name, value in model.state_dict().items()}, logits
@@ -212,7 +212,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
         planned = plan(checkpoint, "bf16")
         (parts,) = planned.files.values()
         huge = {name: exports.Part(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
-        planned = exports.Plan({"model.safetensors": huge}, planned.source, planned.config)
+        planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.config)
         with pytest.raises(CheckpointError, match=r"1.00 PiB to write, .* free: free space, or choose another disk"):
             export(checkpoint, tmp_path / "out", planned)
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck"}

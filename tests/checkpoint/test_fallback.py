@@ -22,7 +22,7 @@ from train_runs import SMALLEST
 from dzero.checkpoint import saver
 from dzero.checkpoint.config import ResumeConfig
 from dzero.checkpoint.format import MANIFEST, data_name, index_name, seal
-from dzero.checkpoint.store import LATEST, Shelf
+from dzero.checkpoint.store import LATEST, CheckpointStore
 from dzero.config import RunConfig
 from dzero.trainer.trainer import Trainer
 
@@ -117,7 +117,7 @@ def command(folder: Path, text: Path, *words: str) -> subprocess.CompletedProces
 def test_train_py_goes_on_from_the_newest_that_is_whole_and_says_so_but_not_with_strict(
     made: Path, text: Path, tmp_path: Path
 ) -> None:
-    shelf = Shelf(shutil.copytree(made, tmp_path / "checkpoints"))
+    shelf = CheckpointStore(shutil.copytree(made, tmp_path / "checkpoints"))
     flip(shelf.path / NEWEST / data_name(1), last_state(shelf.path / NEWEST, 1))
     (shelf.path / BEFORE / index_name(0)).unlink()
     stopped = command(tmp_path, text, "train.steps=4", "resume=auto", "resume.strict=true")

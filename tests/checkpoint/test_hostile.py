@@ -17,7 +17,7 @@ from shelves import RUN
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST, seal
 from dzero.checkpoint.selection import keep
-from dzero.checkpoint.store import LATEST, LOCK, Shelf
+from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "hostile_cases.py"
@@ -116,7 +116,7 @@ def test_links_in_a_folder_of_checkpoints_lead_no_save_outside(tmp_path: Path) -
     for name in (f"{LATEST}.partial", f"{LATEST}.going"):
         (shelf / name).symlink_to(outside / MANIFEST)
     before = listed(tmp_path / "outside")
-    on = Shelf(shelf)
+    on = CheckpointStore(shelf)
     with on.locked():
         assert sorted(on.clean()) == sorted(
             ["step_00000007.partial", "step_00000008.going", f"{LATEST}.partial", f"{LATEST}.going"]

@@ -19,7 +19,7 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, 
 from dzero.checkpoint.import_hf import blank, fill
 from dzero.models.build import build, count, materialiser, weights_of
 from dzero.models.config import ModelConfig
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.published import describe, published_name
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
@@ -61,7 +61,7 @@ def started(rank: int, ranks: int, config: ModelConfig, kind: dict[str, Any], sc
     """Bytes that were read, bytes that this rank keeps; masters, parameters, moments, and how many were trained."""
     model = build(config, VOCAB)
     weights = weights_of(config, model)
-    materialise = Materialiser(model, seed=0, device="cpu", weights=blank(model, weights))
+    materialise = MetaInitializer(model, seed=0, device="cpu", weights=blank(model, weights))
     apply_blocks(model, BlockConfig(tiles=kind.get("tiles", 1)), "cpu")
     tiers = dict(kind.get("offload", {}))
     if "disk" in tiers.values():
@@ -138,7 +138,7 @@ def test_models_of_transformers_start_the_same_way(pool: Pool, tmp_path: Path, k
 def filled_late(rank: int, ranks: int, config: ModelConfig) -> None:
     model = build(config, VOCAB)
     weights = weights_of(config, model)
-    fill_all = Materialiser(model, seed=0, device="cpu", weights=blank(model, weights))
+    fill_all = MetaInitializer(model, seed=0, device="cpu", weights=blank(model, weights))
     sharded = shard(model, ZeroConfig(stage=3), materialise=fill_all)
     optim = AdamW(sharded)
     fill(sharded, weights)

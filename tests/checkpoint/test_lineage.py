@@ -16,8 +16,8 @@ from train_runs import SMALLEST, TORCHRUN
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.selection import Origin, candidates, keep, refuse_foreign
-from dzero.checkpoint.store import LATEST, LOCK, Shelf
+from dzero.checkpoint.selection import ResumeOrigin, candidates, keep, refuse_foreign
+from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore
 
 SECONDS = 400.0
 SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "zero.stage=3"]
@@ -80,7 +80,7 @@ def test_a_run_that_went_back_keeps_its_own_newest_and_leaves_the_branch_that_it
     ended = command(tmp_path, text, *saving, "resume=checkpoints/step_00000002")
     assert ended.returncode == 0, ended.stderr
     left = ["step_00000003", "step_00000003_2", "step_00000004", "step_00000004_2"]
-    shelf = Shelf(tmp_path / "checkpoints")
+    shelf = CheckpointStore(tmp_path / "checkpoints")
     assert shelf.names() == left
     assert shelf.latest() == "step_00000004_2"
     assert candidates(shelf, []) == ["step_00000004_2", "step_00000003_2"]
@@ -98,7 +98,7 @@ def test_a_finished_run_started_again_says_so_and_ends_with_0(
     assert ended.returncode == 0, ended.stderr
     assert "nothing is left to train: 4 steps were made, train.steps=4\n" in ended.stdout
     assert "step=" not in ended.stdout
-    assert Shelf(tmp_path / "checkpoints").names() == Shelf(made).names()
+    assert CheckpointStore(tmp_path / "checkpoints").names() == CheckpointStore(made).names()
 
 
 def test_every_run_of_a_sweep_saves_in_its_own_output_folder(text: Path, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_every_run_of_a_sweep_saves_in_its_own_output_folder(text: Path, tmp_pat
     assert ended.returncode == 0, ended.stderr
     (sweep,) = (tmp_path / "multirun").glob("*/*")
     folders = [sweep / f"train.seed={seed}" / "checkpoints" for seed in (0, 1)]
-    assert [Shelf(folder).names() for folder in folders] == [["step_00000001"]] * 2
+    assert [CheckpointStore(folder).names() for folder in folders] == [["step_00000001"]] * 2
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -116,21 +116,21 @@ def test_runs_of_a_sweep_share_an_absolute_folder_and_lose_nothing_of_each_other
     saving = ["train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", f"checkpoint.folder={kept}"]
     ended = command(tmp_path, text, "train.seed=0,1", *saving, "launch.workers=1", "--multirun")
     assert ended.returncode == 0, ended.stderr
-    shelves = [Shelf(kept / f"train.seed={seed}") for seed in (0, 1)]
+    shelves = [CheckpointStore(kept / f"train.seed={seed}") for seed in (0, 1)]
     assert sorted(kept.iterdir()) == [shelf.path for shelf in shelves]
     assert [shelf.names() for shelf in shelves] == [["step_00000002"]] * 2
-    runs = {Origin.of(shelf.path / "step_00000002").lineage for shelf in shelves}
+    runs = {ResumeOrigin.of(shelf.path / "step_00000002").lineage for shelf in shelves}
     assert len(runs) == 2
 
 
 # The rules, on manifests alone
 
 
-def shelf_of(folder: Path, *saved: tuple[Lineage, int]) -> Shelf:
+def shelf_of(folder: Path, *saved: tuple[Lineage, int]) -> CheckpointStore:
     """Checkpoints of nothing, saved one after the other."""
     for lineage, step in saved:
         write(folder, step, [{}], lineage=lineage)
-    return Shelf(folder)
+    return CheckpointStore(folder)
 
 
 def test_steps_of_an_abandoned_branch_and_of_another_run_neither_count_nor_go(tmp_path: Path) -> None:
@@ -166,12 +166,12 @@ def test_a_lost_checkpoint_that_the_pointer_names_is_followed_by_its_ancestors(t
 
 def test_a_checkpoint_of_another_folder_opens_no_folder_of_another_run(tmp_path: Path) -> None:
     mine, foreign = shelf_of(tmp_path / "mine", (Lineage(A), 10)), shelf_of(tmp_path / "foreign", (Lineage(C), 5))
-    origin = Origin.of(mine.path / "step_00000010")
+    origin = ResumeOrigin.of(mine.path / "step_00000010")
     lineage = origin.lineage.resumed(origin.step)
     refuse_foreign(mine, lineage, origin)
-    refuse_foreign(Shelf(tmp_path / "new"), lineage, origin)
+    refuse_foreign(CheckpointStore(tmp_path / "new"), lineage, origin)
     shutil.copytree(mine.path, tmp_path / "copy")
-    refuse_foreign(Shelf(tmp_path / "copy"), lineage, origin)  # its own ancestors
+    refuse_foreign(CheckpointStore(tmp_path / "copy"), lineage, origin)  # its own ancestors
     for each in (lineage, Lineage(D)):
         with pytest.raises(
             CheckpointError, match=r"it holds 1 checkpoints of another run \(run cccccccc\), the newest"

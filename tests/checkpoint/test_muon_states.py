@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from training_loops import masters_of, params_of, sharded_net, snapshot, train, unequal
 
 from dzero import AdamW, Sharded
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import MuonConfig
@@ -49,7 +49,7 @@ def everything(sharded: Sharded, optim: AdamW) -> dict[str, torch.Tensor]:
 def saved(rank: int, ranks: int, kind: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
     sharded, optim = pair(**kind)
     train(sharded, optim, "uneven", steps=3)
-    with Checkpoints(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
         checkpoints.save(3, {})
         checkpoints.finish()
     return everything(sharded, optim)
@@ -60,11 +60,11 @@ def passed_on(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What was loaded; what was saved anew after `steps` more."""
     sharded, optim = pair(seed=1, **kind)
-    with Checkpoints(CheckpointConfig(folder=str(source)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(source)), sharded, optim) as checkpoints:
         assert checkpoints.resume("auto") is not None
     loaded = everything(sharded, optim)
     train(sharded, optim, "uneven", steps=steps, seed=2)
-    with Checkpoints(CheckpointConfig(folder=str(target)), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(target)), sharded, optim) as checkpoints:
         checkpoints.save(3 + steps, {})
         checkpoints.finish()
     return loaded, everything(sharded, optim)
@@ -105,7 +105,7 @@ def refused(rank: int, ranks: int, folder: Path) -> list[str]:
     said = []
     for optim in others:
         with (
-            Checkpoints(CheckpointConfig(folder=str(folder)), optim._sharded, optim) as checkpoints,
+            Checkpointer(CheckpointConfig(folder=str(folder)), optim._sharded, optim) as checkpoints,
             pytest.raises(ValueError) as error,  # noqa: PT011  # the messages are compared by the caller
         ):
             checkpoints.resume("auto")

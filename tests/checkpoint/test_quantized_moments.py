@@ -12,7 +12,7 @@ from torch import Tensor
 from training_loops import train
 
 from dzero import AdamW, Sharded
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim.quantized_moments import BLOCK_ELEMS, decode
 
@@ -43,7 +43,7 @@ def stored(sharded: Sharded, optim: AdamW) -> Stored:
 def saved(rank: int, ranks: int, kind: Kind, folder: Path) -> Stored:
     sharded, optim = kind.make(folder)
     train(sharded, optim, kind.net, steps=3)
-    with Checkpoints(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
         checkpoints.save(3, {})
         checkpoints.finish()
     return stored(sharded, optim)
@@ -51,7 +51,7 @@ def saved(rank: int, ranks: int, kind: Kind, folder: Path) -> Stored:
 
 def loaded(rank: int, ranks: int, kind: Kind, folder: Path) -> Stored:
     sharded, optim = kind.make(folder)
-    with Checkpoints(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
         checkpoints.resume("auto")
     return stored(sharded, optim)
 
@@ -117,7 +117,7 @@ def test_they_load_into_other_dtypes_and_from_them(pool: Pool, tmp_path: Path) -
 
 def resumed(rank: int, ranks: int, kind: Kind, folder: Path) -> None:
     sharded, optim = kind.make(folder)
-    with Checkpoints(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder / "shelf")), sharded, optim) as checkpoints:
         assert checkpoints.resume("auto") is not None
     moments = {states.name: states.flat("exp_avg") for states in optim._stored.values()}
     assert moments["layers.0.up.weight"].any()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pool import Pool
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from dzero.checkpoint.errors import CheckpointError, NoAnswer
-from dzero.checkpoint.rank_consensus import Agreement
+from dzero.checkpoint.errors import CheckpointError, RankUnavailable
+from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.mesh import make_mesh, timeout_of_ranks
 
 TIMEOUT_S = 1.5
@@ -33,7 +33,7 @@ def short_timeout() -> Iterator[None]:
 def agreed(rank: int, ranks: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with short_timeout():
-        agreement = Agreement("runs/checkpoints")
+        agreement = RankConsensus("runs/checkpoints")
 
         def slow() -> str:
             time.sleep(2 * TIMEOUT_S * rank)
@@ -56,7 +56,7 @@ def agreed(rank: int, ranks: int) -> dict[str, Any]:
         if rank == 0:
             try:
                 agreement.agree()
-            except NoAnswer as error:
+            except RankUnavailable as error:
                 seen["hung"] = str(error)
         else:
             time.sleep(3 * TIMEOUT_S)

@@ -15,7 +15,7 @@ import pytest
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import data_name, index_name
-from dzero.checkpoint.store import LATEST, Shelf
+from dzero.checkpoint.store import LATEST, CheckpointStore
 
 HOUSE = Path(__file__).parent.parent.parent
 CASES = Path(__file__).parent / "damage_cases.py"
@@ -110,9 +110,9 @@ def test_inspect_and_export_tell_in_one_line_what_this_user_may_not_read_or_writ
 
 
 def test_another_run_that_saves_in_the_folder_is_told(tmp_path: Path) -> None:
-    with Shelf(tmp_path).locked():
+    with CheckpointStore(tmp_path).locked():
         told = pytest.raises(CheckpointError, match="another run saves its checkpoints here: give this one a folder")
-        with told, Shelf(tmp_path).locked():
+        with told, CheckpointStore(tmp_path).locked():
             pass
-    with Shelf(tmp_path).locked():
+    with CheckpointStore(tmp_path).locked():
         pass

@@ -10,10 +10,10 @@ from pool import Pool
 from training_loops import sharded_net
 
 from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.store import Shelf
+from dzero.checkpoint.store import CheckpointStore
 
 HOST = socket.gethostname()
 
@@ -24,10 +24,10 @@ def told(rank: int, ranks: int, folder: Path) -> list[str]:
     sharded, found = sharded_net(stage=3), list[str]()
     optim = AdamW(sharded)
     try:
-        Checkpoints(CheckpointConfig(folder=str(here), every=1), sharded, optim)
+        Checkpointer(CheckpointConfig(folder=str(here), every=1), sharded, optim)
     except CheckpointError as error:
         found.append(str(error))
-    with Checkpoints(CheckpointConfig(folder=str(folder / "shared"), every=1), sharded, optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder / "shared"), every=1), sharded, optim) as checkpoints:
         checkpoints.save(1, {})
         checkpoints.finish()
         if rank == 0:
@@ -49,4 +49,4 @@ def test_ranks_that_see_another_folder_are_named_with_their_machines(pool: Pool,
         here = tmp_path / ("one" if rank < 2 else "other")
         assert saving.startswith(f"{here}: {seen} all nodes share")
         assert resuming.startswith(f"{here}/copy/step_00000001: {seen}")
-    assert Shelf(tmp_path / "one").names() == Shelf(tmp_path / "other").names() == []
+    assert CheckpointStore(tmp_path / "one").names() == CheckpointStore(tmp_path / "other").names() == []

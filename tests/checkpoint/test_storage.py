@@ -19,9 +19,9 @@ from storage_cases import recorded
 from dzero import streams
 from dzero.checkpoint.box import Box, covered
 from dzero.checkpoint.format import data_name
-from dzero.checkpoint.io_buffers import Buffers
+from dzero.checkpoint.io_buffers import IOBuffers
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.store import Folder, Shelf
+from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload import memory_pool
 
@@ -99,8 +99,8 @@ def test_boxes_that_are_cut_cover_what_they_were_cut_from_and_overlaps_are_found
 def test_a_put_out_of_turn_too_many_or_left_out_is_an_error(tmp_path: Path) -> None:
     entries = {name: entry(name, tensor) for name, tensor in mixed().items()}
     parts = {name: part for name, (part, _) in entries.items()}
-    with Folder(tmp_path) as folder:
-        blocks = Buffers(2, block_bytes=PAGE)
+    with Directory(tmp_path) as folder:
+        blocks = IOBuffers(2, block_bytes=PAGE)
         wrong = pytest.raises(ValueError, match=r"t1, 0 of torch.float64, where t0, 1 of F32, is due")
         with ShardWriter(folder, 0, parts, blocks) as writer, wrong:
             writer.put("t1", entries["t1"][1])
@@ -119,14 +119,14 @@ def test_beside_a_gpu_touched_buffers_are_page_locked(monkeypatch: pytest.Monkey
     done: list[object] = []
     monkeypatch.setattr(streams, "set_device", lambda device: done.append(device))
     monkeypatch.setattr(memory_pool, "_page_lock", lambda memory: done.append(memory.numel()) or False)
-    Buffers(2, block_bytes=PAGE, device=torch.device("cuda", 1)).touch()
+    IOBuffers(2, block_bytes=PAGE, device=torch.device("cuda", 1)).touch()
     assert done == [torch.device("cuda", 1), memory_pool.HUGE_PAGE_BYTES]
-    Buffers(2, block_bytes=PAGE, device=torch.device("cpu")).touch()
+    IOBuffers(2, block_bytes=PAGE, device=torch.device("cpu")).touch()
     assert len(done) == 3
 
 
 def test_the_same_step_saved_again_sorts_behind_what_is_there(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     for want in ("step_00000005", "step_00000005_2", "step_00000005_3"):
         assert shelf.begin(5) == want
         shelf.partial(want).rename(tmp_path / want)
@@ -138,10 +138,10 @@ def test_the_same_step_saved_again_sorts_behind_what_is_there(tmp_path: Path) ->
 def test_a_put_tensor_may_change_at_once(tmp_path: Path) -> None:
     tensor = bits(torch.float32, (50_000,), 0)
     want, entries = tensor.clone(), {"a": entry("a", tensor)}
-    with Folder(tmp_path) as folder:
+    with Directory(tmp_path) as folder:
         write_rank(folder, 0, entries)
         changing = tensor.clone()
-        with ShardWriter(folder, 1, {"a": entries["a"][0]}, Buffers(64, block_bytes=PAGE)) as writer:
+        with ShardWriter(folder, 1, {"a": entries["a"][0]}, IOBuffers(64, block_bytes=PAGE)) as writer:
             writer.put("a", changing)
             changing.zero_()
             writer.finish()
@@ -187,4 +187,4 @@ def test_everything_is_on_disk_before_what_names_it(pool: Pool, tmp_path: Path) 
     for step, last in ((first, len(calls[1]) // 2 - 1), (second, -1)):
         manifest = calls[0].index(("sync", f"{shelf}/{step}.partial/manifest.json.partial"))
         assert ranks[1][last][0] < ranks[0][manifest][0]  # the other rank's all, before rank 0 says that it is there
-    assert Shelf(shelf).names() == [second]
+    assert CheckpointStore(shelf).names() == [second]

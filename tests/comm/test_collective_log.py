@@ -11,15 +11,15 @@ from pool import Pool
 
 from dzero.comm.collectives import ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Exact
+from dzero.comm.reduction import ExactReduction
 from dzero.errors import RankLost
-from dzero.launch.watchdog import Place, report, silent
+from dzero.launch.watchdog import RankStatus, report, silent
 
 
 def begin(rank: int, ledger: Ledger, elems: tuple[int, int], timeout_s: float = 60.0) -> None:
     """Rank 0 gathers one unit, the others reduce another, of `elems` per rank."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-    exchange = Exact(group)
+    exchange = ExactReduction(group)
     if rank == 0:
         part = torch.zeros(elems[0])
         gather = UnshardParams("layers.0", exchange, "shard", ledger, lambda: None)
@@ -67,31 +67,33 @@ def test_collectives_of_other_sizes_fail_on_both_sides_and_end_no_process(pool: 
     ]
 
 
-PLACES = [Place(rank, "host", 100 + rank, 5, 7, "#7 all_gather of a over shard [8 x float32]") for rank in range(4)]
+PLACES = [
+    RankStatus(rank, "host", 100 + rank, 5, 7, "#7 all_gather of a over shard [8 x float32]") for rank in range(4)
+]
 TIMEOUT = timedelta(seconds=5)
 
 
-def told(places: list[Place | None], missing: list[Place]) -> str:
+def told(places: list[RankStatus | None], missing: list[RankStatus]) -> str:
     return report(places, missing, 0, TIMEOUT, "Timed out\nsomewhere")
 
 
 def test_a_report_names_the_first_cause_it_knows() -> None:
-    later = [Place(**{**vars(place), "beat": 6}) for place in PLACES]
+    later = [RankStatus(**{**vars(place), "beat": 6}) for place in PLACES]
     hung = [later[0], PLACES[1], *later[2:]]
     assert silent(PLACES, hung) == [PLACES[1]]
     assert "rank 1 (pid 101 on host) gives no sign of life" in told([*hung], [PLACES[1]])
     assert "  rank 0, 2-3: #7 all_gather of a" in told([*hung], [PLACES[1]])
 
-    ended = Place(**{**vars(PLACES[1]), "ended": "ValueError: the cause"})
+    ended = RankStatus(**{**vars(PLACES[1]), "ended": "ValueError: the cause"})
     assert silent(PLACES, [later[0], ended, *later[2:]]) == []
     assert "rank 1 (pid 101 on host) ended with ValueError: the cause" in told([later[0], ended], [])
 
-    other = Place(**{**vars(later[1]), "last": "#7 reduce_scatter of b over shard [8 x float32]"})
+    other = RankStatus(**{**vars(later[1]), "last": "#7 reduce_scatter of b over shard [8 x float32]"})
     assert "have diverged: rank 0 (pid 100 on host) is in #7 all_gather of a" in told([later[0], other], [])
-    behind = Place(**{**vars(later[1]), "count": 3, "last": "#3 all_gather of a over shard [8 x float32]"})
+    behind = RankStatus(**{**vars(later[1]), "count": 3, "last": "#3 all_gather of a over shard [8 x float32]"})
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) is behind" in told([later[0], behind], [])
 
-    waiting = [Place(**{**vars(place), "waits": True}) for place in later]
+    waiting = [RankStatus(**{**vars(place), "waits": True}) for place in later]
     of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, TIMEOUT, "Timed out", of_parts=True)
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) waits for no other rank" in of_parts
 
@@ -100,6 +102,6 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
         "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"
     )
 
-    early = [Place(rank, "host", 100 + rank) for rank in range(2)]
+    early = [RankStatus(rank, "host", 100 + rank) for rank in range(2)]
     start = report([*early], [early[1]], 0, TIMEOUT, dist.DistStoreError("wait timeout after 5000ms"))
     assert start.startswith("rank 0 got no answer at the start within launch.timeout_s=5: rank 1 (pid 101 on host)")

@@ -11,7 +11,7 @@ from pool import Pool
 from torch import Tensor
 
 from dzero.comm import reduction
-from dzero.comm.reduction import Exact, Native
+from dzero.comm.reduction import ExactReduction, NativeReduction
 from dzero.zero.config import is_exact
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -43,7 +43,7 @@ def average(payloads: list[Tensor], output: torch.dtype) -> Tensor:
 
 
 def check_exact(rank: int, ranks: int, sizes: tuple[int, ...] = SIZES) -> None:
-    exact = Exact(world())
+    exact = ExactReduction(world())
     for (buffer, wire, kept), elems in itertools.product(DTYPES, sizes):
         full = drawn(ranks, ranks * elems, buffer)
         part = slice(rank * elems, (rank + 1) * elems)
@@ -89,7 +89,7 @@ def staging(rank: int, ranks: int) -> list[int]:
     sizes = []
     for device in ("cpu", "cuda"):
         usual, reduction.BLOCK_BYTES["cpu"] = reduction.BLOCK_BYTES["cpu"], reduction.BLOCK_BYTES[device]
-        exact = Exact(world())
+        exact = ExactReduction(world())
         for buffer, wire in ((FP32, FP32), (FP32, BF16)):
             full = torch.ones(ranks * (5 << 20), dtype=buffer)
             output = torch.empty(5 << 20, dtype=buffer)
@@ -107,7 +107,7 @@ def test_staging_stays_below_its_bound(pool: Pool) -> None:
 
 
 def compare_native(rank: int, ranks: int) -> None:
-    exact, native = Exact(world()), Native(world())
+    exact, native = ExactReduction(world()), NativeReduction(world())
     # fp32: ranks - 1 roundings of sums of magnitude <= sum |x|; 16 bits: each of them rounds to the wire dtype.
     for dtype, eps in ((FP32, 2.0**-24), (BF16, 2.0**-8)):
         full = drawn(ranks, ranks * 501, dtype)
@@ -135,8 +135,8 @@ def test_native_agrees_with_exact_to_the_rounding_of_its_sums(pool: Pool, ranks:
 def average_large_halves(rank: int, ranks: int) -> list[float]:
     """Of fp16 gradients whose sum is above 65,504, and whose mean is not."""
     full, output = torch.full((ranks * 8,), 40_000.0, dtype=torch.float16), torch.empty(8, dtype=torch.float16)
-    Native(world()).reduce_scatter(output, full.clone(), torch.float16)
-    Native(world()).all_reduce(full, torch.float16)
+    NativeReduction(world()).reduce_scatter(output, full.clone(), torch.float16)
+    NativeReduction(world()).all_reduce(full, torch.float16)
     return [output[0].item(), full[0].item()]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from simulator.measured_memory import Taking
+from simulator.measured_memory import MemoryCount
 from torch.nn import functional
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.estimate.memory import memory_of
-from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, Costs, costs_of
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts, costs_of
 from dzero.estimate.transfers import moved_of
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
@@ -50,7 +50,7 @@ def loss_of(model: torch.nn.Module) -> torch.Tensor:
     return functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def costs(run: Run, dtype: torch.dtype = torch.bfloat16) -> Costs:
+def costs(run: Run, dtype: torch.dtype = torch.bfloat16) -> MicrobatchCosts:
     with torch.device("meta"):
         model = Llama(SHAPE).to(dtype)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, compile=False), "cpu")
@@ -83,7 +83,7 @@ def compared(rank: int, ranks: int, runs: list[Run], folder: str) -> list[dict[s
     """Per run what was predicted, and what a step took."""
     found = []
     for run in runs:
-        with Taking() as taking:
+        with MemoryCount() as taking:
             sharded = sharded_for(run, ranks, folder)
             optim = AdamW(sharded, lr=1e-3, threads=1)
             step = partial(step_of, sharded, optim)

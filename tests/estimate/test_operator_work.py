@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
 from dzero.estimate.operator_probe import decoder_loss
-from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, Work, work_of
+from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, OperatorWork, work_of
 from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
@@ -27,7 +27,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.work, self.names = Work(), list[str]()
+        self.work, self.names = OperatorWork(), list[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

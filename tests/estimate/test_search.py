@@ -14,7 +14,7 @@ import pytest
 from chosen_runs import taken_by
 from measurements import HARDWARE
 from pool import Pool
-from simulator.measured_memory import Taken
+from simulator.measured_memory import MeasuredMemory
 from small_runs import write_text
 
 from dzero.config import RunConfig
@@ -99,7 +99,7 @@ def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Search
     runs = [
         replace(run, offload=replace(run.offload, disk=disk)) if run.offload.moments == "disk" else run for run in runs
     ]
-    found: list[Taken] = pool.run(taken_by, RANKS, runs, timeout_s=300)[0]
+    found: list[MeasuredMemory] = pool.run(taken_by, RANKS, runs, timeout_s=300)[0]
     for each, choice, run, took in zip(hardware, best, runs, found, strict=True):
         assert took.device_most <= each.device_bytes, run
         assert took.host <= each.share(RANKS).host_bytes, run

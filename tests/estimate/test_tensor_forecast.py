@@ -11,13 +11,13 @@ import pytest
 import torch
 from dispatch_counter import ModelCounter
 from pool import Pool
-from simulator.measured_memory import Taking
+from simulator.measured_memory import MemoryCount
 from tensor_cases import Run, build, loss_of, model_of, one_step
 
 from dzero.errors import RunError
 from dzero.estimate.fake_group import fake_group
 from dzero.estimate.memory import memory_of
-from dzero.estimate.microbatch_costs import FORWARD, Costs, costs_of
+from dzero.estimate.microbatch_costs import FORWARD, MicrobatchCosts, costs_of
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import make_mesh
 from dzero.overrides import composed
@@ -41,7 +41,7 @@ RUNS = [
 
 
 def measured(rank: int, ranks: int, run: Run) -> dict[str, Any]:
-    with Taking() as taking:
+    with MemoryCount() as taking:
         made = build(run)
         step = partial(one_step, run, made, [torch.zeros(SAMPLES, dtype=torch.int64)] * run.microbatches)
         took = taking.taken(step, made[1])
@@ -56,7 +56,7 @@ def measured(rank: int, ranks: int, run: Run) -> dict[str, Any]:
     }
 
 
-def costs(run: Run, ranks: int | None = None) -> Costs:
+def costs(run: Run, ranks: int | None = None) -> MicrobatchCosts:
     model = model_of(run)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     model.to(torch.bfloat16 if run.precision["param"] == "bf16" else torch.float32)

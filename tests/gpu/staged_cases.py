@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from dzero.comm.reduction import Exact, Native
+from dzero.comm.reduction import ExactReduction, NativeReduction
 
 Group = dist.ProcessGroup
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -122,7 +122,7 @@ def broadcasts(group: Group) -> dict[str, Tensor]:
 def exchanges(group: Group) -> dict[str, Tensor]:
     """dzero's own, as `comm/reduction.py` calls the group."""
     found, ranks = {}, group.size()
-    for kind in (Exact(group), Native(group)):
+    for kind in (ExactReduction(group), NativeReduction(group)):
         name = type(kind).__name__
         out = torch.zeros(6)
         kind.reduce_scatter(out, numbers(group, 6 * ranks), torch.float32)

@@ -19,7 +19,7 @@ from pool_worker import forget_meshes
 from torch import nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim import adamw_math, flat_update
 from dzero.parallel.blocks import apply_blocks
@@ -153,7 +153,7 @@ def test_a_run_resumed_with_states_on_the_host_has_the_bits_of_one_never_stopped
         """Steps [first, last) from a checkpoint, and one at their end; masters on the CPU."""
         sharded = shard(small_decoders.build("uneven"), ZeroConfig(stage=3), offload=offload, microbatches=2)
         optim = AdamW(sharded, lr=3e-3, max_norm=0.5)
-        with Checkpoints(CheckpointConfig(every=1, folder=str(folder)), sharded, optim) as checkpoints:
+        with Checkpointer(CheckpointConfig(every=1, folder=str(folder)), sharded, optim) as checkpoints:
             if which is not None:
                 assert checkpoints.resume(which) is not None
             for of_step in drawn[first:last]:
@@ -285,7 +285,7 @@ def test_the_update_on_a_gpu_is_slice_invariant_and_has_the_bits_of_the_cpu(mome
 
     def run(cut: int, device: str) -> flat_update.ParamStates:
         own = replace(states, **{key: getattr(states, key).to(device, copy=True) for key in keys})
-        for piece in flat_update.Update(own, grad.to(device), c, 1).chunks(cut):
+        for piece in flat_update.ParamUpdate(own, grad.to(device), c, 1).chunks(cut):
             flat_update.AdamWUpdater(threads=1).run([piece])
         return own
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.ledger import Ledger
-from dzero.comm.reduction import Native
+from dzero.comm.reduction import NativeReduction
 from dzero.parallel.context.ring import Ring
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +34,7 @@ def test_a_ring_of_one_is_causal_attention(tmp_path: Path, kv_heads: int) -> Non
         sizes = ((2, 8, 256, 64), (2, kv_heads, 256, 64), (2, kv_heads, 256, 64))
         given = [torch.randn(size, device=device, dtype=torch.bfloat16, requires_grad=True) for size in sizes]
         grad = torch.randn(sizes[0], device=device, dtype=torch.bfloat16)
-        got = Ring(ContextExchange(Native(group), 0, "cp", Ledger()))(*given)
+        got = Ring(ContextExchange(NativeReduction(group), 0, "cp", Ledger()))(*given)
         got.backward(grad)
         plain = [each.detach().clone().requires_grad_() for each in given]
         want = F.scaled_dot_product_attention(*plain, is_causal=True, enable_gqa=kv_heads < 8)

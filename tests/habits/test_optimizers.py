@@ -20,7 +20,7 @@ from training_loops import sharded_net, train, unequal
 from two_optimizers import optimizers_of, sharded_judged
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.torch_optimizer import TorchOptimizer
@@ -210,10 +210,10 @@ def refused_beside_another(rank: int, ranks: int, folder: Path) -> list[str]:
     assert len(judge.param_groups) == 1
     config = CheckpointConfig(folder=str(folder), every=1)
     others = r"judge\.\d\.(weight|bias): another optimizer updates it"
-    with Checkpoints(replace(config, every=None), sharded, generator) as late, pytest.raises(ValueError, match=others):
+    with Checkpointer(replace(config, every=None), sharded, generator) as late, pytest.raises(ValueError, match=others):
         late.save(1, {})
     with pytest.raises(ValueError, match=others):
-        Checkpoints(config, sharded, generator)
+        Checkpointer(config, sharded, generator)
     half = PrecisionConfig(param="fp16")
     for options in ({"offload": OffloadConfig(grad="host", master="host", moments="host")}, {"precision": half}):
         with pytest.raises(RuntimeError) as raised:

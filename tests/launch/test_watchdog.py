@@ -16,10 +16,10 @@ import torch.distributed as dist
 from pool import Pool
 
 from dzero import streams
-from dzero.comm.collective_log import Collective, Trail
+from dzero.comm.collective_log import Collective, CollectiveLog
 from dzero.launch import watchdog as watching
 from dzero.launch import worker
-from dzero.launch.watchdog import Watch
+from dzero.launch.watchdog import Watchdog
 
 TIMEOUT_S = 3.0
 CPU = torch.device("cpu")
@@ -47,9 +47,9 @@ def stand(rank: int, ranks: int) -> str:
         mock.patch.object(streams, "device_module", return_value=module),
         mock.patch.object(watching, "meet", return_value=(store, rank, ranks)),
         mock.patch.object(threading, "excepthook", lambda args: told.append(str(args.exc_value))),
-        Watch(timedelta(seconds=TIMEOUT_S)) as watch,
+        Watchdog(timedelta(seconds=TIMEOUT_S)) as watch,
     ):
-        trail = Trail()
+        trail = CollectiveLog()
         trail.device = CPU
         watch.follow(trail)
         with trail.within(Collective.of("reduce_scatter", "layers.0", "shard", 64, torch.float32), dist.group.WORLD):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.shard import shard
 
@@ -117,7 +117,7 @@ def test_the_modules_of_torch_are_filled() -> None:
 
     with torch.device("meta"):
         model = make()
-    Materialiser(model, seed=0, device="cpu")(model)
+    MetaInitializer(model, seed=0, device="cpu")(model)
     assert names(model) == names(make())
     assert all(bool(t.isfinite().all()) for t in model.state_dict().values())
     assert bool((model.get_parameter("1.self_attn.out_proj.bias") == 0).all())  # which the parent sets
@@ -152,14 +152,14 @@ def test_a_buffer_that_nobody_writes_is_an_error(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Scaled(buffer=torch.ones(3, dtype=dtype)))
     with pytest.raises(ValueError, match=r"no initialiser for \['0.table'\].*reset_parameters"):
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
 
 
 def test_a_parameter_that_nobody_writes_is_an_error() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Scaled())
     with pytest.raises(ValueError, match=r"no initialiser for \['0.gain'\]"):
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
 
 
 @pytest.mark.gpu

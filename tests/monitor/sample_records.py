@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dzero.comm.ledger import Entry, Traffic
-from dzero.monitor.meter import Speed
+from dzero.monitor.meter import Throughput
 from dzero.monitor.records import RunSummary, StepRecord
 
 MIB = 2**20
@@ -18,7 +18,7 @@ RECORD = StepRecord(
     tokens=4096,
     seconds=0.5,
     loss_scale=65536.0,
-    speed=Speed(8192.0, 0.421),
+    speed=Throughput(8192.0, 0.421),
     eta_s=83.0,
     memory_bytes={"param": 10 * MIB, "moments": 54 * MIB},
     traffic_bytes={"all_gather": 1000, "reduce_scatter": 2000},
@@ -36,7 +36,7 @@ SUMMARY = RunSummary(
     first_loss=5.55,
     loss=2.25,
     held_out_loss=2.5,
-    speed=Speed(8192.0, 0.421),
+    speed=Throughput(8192.0, 0.421),
     peak_flops=989.4e12,
     skipped_steps=1,
     peak_bytes=({"param": 10 * MIB, "activations": 54 * MIB}, {"param": 11 * MIB, "activations": 53 * MIB}),

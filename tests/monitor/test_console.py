@@ -10,7 +10,7 @@ from rich.console import Console as Terminal
 from sample_records import RECORD, SUMMARY, record_of
 
 from dzero.monitor.console import Console, live_line
-from dzero.monitor.meter import Speed
+from dzero.monitor.meter import Throughput
 
 
 def test_a_file_gets_plain_lines_of_keys_and_values() -> None:
@@ -69,7 +69,7 @@ def test_a_terminal_gets_one_live_line_and_ruled_tables() -> None:
 
 
 def test_a_live_line_leaves_out_what_is_not_known() -> None:
-    bare = replace(RECORD, speed=Speed(), eta_s=None, memory_bytes={}, skipped_steps=2)
+    bare = replace(RECORD, speed=Throughput(), eta_s=None, memory_bytes={}, skipped_steps=2)
     assert live_line(bare, None) == "loss 5.500 · 2 skipped"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dzero.monitor.meter import Meter, Speed
+from dzero.monitor.meter import Meter, Throughput
 
 
 class Clock:
@@ -28,7 +28,7 @@ def test_warm_up_steps_are_in_no_rate() -> None:
     clock = Clock()
     meter = Meter(total_steps=10, warmup_steps=2, clock=clock)
     run_steps(meter, clock, [50.0, 40.0])
-    assert meter.now() == meter.overall() == Speed()
+    assert meter.now() == meter.overall() == Throughput()
     assert meter.eta_s() is None
     run_steps(meter, clock, [2.0, 2.0])
     assert meter.now().tokens_per_s == meter.overall().tokens_per_s == pytest.approx(100 / 2)
@@ -55,7 +55,7 @@ def test_mfu_is_unknown_without_a_peak() -> None:
     clock = Clock()
     meter = Meter(total_steps=1, flops_per_token=6e9, warmup_steps=0, clock=clock)
     run_steps(meter, clock, [0.5])
-    assert meter.now() == Speed(tokens_per_s=200.0, mfu=None)
+    assert meter.now() == Throughput(tokens_per_s=200.0, mfu=None)
 
 
 def test_time_left_includes_what_lies_between_steps_but_rates_do_not() -> None:

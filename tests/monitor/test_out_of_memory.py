@@ -12,21 +12,21 @@ from small_runs import settled, write_text
 
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.trainer.build import Assembled
+from dzero.trainer.build import BuiltModel
 from dzero.trainer.trainer import train
 
 
 def run_out(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
     """Run out of memory in the third microbatch; return what the user reads."""
-    loss, calls = Assembled.loss, iter(range(100))
+    loss, calls = BuiltModel.loss, iter(range(100))
 
-    def third(self: Assembled, *batch: torch.Tensor) -> torch.Tensor:
+    def third(self: BuiltModel, *batch: torch.Tensor) -> torch.Tensor:
         if next(calls) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has ...")
         return loss(self, *batch)
 
     with (
-        mock.patch.object(Assembled, "loss", third),
+        mock.patch.object(BuiltModel, "loss", third),
         mock.patch("dzero.trainer.trainer.Watch", mock.MagicMock()),
         pytest.raises(RunError) as told,
     ):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from sample_records import CONTROL, GATHER, MIB, REDUCE, SUMMARY
 
 from dzero.comm.ledger import Traffic
-from dzero.monitor.meter import Speed
+from dzero.monitor.meter import Throughput
 from dzero.monitor.summary import memory_table, result_table, summary_tables, traffic_table
 from dzero.utils.terminal import plain
 
@@ -53,7 +53,7 @@ def test_memory_of_many_ranks_is_shown_by_its_extremes() -> None:
 
 
 def test_what_is_not_known_is_said() -> None:
-    values = dict(result_table(replace(SUMMARY, speed=Speed(), peak_flops=None, held_out_loss=None)).rows)
+    values = dict(result_table(replace(SUMMARY, speed=Throughput(), peak_flops=None, held_out_loss=None)).rows)
     assert values["MFU"] == "unknown peak"
     assert values["held-out loss"] == "not evaluated"
     assert values["tokens/s"].startswith("unknown")

@@ -20,15 +20,15 @@ import torch
 
 from dzero.offload import scratch_dir
 from dzero.offload.disk import DiskConfig, DiskStore
-from dzero.offload.memory_pool import Arena
-from dzero.offload.scratch_dir import RunFolder
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.scratch_dir import ScratchDir
 from dzero.utils.scratch_paths import DiskError
 
 MIB = 1 << 20
 
 
 def buffer(count: int, value: int = 7) -> torch.Tensor:
-    return Arena(count).lease(count, "buffer").data.fill_(value)
+    return HostMemoryPool(count).lease(count, "buffer").data.fill_(value)
 
 
 def told(error: OSError) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def full(small: str, large: str) -> dict[str, Any]:
         tell, looked_up = scratch_dir._available, iter([1 << 40])
         scratch_dir._available = lambda parent: next(looked_up, None) or tell(parent)
         try:
-            RunFolder(small, 5 * MIB)
+            ScratchDir(small, 5 * MIB)
         except DiskError as error:
             seen["unforeseen"] = told(error)
             seen["unforeseen_given_back"] = (len(os.listdir(small)), left - free(small))
@@ -86,7 +86,7 @@ def full(small: str, large: str) -> dict[str, Any]:
         others.write(bytes(free(small)))
         others.flush()
         try:
-            RunFolder(small, 0)
+            ScratchDir(small, 0)
         except DiskError as error:
             seen["no_room_for_a_lock"] = told(error) | {"left": os.listdir(small)}
     os.unlink(f"{small}/others")

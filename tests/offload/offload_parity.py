@@ -16,7 +16,7 @@ from pool import Pool
 from training_loops import params_of, sharded_net, snapshot, unequal
 
 from dzero import AdamW, OffloadConfig
-from dzero.offload.schedule import Key
+from dzero.offload.schedule import ActionKey
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.zero.offload_config import KINDS, TIERS, DiskConfig
 
@@ -108,7 +108,7 @@ def on_disk(offload: OffloadConfig, paths: Sequence[Path]) -> OffloadConfig:
 
 
 def run(
-    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[Key], None] | None = None
+    cell: Cell, rank: int, offload: OffloadConfig | None, steps: int, before: Callable[[ActionKey], None] | None = None
 ) -> dict[str, Any]:
     """Train; on one step the last rank's gradients are not finite. before: called before every action."""
     precision = {"param": cell.precision} | (
@@ -161,7 +161,7 @@ def compare(
     """Keys that differ; skipped steps. paths: of the disk. seed: of random delays before every action."""
     chance = random.Random(None if seed is None else 1000 * seed + rank)
 
-    def delay(key: Key) -> None:
+    def delay(key: ActionKey) -> None:
         time.sleep(chance.choice([0.0, 0.0, 0.0, 0.001, 0.01]))
 
     steps = STEPS if seed is None else POISONED_STEP + 2

@@ -13,30 +13,30 @@ import pytest
 import torch
 
 from dzero.offload import scratch_dir
-from dzero.offload.activation_pool import Seat, WaitingRoom
+from dzero.offload.activation_pool import ActivationPool, ActivationSlot
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import OffloadError, Swap
-from dzero.offload.memory_pool import Arena
-from dzero.offload.schedule import Key, Schedule
+from dzero.offload.executor import OffloadError, ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import ActionKey, OffloadSchedule
 from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import DiskConfig
 
 PAGE = 4096
 
 
-def rooms(path: Path, ahead: int = 1) -> tuple[WaitingRoom, Swap, DiskStore]:
-    swap = Swap(Schedule(), Arena(0), torch.device("cpu"))
+def rooms(path: Path, ahead: int = 1) -> tuple[ActivationPool, ScheduleExecutor, DiskStore]:
+    swap = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
     store = DiskStore(DiskConfig(paths=[str(path)], block_bytes=PAGE), {})
-    return WaitingRoom(swap, pin=False, store=store, ahead=ahead), swap, store
+    return ActivationPool(swap, pin=False, store=store, ahead=ahead), swap, store
 
 
-def save(room: WaitingRoom, source: torch.Tensor) -> Seat:
+def save(room: ActivationPool, source: torch.Tensor) -> ActivationSlot:
     seat = room.take(source.nbytes)
     room.evict(seat, source)
     return seat
 
 
-def fetch(room: WaitingRoom, seat: Seat, like: torch.Tensor) -> torch.Tensor:
+def fetch(room: ActivationPool, seat: ActivationSlot, like: torch.Tensor) -> torch.Tensor:
     destination = torch.zeros_like(like)
     room.fetch(seat, destination)
     room.follow(seat)
@@ -47,7 +47,7 @@ def inputs(count: int, elems: int = PAGE) -> list[torch.Tensor]:
     return [torch.full((elems,), float(index)) for index in range(count)]
 
 
-def moved(swap: Swap) -> dict[str, int]:
+def moved(swap: ScheduleExecutor) -> dict[str, int]:
     swap.drain()
     return {lane: use.moved_bytes for lane, use in swap.take_use().items()}
 
@@ -59,7 +59,7 @@ def test_whatever_comes_and_goes_in_any_order_comes_back_as_it_was(tmp_path: Pat
     chance = random.Random(seed)
     room, swap, store = rooms(tmp_path, ahead=seed % 3)
     swap.before = lambda key: time.sleep(chance.choice([0.0, 0.0, 0.002]))
-    living: list[tuple[Seat, torch.Tensor]] = []
+    living: list[tuple[ActivationSlot, torch.Tensor]] = []
     for number in range(150):
         doing = draw.choice(["save", "save", "fetch", "load", "drop"])
         if doing == "save" and len(living) < 12:
@@ -129,7 +129,7 @@ def test_a_disk_that_fails_is_told_where_the_activation_is_fetched(tmp_path: Pat
     room, swap, store = rooms(tmp_path)
     if kind == "SPILL":
 
-        def fail(key: Key) -> None:
+        def fail(key: ActionKey) -> None:
             if key.kind == "SPILL" and key.unit == "0":
                 raise DiskError(errno.EIO, str(tmp_path), "the cable is out")
 

@@ -26,12 +26,12 @@ from training_loops import params_of, snapshot, unequal
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
 from dzero.offload import activation_pool
-from dzero.offload.activation_pool import WaitingRoom
-from dzero.offload.activations import Activations
+from dzero.offload.activation_pool import ActivationPool
+from dzero.offload.activations import ActivationOffload
 from dzero.offload.disk import DiskStore
-from dzero.offload.executor import OffloadError, Swap
-from dzero.offload.memory_pool import Arena
-from dzero.offload.schedule import Key, Schedule
+from dzero.offload.executor import OffloadError, ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import ActionKey, OffloadSchedule
 from dzero.parallel.blocks import apply_blocks, find_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.offload_config import KINDS, DiskConfig
@@ -91,7 +91,9 @@ def train(sharded: Sharded, optim: AdamW, steps: int, *, interrupted: bool = Fal
     optim.synchronize()
 
 
-def result(offload: OffloadConfig | None, before: Callable[[Key], None] | None = None, **how: Any) -> dict[str, Tensor]:
+def result(
+    offload: OffloadConfig | None, before: Callable[[ActionKey], None] | None = None, **how: Any
+) -> dict[str, Tensor]:
     interrupted = how.pop("interrupted", False)
     sharded, optim = net(offload, **how)
     optim.offload.swap.before = before
@@ -150,7 +152,7 @@ def delayed(rank: int, ranks: int, seed: int, path: Path | None) -> list[str]:
     if path is not None:
         how["layers"], offload = DEEP, on_disk(path, states=("device", "host")[seed % 2])
 
-    def before(key: Key) -> None:
+    def before(key: ActionKey) -> None:
         if str(key.kind) in slow:
             time.sleep(chance.choice([0.0, 0.001, 0.01]))
 
@@ -335,7 +337,7 @@ def failing(rank: int, ranks: int, offload: OffloadConfig, action: str) -> str:
     sharded, optim = net(offload, stage=3, microbatches=4, layers=DEEP)
     train(sharded, optim, 1)
 
-    def before(key: Key) -> None:
+    def before(key: ActionKey) -> None:
         if str(key) == action:
             raise OSError("the cable is out")
 
@@ -402,11 +404,11 @@ class Scaled(nn.Module):
         return checkpoint(lambda x, table: (x * self.gain * table).tanh(), x, table, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def watched(root: Root, disk: Path | None = None) -> tuple[Activations, Swap]:
+def watched(root: Root, disk: Path | None = None) -> tuple[ActivationOffload, ScheduleExecutor]:
     """disk: there, behind two slots of host memory."""
-    swap = Swap(Schedule(), Arena(0), torch.device("cpu"))
+    swap = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
     store = None if disk is None else DiskStore(DiskConfig(paths=[str(disk)]), {})
-    moving = Activations(WaitingRoom(swap, pin=False, store=store), "cpu")
+    moving = ActivationOffload(ActivationPool(swap, pin=False, store=store), "cpu")
     moving.attach([*root.blocks])
     return moving, swap
 
@@ -518,7 +520,7 @@ def test_what_is_changed_in_place_while_it_leaves_makes_backward_raise_and_later
         if not late:
             swap.before = lambda key: time.sleep(0.1)
 
-        def change(block: int, root: Root, swap: Swap, late: bool, index: int, at: int) -> None:
+        def change(block: int, root: Root, swap: ScheduleExecutor, late: bool, index: int, at: int) -> None:
             if late:
                 swap.drain()  # the next save then sees that it has left
             if block == at:

@@ -18,9 +18,9 @@ import torch
 from dzero.offload import scratch_dir
 from dzero.offload.direct_io import Direction
 from dzero.offload.disk import DiskStore
-from dzero.offload.disk_speed import Speed, bench, chosen, measure
-from dzero.offload.disk_transfer import Transfer
-from dzero.offload.memory_pool import Arena, aligned
+from dzero.offload.disk_speed import DiskSpeed, bench, chosen, measure
+from dzero.offload.disk_transfer import PieceTransfer
+from dzero.offload.memory_pool import HostMemoryPool, aligned
 from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import DiskConfig
 
@@ -33,7 +33,7 @@ class Buffers:
     """Aligned buffers that end at their last byte; `untouched` says whether anybody wrote behind one."""
 
     def __init__(self, capacity_bytes: int = 4 << 20) -> None:
-        self._all = Arena(capacity_bytes).lease(capacity_bytes, "all").data.fill_(GUARD)
+        self._all = HostMemoryPool(capacity_bytes).lease(capacity_bytes, "all").data.fill_(GUARD)
         self._pieces: list[tuple[int, int]] = []
         self._end = 0
 
@@ -250,7 +250,7 @@ def test_settings_without_sense_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_piece_ends_only_when_no_block_is_left_to_touch_its_buffer() -> None:
-    transfer, done = Transfer(3), []
+    transfer, done = PieceTransfer(3), []
 
     def fail() -> None:
         raise OSError("first")
@@ -263,7 +263,7 @@ def test_a_piece_ends_only_when_no_block_is_left_to_touch_its_buffer() -> None:
     with pytest.raises(OSError, match="first"):
         transfer.future.result(timeout=0)
     assert done == []
-    assert Transfer(0).future.done()
+    assert PieceTransfer(0).future.done()
 
 
 def test_close_waits_for_what_was_started_and_may_be_called_twice(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_speeds_are_measured_path_by_path_and_leave_nothing(tmp_path: Path) -> N
     speeds = measure(DiskConfig(paths=places), sample_bytes=1 << 20, rounds=1)
     assert [speed.path for speed in speeds] == places
     assert all(speed.write_bytes_per_s > 0 and speed.read_bytes_per_s > 0 for speed in speeds)
-    assert Speed("x", 1.0, 3.0).both_bytes_per_s == 1.5  # 2 bytes in 1 + 1/3 seconds
+    assert DiskSpeed("x", 1.0, 3.0).both_bytes_per_s == 1.5  # 2 bytes in 1 + 1/3 seconds
     lines = list(bench(places, sample_bytes=1 << 20, rounds=1))
     assert lines[0] == "1.00 MiB at a time, 18.0 MiB written to each path in all"  # 3 blocks x 3 threads x (1 + 1)
     assert len(lines) == 2 + 2 * 9 + 3
@@ -306,8 +306,8 @@ def test_speeds_are_measured_path_by_path_and_leave_nothing(tmp_path: Path) -> N
 
 
 def test_the_smallest_settings_that_are_nearly_best_are_chosen() -> None:
-    def row(threads: int, *rates: float) -> tuple[DiskConfig, list[Speed]]:
-        return DiskConfig(paths=["a", "b"], threads=threads), [Speed("ab"[i], r, r) for i, r in enumerate(rates)]
+    def row(threads: int, *rates: float) -> tuple[DiskConfig, list[DiskSpeed]]:
+        return DiskConfig(paths=["a", "b"], threads=threads), [DiskSpeed("ab"[i], r, r) for i, r in enumerate(rates)]
 
     shares, settings = chosen([row(1, 60e9, 30e9), row(4, 73.5e9, 24.5e9), row(8, 70e9, 30e9)])
     assert shares == "shares by path: a 0.75, b 0.25"

@@ -22,7 +22,7 @@ import torch
 from in_process import dzero
 
 from dzero.offload.disk import DiskStore
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 from dzero.offload.scratch_dir import holders
 from dzero.utils.scratch_paths import DiskError
 from dzero.zero.offload_config import DiskConfig
@@ -33,7 +33,7 @@ PAGE, MIB = 4096, 1 << 20
 
 
 def buffer(count: int, seed: int | None = None) -> torch.Tensor:
-    data = Arena(count).lease(count, "buffer").data
+    data = HostMemoryPool(count).lease(count, "buffer").data
     return data if seed is None else data.copy_(torch.randint(0, 256, (count,)))
 
 

@@ -23,10 +23,10 @@ from training_loops import backward, params_of, sharded_net, snapshot, train, un
 
 from dzero import AdamW, OffloadConfig
 from dzero.offload.executor import OffloadError
-from dzero.offload.schedule import Key, Kind
+from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.offload.scratch_dir import holders
 from dzero.utils.scratch_paths import DiskError
-from dzero.zero.init_on_disk import Cold
+from dzero.zero.init_on_disk import SpilledTensor
 from dzero.zero.offload_config import KINDS, DiskConfig
 
 
@@ -146,7 +146,7 @@ def flipped_first_value(rank: int, ranks: int, offload: OffloadConfig, kind: str
     sharded = sharded_net("even", stage=3, offload=offload)
     unit = sharded.units[1]
     home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.hosted.values())).home
-    assert isinstance(home, Cold)
+    assert isinstance(home, SpilledTensor)
     (byte,) = os.pread(home.room.fd, 1, home.offset + 1)
     os.pwrite(home.room.fd, bytes([byte ^ 0x40]), home.offset + 1)
     with pytest.raises(DiskError) as told:
@@ -300,8 +300,8 @@ def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> d
     sharded = sharded_net("even", stage=3, offload=offload, microbatches=2)
     optim = AdamW(sharded, lr=1e-2, max_norm=0.5)
 
-    def before(key: Key) -> None:
-        time.sleep(0.03 if key.kind == Kind[slow] else 0.0)
+    def before(key: ActionKey) -> None:
+        time.sleep(0.03 if key.kind == ActionKind[slow] else 0.0)
 
     optim.offload.swap.before = before
     train(sharded, optim, steps=3)

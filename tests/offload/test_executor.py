@@ -9,29 +9,33 @@ from threading import Barrier, Event
 import pytest
 import torch
 
-from dzero.offload.executor import Swap
-from dzero.offload.memory_pool import Arena
-from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction, OffloadSchedule
 
 SLOTS = ("a", "b", "c")
 LIMIT_S = 60
 
 
 @pytest.fixture
-def swap() -> Iterator[Swap]:
+def swap() -> Iterator[ScheduleExecutor]:
     """An action of each kind on each slot; units are called as their slots."""
-    actions = tuple(Action(Key(kind, "x", slot), (slot,)) for kind in Kind for slot in SLOTS)
-    found = Swap(Schedule(tuple(Slot(slot, 8) for slot in SLOTS), actions), Arena(3 * 4096), torch.device("cpu"))
+    actions = tuple(OffloadAction(ActionKey(kind, "x", slot), (slot,)) for kind in ActionKind for slot in SLOTS)
+    found = ScheduleExecutor(
+        OffloadSchedule(tuple(BufferSlot(slot, 8) for slot in SLOTS), actions),
+        HostMemoryPool(3 * 4096),
+        torch.device("cpu"),
+    )
     yield found
     found.close()
 
 
-def start(swap: Swap, kind: Kind, slot: str, work: Callable[[], object]) -> None:
-    swap.compute(Key(kind, "x", slot), work)
+def start(swap: ScheduleExecutor, kind: ActionKind, slot: str, work: Callable[[], object]) -> None:
+    swap.compute(ActionKey(kind, "x", slot), work)
 
 
-@pytest.mark.parametrize("kind", [Kind.LOAD, Kind.SPILL])
-def test_units_come_from_disk_and_go_there_side_by_side(swap: Swap, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [ActionKind.LOAD, ActionKind.SPILL])
+def test_units_come_from_disk_and_go_there_side_by_side(swap: ScheduleExecutor, kind: ActionKind) -> None:
     """Each waits for all: one after the other none would end."""
     together = Barrier(len(SLOTS), timeout=LIMIT_S)
     for slot in SLOTS:
@@ -39,30 +43,32 @@ def test_units_come_from_disk_and_go_there_side_by_side(swap: Swap, kind: Kind) 
     swap.drain()
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_slot_has_one_user_at_a_time_in_the_order_in_which_they_were_started(swap: Swap, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(ActionKind))
+def test_a_slot_has_one_user_at_a_time_in_the_order_in_which_they_were_started(
+    swap: ScheduleExecutor, kind: ActionKind
+) -> None:
     go, seen = Event(), list[str]()
-    start(swap, Kind.LOAD, "a", lambda: (go.wait(LIMIT_S), seen.append("first")))
+    start(swap, ActionKind.LOAD, "a", lambda: (go.wait(LIMIT_S), seen.append("first")))
     start(swap, kind, "a", lambda: seen.append("second"))
-    start(swap, Kind.LOAD, "b", lambda: (seen.append("beside"), go.set()))
+    start(swap, ActionKind.LOAD, "b", lambda: (seen.append("beside"), go.set()))
     swap.drain()
     assert seen == ["beside", "first", "second"]
 
 
-def test_work_at_the_same_time_counts_once(swap: Swap) -> None:
+def test_work_at_the_same_time_counts_once(swap: ScheduleExecutor) -> None:
     together, never, began = Barrier(len(SLOTS), timeout=LIMIT_S), Event(), time.perf_counter()
     for slot in SLOTS:
-        start(swap, Kind.LOAD, slot, lambda: (together.wait(), never.wait(0.2)))
+        start(swap, ActionKind.LOAD, slot, lambda: (together.wait(), never.wait(0.2)))
     swap.drain()
     assert 0.2 <= swap.take_use()["LOAD"].busy_s <= time.perf_counter() - began
 
 
-def test_a_wait_counts_for_the_lane_that_was_at_work(swap: Swap) -> None:
+def test_a_wait_counts_for_the_lane_that_was_at_work(swap: ScheduleExecutor) -> None:
     """FETCH waits for the slot, which LOAD fills; COMPUTE was at work before anybody waited."""
-    never, last = Event(), Key(Kind.FETCH, "x", "a")
-    start(swap, Kind.COMPUTE, "a", lambda: never.wait(0.1))
-    start(swap, Kind.LOAD, "a", lambda: never.wait(0.3))
-    start(swap, Kind.FETCH, "a", lambda: never.wait(0.05))
+    never, last = Event(), ActionKey(ActionKind.FETCH, "x", "a")
+    start(swap, ActionKind.COMPUTE, "a", lambda: never.wait(0.1))
+    start(swap, ActionKind.LOAD, "a", lambda: never.wait(0.3))
+    start(swap, ActionKind.FETCH, "a", lambda: never.wait(0.05))
     never.wait(0.15)
     began = time.perf_counter()
     swap.wait(last)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from dzero.hardware import rss_bytes
-from dzero.offload.memory_pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Phase, aligned, require
+from dzero.offload.memory_pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, HostMemoryPool, LeasePhase, aligned, require
 
 
 def test_leases_are_aligned_apart_and_within_the_budget() -> None:
-    arena = Arena(3 * HUGE_PAGE_BYTES - 5)
+    arena = HostMemoryPool(3 * HUGE_PAGE_BYTES - 5)
     assert arena.capacity_bytes == 3 * HUGE_PAGE_BYTES
     first, second = arena.lease(10, "a"), arena.lease(HUGE_PAGE_BYTES, "b")
     assert first.data.data_ptr() % HUGE_PAGE_BYTES == 0
@@ -34,7 +34,7 @@ def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest
         bound[threading.get_ident()] = os.sched_getaffinity(0)
 
     monkeypatch.setattr(os, "sched_setaffinity", watched)
-    arena = Arena(260 << 20, cores=[core])
+    arena = HostMemoryPool(260 << 20, cores=[core])
     first, second = arena.lease(130 << 20, "first"), arena.lease(130 << 20, "second")
     assert bound == {}
     view = first.view(torch.float32, 8)
@@ -54,7 +54,7 @@ def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest
 
 def test_memory_is_taken_when_it_is_first_looked_at() -> None:
     before = rss_bytes()
-    arena = Arena(256 << 20)
+    arena = HostMemoryPool(256 << 20)
     leases = [arena.lease(64 << 20, str(index)) for index in range(4)]
     assert rss_bytes() - before < 32 << 20
     leases[1].view(torch.uint8, 1)
@@ -64,7 +64,7 @@ def test_memory_is_taken_when_it_is_first_looked_at() -> None:
 
 
 def test_what_is_given_back_can_be_leased_again_as_one_piece() -> None:
-    arena = Arena(4 * HUGE_PAGE_BYTES)
+    arena = HostMemoryPool(4 * HUGE_PAGE_BYTES)
     leases = [arena.lease(HUGE_PAGE_BYTES, str(index)) for index in range(4)]
     for index in (2, 0, 1):
         leases[index].release()
@@ -74,19 +74,19 @@ def test_what_is_given_back_can_be_leased_again_as_one_piece() -> None:
 
 
 def test_views_have_the_dtype_asked_for() -> None:
-    lease = Arena(HUGE_PAGE_BYTES).lease(64, "x")
+    lease = HostMemoryPool(HUGE_PAGE_BYTES).lease(64, "x")
     lease.view(torch.bfloat16, 4, start_bytes=8).fill_(1.0)
     assert lease.view(torch.int16, 32).tolist() == [0] * 4 + [0x3F80] * 4 + [0] * 24
 
 
 def test_a_slot_has_one_user_at_a_time() -> None:
-    lease = Arena(HUGE_PAGE_BYTES).lease(64, "grad layers.0")
-    lease.enter(Phase.ARRIVING)
+    lease = HostMemoryPool(HUGE_PAGE_BYTES).lease(64, "grad layers.0")
+    lease.enter(LeasePhase.ARRIVING)
     with pytest.raises(RuntimeError, match=r"grad layers.0 is arriving; it cannot be computing as well"):
-        lease.enter(Phase.COMPUTING)
+        lease.enter(LeasePhase.COMPUTING)
     with pytest.raises(RuntimeError, match="is arriving"):
         lease.release()
-    lease.enter(Phase.HELD)
+    lease.enter(LeasePhase.HELD)
     lease.release()
     with pytest.raises(RuntimeError, match="is given back"):
         lease.release()
@@ -99,5 +99,5 @@ def test_too_little_host_memory_is_told_with_the_sum() -> None:
 
 
 def test_nothing_is_taken_for_nothing() -> None:
-    arena = Arena(0)
+    arena = HostMemoryPool(0)
     assert arena.capacity_bytes == arena.high_water_bytes == 0

@@ -30,7 +30,7 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, ZeroConfig
 from dzero.zero.dtensors import local_of
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import DiskConfig
-from dzero.zero.offloaded_param import HostMemory, HostShard, InMemory
+from dzero.zero.offloaded_param import HostStorage, OffDeviceShard, OffDeviceTensor
 
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
 
@@ -46,27 +46,27 @@ class Door:
     def write(self) -> None:
         self.edited += 1
 
-    def bring(self, memory: HostMemory) -> torch.Tensor:
+    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
         return memory.flat
 
 
-class Far(InMemory):
+class Far(HostStorage):
     """A home whose elements cannot be seen in place, as on disk."""
 
     def get(self) -> torch.Tensor:
         return self.flat.clone()
 
 
-@pytest.mark.parametrize("home", [InMemory, Far])
-def test_a_shard_is_a_tensor_like_any_other(home: type[InMemory]) -> None:
+@pytest.mark.parametrize("home", [HostStorage, Far])
+def test_a_shard_is_a_tensor_like_any_other(home: type[HostStorage]) -> None:
     door = Door()
-    memory = HostMemory("w", home(torch.arange(12.0)), torch.float32, 12, torch.device("cpu"), weakref.ref(door))
-    shard = HostShard.of(memory, (3, 4))
+    memory = OffDeviceTensor("w", home(torch.arange(12.0)), torch.float32, 12, torch.device("cpu"), weakref.ref(door))
+    shard = OffDeviceShard.of(memory, (3, 4))
     row = shard[1]
-    assert isinstance(row, HostShard)
+    assert isinstance(row, OffDeviceShard)
     assert door.settled == 0  # nobody has looked yet
     assert torch.equal(row + 1, torch.tensor([5.0, 6.0, 7.0, 8.0]))
-    assert not isinstance(row + 1, HostShard)
+    assert not isinstance(row + 1, OffDeviceShard)
     with torch.no_grad():
         row.mul_(2)
         shard[2].copy_(torch.ones(4))
@@ -79,7 +79,7 @@ def test_a_shard_is_a_tensor_like_any_other(home: type[InMemory]) -> None:
     moved[4] = 9
     assert row.clone().tolist() == [9, 10, 12, 14]
     padded = shard.new_zeros(4, 4)
-    assert isinstance(padded, HostShard)
+    assert isinstance(padded, OffDeviceShard)
     assert padded.memory.door is memory.door
     bits = shard.view(torch.int32)
     assert torch.equal(bits + 0, moved.view(3, 4).view(torch.int32))

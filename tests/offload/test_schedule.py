@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dzero import OffloadConfig, PrecisionConfig, ZeroConfig
-from dzero.offload.buffer_layout import Places
+from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
-from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction, OffloadSchedule
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 
@@ -29,10 +29,10 @@ def planned(microbatches: int = 1, replicate: int = 1, precision: PrecisionConfi
         shard=2,
         microbatches=microbatches,
     )
-    return schedule_of(Places(layout, UNITS))
+    return schedule_of(BufferLayout(layout, UNITS))
 
 
-def sizes(schedule: Schedule) -> dict[str, int]:
+def sizes(schedule: OffloadSchedule) -> dict[str, int]:
     return {slot.name: slot.count for slot in schedule.slots}
 
 
@@ -55,7 +55,7 @@ def test_slots_hold_what_the_formula_says() -> None:
 def test_fp32_parameters_send_their_master_and_need_no_other_copy() -> None:
     schedule = planned(precision=PrecisionConfig(param="fp32"))
     assert not any(name.startswith("work") for name in sizes(schedule))
-    assert schedule.by_key[Key(Kind.FETCH, "work", "root")].slots == ("master root",)
+    assert schedule.by_key[ActionKey(ActionKind.FETCH, "work", "root")].slots == ("master root",)
 
 
 def test_small_states_take_small_slots() -> None:
@@ -73,7 +73,7 @@ def test_later_microbatches_land_beside_only_where_they_are_added_on_the_host() 
 def test_moments_on_the_device_pass_through_a_stage() -> None:
     schedule = planned(moments="device")
     assert sizes(schedule)["stage 1"] == 8 * ROOT
-    assert "stage 1" in schedule.by_key[Key(Kind.COMPUTE, "update", "root")].slots
+    assert "stage 1" in schedule.by_key[ActionKey(ActionKind.COMPUTE, "update", "root")].slots
 
 
 def test_a_fraction_takes_the_last_parameters_first() -> None:
@@ -103,17 +103,24 @@ def test_a_step_prints_as_its_slots_and_actions() -> None:
 
 
 def test_what_the_device_waits_for_does_not_queue_behind_updates() -> None:
-    keys = [Key(kind, what, "0") for kind in (Kind.LOAD, Kind.SPILL) for what in ("states", "param", "activation")]
+    keys = [
+        ActionKey(kind, what, "0")
+        for kind in (ActionKind.LOAD, ActionKind.SPILL)
+        for what in ("states", "param", "activation")
+    ]
     assert [key.lane for key in keys] == ["LOAD", "LOAD param", "LOAD activation", "SPILL", "SPILL", "SPILL activation"]
-    assert {Key(kind, "activation", "0").lane for kind in (Kind.EVICT, Kind.FETCH)} == {"EVICT", "FETCH"}
+    assert {ActionKey(kind, "activation", "0").lane for kind in (ActionKind.EVICT, ActionKind.FETCH)} == {
+        "EVICT",
+        "FETCH",
+    }
 
 
 def test_names_that_clash_or_do_not_exist_are_refused() -> None:
-    key = Key(Kind.EVICT, "grad", "root")
+    key = ActionKey(ActionKind.EVICT, "grad", "root")
     with pytest.raises(ValueError, match=r"EVICT grad root: no slot is called \['nowhere'\]"):
-        Schedule((Slot("a", 1),), (Action(key, ("nowhere",)),))
+        OffloadSchedule((BufferSlot("a", 1),), (OffloadAction(key, ("nowhere",)),))
     with pytest.raises(ValueError, match="one key"):
-        Schedule((Slot("a", 1),), (Action(key, ("a",)), Action(key, ("a",))))
+        OffloadSchedule((BufferSlot("a", 1),), (OffloadAction(key, ("a",)), OffloadAction(key, ("a",))))
 
 
 MANY = [
@@ -122,7 +129,7 @@ MANY = [
 ]
 
 
-def on_disk(**changes: object) -> Schedule:
+def on_disk(**changes: object) -> OffloadSchedule:
     tiers = {**dict.fromkeys(("param", "grad", "master", "moments"), "disk"), **changes}
     layout = Layout.of(
         ZeroConfig(stage=3),
@@ -131,7 +138,7 @@ def on_disk(**changes: object) -> Schedule:
         replicate=1,
         shard=2,
     )
-    return schedule_of(Places(layout, MANY))
+    return schedule_of(BufferLayout(layout, MANY))
 
 
 def test_units_on_disk_take_turns_in_host_memory() -> None:
@@ -176,7 +183,7 @@ def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_si
         replicate=1,
         shard=2,
     )
-    slots = sizes(schedule_of(Places(layout, units)))
+    slots = sizes(schedule_of(BufferLayout(layout, units)))
     for kind, itemsize in {"grad": 2, "master": 4, "moments": 8, "work": 2, "param": 2}.items():
         turns = [slots[f"{kind} turn {turn}"] for turn in range(3)]
         assert turns[0] == itemsize * 256 * 64 // 2
@@ -186,9 +193,9 @@ def test_a_head_takes_the_turns_of_the_embedding_so_that_no_others_have_their_si
 def test_what_is_loaded_is_what_is_spilled() -> None:
     for schedule in (on_disk(), on_disk(overlap="backward"), on_disk(param="device", grad="host")):
         for unit in MANY:
-            load = schedule.by_key[Key(Kind.LOAD, "states", unit.name)].slots
-            update = schedule.by_key[Key(Kind.COMPUTE, "update", unit.name)].slots
-            spill = schedule.by_key[Key(Kind.SPILL, "states", unit.name)].slots
+            load = schedule.by_key[ActionKey(ActionKind.LOAD, "states", unit.name)].slots
+            update = schedule.by_key[ActionKey(ActionKind.COMPUTE, "update", unit.name)].slots
+            spill = schedule.by_key[ActionKey(ActionKind.SPILL, "states", unit.name)].slots
             assert set(load) == set(spill)
             assert {slot for slot in load if not slot.startswith("disk")} <= set(update)
 
@@ -204,7 +211,7 @@ def test_what_is_updated_early_goes_to_spare_places_within_the_budget() -> None:
 def test_fp32_parameters_on_disk_are_their_masters() -> None:
     tiers = dict.fromkeys(("param", "grad", "master", "moments"), "disk")
     layout = Layout.of(ZeroConfig(stage=3), PrecisionConfig(param="fp32"), OffloadConfig(**tiers), replicate=1, shard=2)
-    schedule = schedule_of(Places(layout, MANY))
+    schedule = schedule_of(BufferLayout(layout, MANY))
     assert not any(name.startswith("disk param") for name in sizes(schedule))
-    assert "disk master root" in schedule.by_key[Key(Kind.LOAD, "param", "root")].slots
-    assert Key(Kind.SPILL, "work", "root") not in schedule.by_key
+    assert "disk master root" in schedule.by_key[ActionKey(ActionKind.LOAD, "param", "root")].slots
+    assert ActionKey(ActionKind.SPILL, "work", "root") not in schedule.by_key

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dzero.offload.scratch_dir import NAME, RunFolder, holders
+from dzero.offload.scratch_dir import NAME, ScratchDir, holders
 from dzero.utils.scratch_paths import DiskError
 
 DEAD = "dzero-0-1-0123456789abcdef"
@@ -27,7 +27,7 @@ def plant(folder: Path, *files: str) -> Path:
 def test_a_directory_is_for_its_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        with RunFolder(str(tmp_path), 4096, rank=2) as run:
+        with ScratchDir(str(tmp_path), 4096, rank=2) as run:
             (folder,) = tmp_path.iterdir()
             assert folder.name == run.name
             assert folder.name.startswith(f"dzero-2-{os.getpid()}-")
@@ -42,21 +42,21 @@ def test_a_directory_is_for_its_owner_alone_whatever_the_umask(tmp_path: Path) -
 
 
 def test_one_run_directory_cannot_have_two_owners(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path), 4096, name=DEAD) as run:
+    with ScratchDir(str(tmp_path), 4096, name=DEAD) as run:
         with pytest.raises(
             DiskError, match=f"the run directory {DEAD} is there already: two runs cannot share"
         ) as told:
-            RunFolder(str(tmp_path), 4096, name=DEAD)
+            ScratchDir(str(tmp_path), 4096, name=DEAD)
         assert told.value.errno == errno.EEXIST
         assert holders(str(tmp_path)) == [(DEAD, 4096)]
         assert os.fstat(run.fd).st_size == 4096
-    with RunFolder(str(tmp_path), 4096, name=DEAD):
+    with ScratchDir(str(tmp_path), 4096, name=DEAD):
         pass
     assert os.listdir(tmp_path) == []
 
 
 def test_reservations_of_living_runs_are_listed_and_add_up(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path), 4096) as first, RunFolder(str(tmp_path), 3 * 4096, rank=1) as second:
+    with ScratchDir(str(tmp_path), 4096) as first, ScratchDir(str(tmp_path), 3 * 4096, rank=1) as second:
         assert sorted(holders(str(tmp_path))) == sorted([(first.name, 4096), (second.name, 3 * 4096)])
     assert holders(str(tmp_path)) == []
 
@@ -65,7 +65,7 @@ def test_reservations_of_living_runs_are_listed_and_add_up(tmp_path: Path) -> No
 def test_what_a_dead_run_left_is_removed(tmp_path: Path, files: tuple[str, ...]) -> None:
     """Wherever it was killed; `data` without `lock` cannot come about by itself and stays for a person to see."""
     plant(tmp_path / DEAD, *files)
-    with RunFolder(str(tmp_path), 0) as run:
+    with ScratchDir(str(tmp_path), 0) as run:
         expected = {run.name} | ({DEAD} if files == ("data",) else set())
         assert set(os.listdir(tmp_path)) == expected
 
@@ -75,7 +75,7 @@ def test_what_is_not_ours_or_not_known_stays(tmp_path: Path) -> None:
     for name in other_names:
         plant(tmp_path / name, "data", "lock")
     plant(tmp_path / DEAD, "data", "lock", "thesis.txt")
-    RunFolder(str(tmp_path), 0).close()
+    ScratchDir(str(tmp_path), 0).close()
     assert sorted(os.listdir(tmp_path)) == sorted([*other_names, DEAD])
     assert all(sorted(os.listdir(tmp_path / name)) == ["data", "lock"] for name in other_names)
     assert "thesis.txt" in os.listdir(tmp_path / DEAD)
@@ -84,7 +84,7 @@ def test_what_is_not_ours_or_not_known_stays(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 def test_another_users_directory_stays(tmp_path: Path) -> None:
     os.chown(plant(tmp_path / DEAD, "data", "lock"), 12345, 12345)
-    RunFolder(str(tmp_path), 0).close()
+    ScratchDir(str(tmp_path), 0).close()
     assert sorted(os.listdir(tmp_path / DEAD)) == ["data", "lock"]
 
 
@@ -94,17 +94,17 @@ def test_symbolic_links_are_never_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     for name in ("link", "link/"):
         with pytest.raises(DiskError, match=f"not followed: name the directory itself, {path}") as told:
-            RunFolder(f"{tmp_path}/{name}", 0)
+            ScratchDir(f"{tmp_path}/{name}", 0)
         assert told.value.errno == errno.ELOOP
     (path / DEAD).symlink_to(victim)
     planted = plant(path / DEAD.replace("0123", "3210"))
     (planted / "lock").symlink_to(victim / "lock")
-    with RunFolder(str(path), 4096):
+    with ScratchDir(str(path), 4096):
         pass
     assert os.listdir(planted) == ["lock"]
     assert sorted(os.listdir(victim)) == ["data", "lock"]
     with pytest.raises(DiskError, match="is there already"):
-        RunFolder(str(path), 0, name=DEAD)
+        ScratchDir(str(path), 0, name=DEAD)
     assert sorted(os.listdir(victim)) == ["data", "lock"]
 
 
@@ -112,15 +112,15 @@ def test_a_path_that_is_no_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, code in (("missing", errno.ENOENT), ("file", errno.ENOTDIR)):
         with pytest.raises(DiskError, match="must be a directory that exists: make it, or name another") as told:
-            RunFolder(str(tmp_path / name), 0)
+            ScratchDir(str(tmp_path / name), 0)
         assert (told.value.errno, told.value.filename) == (code, str(tmp_path / name))
 
 
 def test_more_than_there_is_fails_before_a_block_is_taken(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path), 8192) as run:
+    with ScratchDir(str(tmp_path), 8192) as run:
         needed = 1 << 60
         with pytest.raises(DiskError) as told:
-            RunFolder(str(tmp_path), needed, rank=5)
+            ScratchDir(str(tmp_path), needed, rank=5)
         assert told.value.errno == errno.ENOSPC
         said = str(told.value)
         assert "rank 5 needs 1024 PiB of scratch space; " in said
@@ -129,7 +129,7 @@ def test_more_than_there_is_fails_before_a_block_is_taken(tmp_path: Path) -> Non
 
 
 def test_a_run_that_grows_holds_more_and_keeps_what_it_has(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path), 4096) as run:
+    with ScratchDir(str(tmp_path), 4096) as run:
         os.pwrite(run.fd, b"first", 0)
         run.grow(3 * 4096)
         assert holders(str(tmp_path)) == [(run.name, 3 * 4096)]
@@ -152,7 +152,7 @@ def test_what_a_growth_took_before_it_failed_is_given_back(
         reserve(fd, offset, count // 2)
         raise OSError(code, os.strerror(code))
 
-    with RunFolder(str(tmp_path), 4096) as run:
+    with ScratchDir(str(tmp_path), 4096) as run:
         monkeypatch.setattr(os, "posix_fallocate", half)
         with pytest.raises(DiskError) as told:
             run.grow(9 * 4096)
@@ -161,7 +161,7 @@ def test_what_a_growth_took_before_it_failed_is_given_back(
 
 
 def test_a_run_whose_directory_was_deleted_goes_on_and_ends(tmp_path: Path) -> None:
-    with RunFolder(str(tmp_path), 4096) as run:
+    with ScratchDir(str(tmp_path), 4096) as run:
         shutil.rmtree(tmp_path / run.name)
         os.pwrite(run.fd, b"still here", 0)
         assert os.pread(run.fd, 10, 0) == b"still here"
@@ -169,7 +169,7 @@ def test_a_run_whose_directory_was_deleted_goes_on_and_ends(tmp_path: Path) -> N
 
 
 def test_blocks_are_given_back_at_the_end_even_if_a_forked_child_has_the_file_open(tmp_path: Path) -> None:
-    run = RunFolder(str(tmp_path), 1 << 20)
+    run = ScratchDir(str(tmp_path), 1 << 20)
     childs = os.dup(run.fd)
     run.close()
     assert (os.fstat(childs).st_size, os.fstat(childs).st_blocks) == (0, 0)
@@ -177,7 +177,7 @@ def test_blocks_are_given_back_at_the_end_even_if_a_forked_child_has_the_file_op
 
 
 def test_a_fault_at_the_end_is_told_and_the_rest_is_given_back(tmp_path: Path) -> None:
-    run = RunFolder(str(tmp_path), 4096)
+    run = ScratchDir(str(tmp_path), 4096)
     (tmp_path / run.name / "thesis.txt").touch()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="not empty"):
@@ -194,7 +194,7 @@ def test_many_that_start_and_tidy_up_at_once_never_harm_each_other(tmp_path: Pat
     def start_and_end(rank: int) -> None:
         try:
             for turn in range(60):
-                with RunFolder(str(tmp_path), 4096, rank=rank) as run:
+                with ScratchDir(str(tmp_path), 4096, rank=rank) as run:
                     os.pwrite(run.fd, bytes([rank]) * 64, 0)
                     assert (tmp_path / run.name / "lock").exists(), turn
                     assert run.name in [name for name, _ in holders(str(tmp_path))]
@@ -229,7 +229,7 @@ def test_a_directory_swept_before_its_lock_is_made_again_under_another_name(
         return fd
 
     monkeypatch.setattr(os, "open", sweep_first)
-    with RunFolder(str(tmp_path), 4096) as run:
+    with ScratchDir(str(tmp_path), 4096) as run:
         assert len(swept) == 2
         assert os.listdir(tmp_path) == [run.name]
         assert os.listdir(tmp_path / run.name) == ["lock"]

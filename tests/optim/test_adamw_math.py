@@ -13,8 +13,8 @@ from torch import Tensor
 from dzero.optim import adamw_math, cpu_kernels
 from dzero.optim import flat_update as update_module
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.flat_update import AdamWUpdater, ParamStates, Update
-from dzero.optim.quantized_moments import BLOCK_ELEMS, EightBit
+from dzero.optim.flat_update import AdamWUpdater, ParamStates, ParamUpdate
+from dzero.optim.quantized_moments import BLOCK_ELEMS, QuantizedMoment
 from dzero.zero.rounding import join, split, to_working
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -65,7 +65,7 @@ def plain(s: ParamStates, grad: Tensor, step: int) -> None:
         s.work.copy_(to_working(master, s.work.dtype))
 
 
-def apply(update: Update) -> None:
+def apply(update: ParamUpdate) -> None:
     AdamWUpdater(1).run([update])
 
 
@@ -84,7 +84,7 @@ def test_the_update_has_the_bits_of_separate_fp32_operations(kind: str) -> None:
         before = states(kind, moments, elems)
         grad = torch.randn(elems, generator=torch.Generator().manual_seed(1)).to(grad_dtype)
         ours, want = copy(before), copy(before)
-        apply(Update(ours, grad, C, 3))
+        apply(ParamUpdate(ours, grad, C, 3))
         plain(want, grad, 3)
         assert same(ours, want), (kind, moments, grad_dtype, elems)
 
@@ -96,9 +96,9 @@ def test_a_slice_is_updated_to_the_bits_of_the_whole(kind: str, moments: torch.d
     before = states(kind, moments, elems)
     grad = torch.randn(elems, generator=torch.Generator().manual_seed(2)).to(BF16)
     whole, pieces = copy(before), copy(before)
-    apply(Update(whole, grad, C, 5))
+    apply(ParamUpdate(whole, grad, C, 5))
     for start, end in itertools.pairwise(cuts):
-        apply(Update(pieces.slice(start, end - start), grad[start:end], C, 5))
+        apply(ParamUpdate(pieces.slice(start, end - start), grad[start:end], C, 5))
     assert same(whole, pieces)
 
 
@@ -108,8 +108,8 @@ def test_threads_and_chunks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) 
     before = states("bf16 + remainder", BF16, 4099)
     grad = torch.randn(4099, generator=torch.Generator().manual_seed(3))
     one, three = copy(before), copy(before)
-    AdamWUpdater(1).run([Update(one, grad, C, 2)])
-    AdamWUpdater(3).run([Update(three, grad, C, 2)])
+    AdamWUpdater(1).run([ParamUpdate(one, grad, C, 2)])
+    AdamWUpdater(3).run([ParamUpdate(three, grad, C, 2)])
     plain(before, grad, 2)
     assert same(one, before)
     assert same(three, before)
@@ -187,7 +187,7 @@ def test_accumulate_adds_in_place_and_returns_the_sum_of_squares(dtype: torch.dt
 
 def test_eight_bit_states_keep_their_length_and_relative_size() -> None:
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    eight = EightBit.zeros(1000, 1003, signed=True, device=value.device)
+    eight = QuantizedMoment.zeros(1000, 1003, signed=True, device=value.device)
     assert torch.equal(eight.load(), torch.zeros(1000))
     eight.store(value)
     largest = torch.nn.functional.pad(value, (0, 24)).view(-1, BLOCK_ELEMS).abs().amax(1)

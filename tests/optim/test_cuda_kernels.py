@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.optim import adamw_math, column_upload, cuda_kernels
 from dzero.optim.column_upload import RING
-from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaTable
+from dzero.optim.cuda_kernels import BLOCK_ELEMS, CudaUpdateTable
 from dzero.optim.update_table import NoiseSeeds, Variant, chunks_of
 
 CPU = torch.device("cpu")
@@ -420,7 +420,7 @@ def test_columns_of_another_length_and_rows_that_are_not_there_are_refused() -> 
 
 def test_a_table_without_elements_does_nothing() -> None:
     none = np.empty(0, np.int64)
-    CudaTable([], []).update(none, none, none, np.empty((0, 9), np.float32))
+    CudaUpdateTable([], []).update(none, none, none, np.empty((0, 9), np.float32))
     empty = next(each for each in params("fp32") if not each.work.numel())
     table = table_of([empty])
     table.update(*columns([empty], 1))

@@ -19,7 +19,7 @@ from dzero import OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.config import ConfigError
 from dzero.errors import RunError
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.shapes import LlamaShape
 from dzero.optim.build import build_optimizer
 from dzero.optim.config import MuonConfig, OptimConfig
@@ -73,7 +73,7 @@ def groups(sharded: Any, **first: Any) -> list[dict[str, Any]]:
 def parallel_llama(zero: ZeroConfig, **degrees: int) -> Sharded:
     with torch.device("meta"):
         model = Llama(LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48))
-    mesh, materialise = make_mesh("cpu", tp=2, **degrees), Materialiser(model, seed=0, device="cpu")
+    mesh, materialise = make_mesh("cpu", tp=2, **degrees), MetaInitializer(model, seed=0, device="cpu")
     fill = parallelize(model, mesh["tp"]).filling(materialise)
     return shard(model, zero, mesh=mesh, materialise=fill)
 

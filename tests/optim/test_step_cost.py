@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
 from dzero.optim import adamw, cpu_kernels
-from dzero.optim.flat_update import AdamWUpdater, CpuTable, Update
+from dzero.optim.flat_update import AdamWUpdater, CpuUpdateTable, ParamUpdate
 
 BLOCKS, WIDTH = 3, 8
 
@@ -67,7 +67,7 @@ def calls_of_a_step(rank: int, ranks: int, matrices: int, moments: str) -> tuple
         kernels.clear()
         with (
             patch.object(cpu_kernels, "sum_squares", counted("sum_squares", cpu_kernels.sum_squares)),
-            patch.object(CpuTable, "update", counted("update", CpuTable.update)),
+            patch.object(CpuUpdateTable, "update", counted("update", CpuUpdateTable.update)),
         ):
             sharded.model(x).float().square().mean().backward()
             with Calls() as calls:
@@ -95,7 +95,7 @@ def decoded(rank: int, ranks: int, elems: int) -> tuple[list[int], list[float]]:
     optim, at_once = AdamW(sharded, threads=1), []
     run = AdamWUpdater.run
 
-    def watched(self: AdamWUpdater, updates: Sequence[Update]) -> None:
+    def watched(self: AdamWUpdater, updates: Sequence[ParamUpdate]) -> None:
         at_once.append(sum(update.states.m.numel() for update in updates))
         run(self, updates)
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic
-from dzero.comm.reduction import Exact, Native
+from dzero.comm.reduction import ExactReduction, NativeReduction
 from dzero.mesh import context_group, data_rank_of
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
@@ -81,7 +81,7 @@ def attended(rank: int, ranks: int, call: Call) -> tuple[list[Tensor], dict[Entr
     given = [each.requires_grad_() for each in (query, key, value)]
     group, ledger = torch.distributed.group.WORLD, Ledger()
     assert group is not None
-    exchange = ContextExchange((Exact if call.exact else Native)(group), rank, "cp", ledger)
+    exchange = ContextExchange((ExactReduction if call.exact else NativeReduction)(group), rank, "cp", ledger)
     attend: Any = ATTENTIONS[call.kind](exchange)
     counter: Any = DispatchCounter(ranks) if call.exact else nullcontext()
     with tiles_of(call.tile), counter:
@@ -98,7 +98,7 @@ def peak_of_attention(rank: int, ranks: int, call: Call) -> int:
     given = [each.requires_grad_() for each in (query, key, value)]
     group = torch.distributed.group.WORLD
     assert group is not None
-    attend: Any = ATTENTIONS[call.kind](ContextExchange(Exact(group), rank, "cp", Ledger()))
+    attend: Any = ATTENTIONS[call.kind](ContextExchange(ExactReduction(group), rank, "cp", Ledger()))
     with tiles_of(call.tile):
         return allocated_peak_bytes(lambda: attend(*given).backward(grad), torch.device("cpu"))
 
@@ -153,7 +153,7 @@ def model_on_meta() -> Llama:
 
 def build(run: Run) -> Made:
     model = model_on_meta()
-    fill: Any = Materialiser(model, seed=0, device="cpu")
+    fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp * run.cp if run.stage == 0 else run.replicate, tp=run.tp)
     tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles), "cpu")
@@ -211,7 +211,7 @@ def oracle(readers: int, microbatches: int, steps: int = STEPS) -> reference.His
 
     def fresh() -> nn.Module:
         model = model_on_meta()
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
         return model
 
     def of_batch(model: nn.Module, batch: Tensor) -> Tensor:

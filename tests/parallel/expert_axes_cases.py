@@ -21,14 +21,14 @@ from tensor_cases import states
 from torch import Tensor
 
 from dzero import AdamW
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.config import RunConfig
 from dzero.models.moe import Experts
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.records import StepRecord
-from dzero.trainer.build import Assembled
-from dzero.trainer.metrics import Recorder
+from dzero.trainer.build import BuiltModel
+from dzero.trainer.metrics import MetricsRecorder
 from dzero.zero.dtensors import local_of
 
 CPU = torch.device("cpu")
@@ -46,18 +46,18 @@ def config_of(line: str) -> RunConfig:
 
 @dataclass
 class Made:
-    assembled: Assembled
+    assembled: BuiltModel
     optim: AdamW
-    recorder: Recorder
+    recorder: MetricsRecorder
     steps: list[list[Tensor]]
     """Of each step the microbatches that this rank reads, int64 [2, tokens + 1]."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Made:
-        assembled = Assembled(config, CPU, SHAPE.vocab_size)
+        assembled = BuiltModel(config, CPU, SHAPE.vocab_size)
         optim = AdamW(assembled.sharded, lr=LR, eps=EPS, max_norm=CLIP, scaler=config.scaler)
         drawn = batches(run_of(config), config.train.steps)
-        recorder = Recorder(config, assembled, optim, MemoryMeter(CPU), CPU)
+        recorder = MetricsRecorder(config, assembled, optim, MemoryMeter(CPU), CPU)
         return cls(assembled, optim, recorder, [of_step[assembled.reader] for of_step in drawn])
 
     def step(self, number: int) -> StepRecord:
@@ -135,8 +135,8 @@ def loaded(rank: int, ranks: int, config: RunConfig, folder: Path) -> dict[str, 
     return everything(made)
 
 
-def checkpoints_of(made: Made, folder: Path) -> Checkpoints:
-    return Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.assembled.sharded, made.optim)
+def checkpoints_of(made: Made, folder: Path) -> Checkpointer:
+    return Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.assembled.sharded, made.optim)
 
 
 def everything(made: Made) -> dict[str, Tensor]:

@@ -17,16 +17,16 @@ from tensor_cases import states
 from torch import Tensor, nn
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import AXES, context_group, data_rank_of
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.context.parallelize import ContextParallel
-from dzero.parallel.expert.bias import Balance
+from dzero.parallel.expert.bias import BiasUpdate
 from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
 from dzero.zero.cost_model import expected_control, expected_traffic
 from dzero.zero.dtensors import placed_like
@@ -78,7 +78,7 @@ class Run:
 class Made:
     sharded: Sharded
     optim: AdamW
-    balance: Balance
+    balance: BiasUpdate
     experts: ExpertParallel | None
     context: ContextParallel | None
 
@@ -90,7 +90,7 @@ def model_on_meta(run: Run) -> MoE:
 
 def build(run: Run) -> Made:
     model = model_on_meta(run)
-    fill: Any = Materialiser(model, seed=0, device="cpu")
+    fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else run.replicate)
     experts = parallelize_experts(model, mesh, run.ep) if run.ep > 1 else None
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
@@ -111,7 +111,7 @@ def build(run: Run) -> Made:
         context = ContextParallel(
             sharded.model, context_group(mesh, run.cp), sharded.ledger, attention="all_gather", exact=True
         )
-    balance = Balance(sharded.model, {axis: mesh.get_group(axis) for axis in AXES}, sharded.ledger)
+    balance = BiasUpdate(sharded.model, {axis: mesh.get_group(axis) for axis in AXES}, sharded.ledger)
     return Made(sharded, AdamW(sharded, lr=LR, eps=EPS, max_norm=CLIP), balance, experts, context)
 
 
@@ -189,7 +189,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
     for of_step in batches(run, 2):
         one_step(run, made, of_step[data_rank_of(made.sharded.mesh)])
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
         checkpoints.save(2, {})
         checkpoints.finish()
     return states(made.sharded, made.optim) | biases(made.sharded.model)
@@ -197,7 +197,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
 
 def loaded(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
         checkpoints.resume("auto")
     return states(made.sharded, made.optim) | biases(made.sharded.model)
 
@@ -209,7 +209,7 @@ def oracle(run: Run) -> tuple[reference.History, dict[str, Tensor]]:
 
     def fresh() -> nn.Module:
         model = model_on_meta(run)
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
         if run.forced:
             force(model)
         for layer in model.layers:

@@ -18,9 +18,9 @@ from simulation import SimulatedStream, Simulation
 
 from dzero import streams
 from dzero.comm import host_sum, reduction
-from dzero.offload.disk_transfer import Transfer
-from dzero.offload.executor import Swap
-from dzero.offload.memory_pool import Arena, Lease
+from dzero.offload.disk_transfer import PieceTransfer
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool, Lease
 from dzero.optim import cpu_kernels
 from dzero.optim.flat_update import AdamWUpdater
 
@@ -97,7 +97,12 @@ def _memory(simulation: Simulation) -> list[Any]:
                 agent = Agent("those who let go", block.let_go)
                 agent.join(simulation.thread.clock)
 
-    resize, to_list, to_cpu, init = torch.UntypedStorage.resize_, torch.Tensor.tolist, torch.Tensor.cpu, Arena.__init__
+    resize, to_list, to_cpu, init = (
+        torch.UntypedStorage.resize_,
+        torch.Tensor.tolist,
+        torch.Tensor.cpu,
+        HostMemoryPool.__init__,
+    )
 
     def resized(storage: torch.UntypedStorage, count: int) -> Any:
         with simulation.lock:
@@ -135,7 +140,7 @@ def _memory(simulation: Simulation) -> list[Any]:
             simulation.memory.give_back(start, start + self.data.nbytes, access, thread.clock)
         release(self)
 
-    def arena(self: Arena, *args: Any, **kwargs: Any) -> None:
+    def arena(self: HostMemoryPool, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self._memory.numel():
             simulation.memory.add_arena(self._memory.data_ptr(), self._memory.numel())
@@ -148,14 +153,14 @@ def _memory(simulation: Simulation) -> list[Any]:
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(torch.Tensor, "tolist", waited(to_list)),
         mock.patch.object(torch.Tensor, "cpu", waited(to_cpu)),
-        mock.patch.object(Arena, "__init__", arena),
+        mock.patch.object(HostMemoryPool, "__init__", arena),
         mock.patch.object(Lease, "release", released),
     ]
 
 
 def _kernels(simulation: Simulation) -> list[Any]:
     accumulate, sum_squares, average = cpu_kernels.accumulate, cpu_kernels.sum_squares, host_sum.average
-    update, transfer = AdamWUpdater._update, Transfer.run
+    update, transfer = AdamWUpdater._update, PieceTransfer.run
 
     def accumulated(accs: Any, grads: Any) -> torch.Tensor:
         simulation.run("accumulate", [*grads], [*accs])
@@ -200,7 +205,7 @@ def _kernels(simulation: Simulation) -> list[Any]:
         mock.patch.object(cpu_kernels, "sum_squares", summed),
         mock.patch.object(host_sum, "average", averaged),
         mock.patch.object(AdamWUpdater, "_update", updated),
-        mock.patch.object(Transfer, "run", transferred),
+        mock.patch.object(PieceTransfer, "run", transferred),
     ]
 
 
@@ -268,14 +273,17 @@ def _threads(simulation: Simulation) -> list[Any]:
 
     def through(wait: Callable[..., None]) -> Callable[..., None]:
         @wraps(wait)
-        def waiting(self: Swap, *keys: Any) -> None:
+        def waiting(self: ScheduleExecutor, *keys: Any) -> None:
             with simulation.muted(simulation.is_skipped("wait")):
                 wait(self, *keys)
 
         return waiting
 
     return [
-        *(mock.patch.object(Swap, name, through(getattr(Swap, name))) for name in ("wait", "follow", "drain")),
+        *(
+            mock.patch.object(ScheduleExecutor, name, through(getattr(ScheduleExecutor, name)))
+            for name in ("wait", "follow", "drain")
+        ),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
         mock.patch.object(Future, "set_result", told(set_result)),
         mock.patch.object(Future, "set_exception", told(set_exception)),

@@ -21,11 +21,11 @@ from simulation import Simulation
 from training_loops import sharded_net
 
 from dzero import AdamW, OffloadConfig, streams
-from dzero.offload.activation_pool import WaitingRoom
-from dzero.offload.activations import Activations
-from dzero.offload.executor import Swap
-from dzero.offload.memory_pool import Arena
-from dzero.offload.schedule import Schedule
+from dzero.offload.activation_pool import ActivationPool
+from dzero.offload.activations import ActivationOffload
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import OffloadSchedule
 from dzero.optim import column_upload
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.zero.dtensors import local_of
@@ -114,7 +114,7 @@ def needed(word: str, settings: tuple[str, ...]) -> bool:
 def send_columns(folder: Path) -> None:
     """Send columns to kernels of two streams that take turns, as a step on a GPU does."""
     device = torch.device("cpu")
-    sender = column_upload.Staging(64, device)
+    sender = column_upload.ColumnUpload(64, device)
     sender._arrays = [Watched(host) for host in sender._hosts]  # type: ignore[misc]
     other = streams.new_stream(device)
     for turn in range(8):
@@ -171,7 +171,9 @@ def two_streams(folder: Path) -> None:
     """Save inputs of blocks that run on two streams by turns, of growing size, for backwards on the same."""
     device = torch.device("cpu")
     blocks = [Square() for _ in range(4)]
-    activations = Activations(WaitingRoom(Swap(Schedule(), Arena(0), device), pin=False), "cpu")
+    activations = ActivationOffload(
+        ActivationPool(ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), device), pin=False), "cpu"
+    )
     activations.attach(blocks)
     queues = [streams.current_stream(device), streams.new_stream(device)]
     for size in (2048, 4096, 2048):

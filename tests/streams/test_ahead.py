@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from simulation import Simulation
 
-from dzero.data.prefetch import BatchesAhead
+from dzero.data.prefetch import BatchPrefetcher
 from dzero.data.stream import TokenStream
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def stream() -> TokenStream:
 def test_they_are_the_streams_also_where_it_is_set_back() -> None:
     plain, read = stream(), stream()
     with Simulation().running() as simulation:
-        ahead = BatchesAhead(read, CPU)
+        ahead = BatchPrefetcher(read, CPU)
         assert read.samples == 0
         for step in range(8):
             if step == 5:
@@ -32,6 +32,6 @@ def test_they_are_the_streams_also_where_it_is_set_back() -> None:
 
 def test_without_streams_nothing_is_read_ahead() -> None:
     plain, read = stream(), stream()
-    ahead = BatchesAhead(read, CPU)
+    ahead = BatchPrefetcher(read, CPU)
     assert all(torch.equal(a, b) for a, b in zip(ahead.next(), plain.next(), strict=True))
     assert ahead._coming is None

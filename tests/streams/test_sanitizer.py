@@ -11,7 +11,7 @@ from frames import where_called
 from simulation import Simulation
 
 from dzero import streams
-from dzero.offload.memory_pool import Arena
+from dzero.offload.memory_pool import HostMemoryPool
 
 CPU = torch.device("cpu")
 
@@ -153,7 +153,7 @@ def test_loans_are_waited_for_one_later() -> None:
 
 def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_it() -> None:
     def program(takes: bool) -> None:
-        arena = Arena(4096)
+        arena = HostMemoryPool(4096)
         shared = arena.lease(4096, "shared").view(torch.float32, 8)
         with ThreadPoolExecutor(1) as pool:
             shared.add_(1)
@@ -170,7 +170,7 @@ def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_i
 
 def test_a_copy_to_the_host_that_does_not_block_is_waited_for() -> None:
     def program(blocks: bool) -> None:
-        there = Arena(4096).lease(4096, "there").view(torch.float32, 8)
+        there = HostMemoryPool(4096).lease(4096, "there").view(torch.float32, 8)
         here = torch.ones(8)
         there.copy_(here, non_blocking=not blocks)
         there.mul_(2)

@@ -10,9 +10,9 @@ import torch
 from simulation import Simulation
 
 from dzero import streams
-from dzero.offload.executor import Swap
-from dzero.offload.memory_pool import Arena
-from dzero.offload.schedule import Action, Key, Kind, Schedule, Slot
+from dzero.offload.executor import ScheduleExecutor
+from dzero.offload.memory_pool import HostMemoryPool
+from dzero.offload.schedule import ActionKey, ActionKind, BufferSlot, OffloadAction, OffloadSchedule
 
 
 def test_every_lane_uses_the_device_of_its_rank() -> None:
@@ -23,12 +23,12 @@ def test_every_lane_uses_the_device_of_its_rank() -> None:
     def set_device(device: torch.device) -> None:
         chosen[threading.current_thread().name] = device
 
-    kinds = [Kind.EVICT, Kind.FETCH, Kind.COMPUTE, Kind.LOAD, Kind.SPILL]
-    keys = [Key(kind, "work", "unit") for kind in kinds]
-    actions = tuple(Action(key, ("slot",)) for key in keys)
+    kinds = [ActionKind.EVICT, ActionKind.FETCH, ActionKind.COMPUTE, ActionKind.LOAD, ActionKind.SPILL]
+    keys = [ActionKey(kind, "work", "unit") for kind in kinds]
+    actions = tuple(OffloadAction(key, ("slot",)) for key in keys)
     with Simulation().running(), mock.patch.object(streams, "set_device", set_device):
-        arena = Arena(4096)
-        swap = Swap(Schedule((Slot("slot", 4096),), actions[:2]), arena, torch.device("cpu"))
+        arena = HostMemoryPool(4096)
+        swap = ScheduleExecutor(OffloadSchedule((BufferSlot("slot", 4096),), actions[:2]), arena, torch.device("cpu"))
         swap.add((), actions[2:], None)
         futures: list[Future[None]] = [
             swap.compute(key, lambda: worked.append(threading.current_thread().name)) for key in keys

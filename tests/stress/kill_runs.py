@@ -35,7 +35,7 @@ from small_runs import settled, write_text
 
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.selection import candidates, step_of
-from dzero.checkpoint.store import Shelf
+from dzero.checkpoint.store import CheckpointStore
 from dzero.config import RunConfig
 from dzero.monitor.sinks import Monitor
 from dzero.trainer.trainer import Trainer
@@ -106,11 +106,11 @@ def left_whole(shelf: Path) -> Callable[[Say], None]:
     """Read every checkpoint that has a name; say what a run would resume from."""
 
     def work(say: Say) -> None:
-        for name in Shelf(shelf).names():
+        for name in CheckpointStore(shelf).names():
             with Checkpoint(shelf / name) as checkpoint:
                 assert sum(checkpoint.verify()) > 0
         notes: list[str] = []
-        names = candidates(Shelf(shelf), notes)
+        names = candidates(CheckpointStore(shelf), notes)
         say(["whole", step_of(names[0]) if names else 0, len(names), notes])
 
     return work

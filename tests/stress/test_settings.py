@@ -87,7 +87,7 @@ def drawn(source: random.Random) -> list[str]:
 
 
 class _Forked:
-    """What `Warm` needs of a process: `serve` in a fork of this one, which has imported everything."""
+    """What `WarmProcess` needs of a process: `serve` in a fork of this one, which has imported everything."""
 
     def __init__(self, line: list[str], **_: Any) -> None:
         channel, launcher = int(line[3]), int(line[4])

@@ -1,6 +1,6 @@
 """Parameters in every way of storing, their update by the kernel of a GPU, and the same by two references on the CPU.
 
-by the kernel     `CudaTable`: on a GPU, or on CPU tensors under Triton's interpreter
+by the kernel     `CudaUpdateTable`: on a GPU, or on CPU tensors under Triton's interpreter
 by operations     `adamw_math.adamw` on whole tensors; no fp16 or bf16 but through `zero/rounding.py`
 by numba          `host_kernels.adamw_kernel`, which has no fp16
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dzero.optim import adamw_math
 from dzero.optim.adamw_math import Coefficients
-from dzero.optim.cuda_kernels import CudaTable
-from dzero.optim.flat_update import CpuTable, Workers
+from dzero.optim.cuda_kernels import CudaUpdateTable
+from dzero.optim.flat_update import CpuUpdateTable, Workers
 from dzero.optim.update_table import NoiseSeeds
 from dzero.zero.rounding import join, split, to_working
 
@@ -120,15 +120,15 @@ def coefficients(step: int) -> list[Coefficients]:
 
 
 def columns(chosen: Sequence[Param], step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The arguments of `CudaTable.update`."""
+    """The arguments of `CudaUpdateTable.update`."""
     grads = np.array([each.grad.data_ptr() for each in chosen], np.int64)
     seeds = NoiseSeeds([each.name for each in chosen]).at(np.full(len(chosen), step))
     rows = np.array([each.row for each in chosen], np.int64)
     return grads, seeds, rows, np.array([each.floats for each in coefficients(step)], np.float32)
 
 
-def table_of(chosen: Sequence[Param]) -> CudaTable:
-    return CudaTable(chosen, [each.grad.dtype for each in chosen])
+def table_of(chosen: Sequence[Param]) -> CudaUpdateTable:
+    return CudaUpdateTable(chosen, [each.grad.dtype for each in chosen])
 
 
 def by_operations(p: Param, step: int) -> None:
@@ -157,7 +157,7 @@ def by_operations(p: Param, step: int) -> None:
 
 def by_numba(p: Param, step: int) -> None:
     """The update by the CPU's kernel, in place; not for fp16."""
-    CpuTable([p], [p.grad.dtype], Workers(1, ())).update(*columns([p], step))
+    CpuUpdateTable([p], [p.grad.dtype], Workers(1, ())).update(*columns([p], step))
 
 
 def differences(ours: Sequence[Param], want: Sequence[Param]) -> list[str]:

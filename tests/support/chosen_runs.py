@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from simulator.measured_memory import Taken, Taking
+from simulator.measured_memory import MeasuredMemory, MemoryCount
 from torch.nn import functional
 
 from dzero import AdamW, Sharded, make_mesh, shard
@@ -14,13 +14,13 @@ from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
 
 
-def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[Taken]:
+def taken_by(rank: int, ranks: int, runs: list[RunConfig]) -> list[MeasuredMemory]:
     """Each of them made, trained for some steps and forgotten."""
     return [one(config, ranks) for config in runs]
 
 
-def one(config: RunConfig, ranks: int) -> Taken:
-    with Taking() as taking:
+def one(config: RunConfig, ranks: int) -> MeasuredMemory:
+    with MemoryCount() as taking:
         sharded = sharded_for(config, ranks)
         optim = AdamW(sharded, lr=1e-3, threads=1)
         return taking.taken(partial(step, config, sharded, optim), optim)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dzero.errors import RunError
 from dzero.launch.config import LauncherConfig
 from dzero.launch.launcher import start
-from dzero.launch.warm_process import Warm
+from dzero.launch.warm_process import WarmProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ CASES = ("wait_for_each_other", "rank_1_raises", "rank_1_is_killed", "all_refuse
 if __name__ == "__main__":
     launch_cases = import_module("launch_cases")  # workers import it by this name too
     *names, folder = sys.argv[1:]
-    with Warm(["torch.distributed.tensor"]) as warm:
+    with WarmProcess(["torch.distributed.tensor"]) as warm:
         for name in names:
             began_s, error = time.monotonic(), None
             try:

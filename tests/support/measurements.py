@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.measurement_cache import Key, Measurement
+from dzero.estimate.measurement_cache import Measurement, MeasurementKey
 
-KEY = Key(cpu="abacus", cores=2, host_bytes=16 << 30, device_type="cpu", device="", ranks=2, torch="2.13.0")
+KEY = MeasurementKey(cpu="abacus", cores=2, host_bytes=16 << 30, device_type="cpu", device="", ranks=2, torch="2.13.0")
 HARDWARE = HardwareConfig(
     name="abacus",
     device_type="cpu",

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import data_rank_of
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.pipeline.run import Pipeline
-from dzero.parallel.pipeline.schedule import Hidden, expected_pipeline
+from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
 from dzero.parallel.pipeline.split import PipelinePlan, cut_parts
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.offload_config import DiskConfig
@@ -68,7 +68,7 @@ class Made:
     sharded: Sharded
     optim: AdamW
     pipeline: Pipeline | None
-    hidden: Hidden
+    hidden: HiddenStates
     around_loss: Callable[[], AbstractContextManager[None]]
 
 
@@ -79,7 +79,7 @@ def model_of(run: Piped) -> Llama:
 
 def build(run: Piped) -> Made:
     model = model_of(run)
-    fill: Any = Materialiser(model, seed=0, device="cpu")
+    fill: Any = MetaInitializer(model, seed=0, device="cpu")
     replicas = run.dp if run.stage == 0 else run.replicate
     mesh = make_mesh("cpu", replicate=replicas, tp=run.tp, pp=run.pp)
     tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
@@ -98,7 +98,7 @@ def build(run: Piped) -> Made:
         parts=parts,
     )
     optim = AdamW(sharded, lr=LR, max_norm=CLIP)
-    hidden = Hidden((2, TOKENS // run.tp, SHAPE.hidden_size), sharded.layout.param.dtype)
+    hidden = HiddenStates((2, TOKENS // run.tp, SHAPE.hidden_size), sharded.layout.param.dtype)
     pipeline = None
     if parts is not None and axis is not None:
         parts.forget()
@@ -188,7 +188,7 @@ def oracle(dp: int, microbatches: int, tied: bool, steps: int) -> reference.Hist
 
     def fresh() -> nn.Module:
         model = model_of(Piped(stage=0, tied=tied))
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
         return model
 
     return reference.train(fresh, batches(STEPS, dp, microbatches)[:steps], loss_of, lrs=[LR] * steps, clip=CLIP)
@@ -198,7 +198,7 @@ def saved(rank: int, ranks: int, run: Piped, folder: Path) -> dict[str, Tensor]:
     """Train a little, save; whole parameters and states by name, of this rank's."""
     made = build(run)
     steps_of(made, 2)
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
         checkpoints.save(2, {})
         checkpoints.finish()
     return states(made.sharded, made.optim)
@@ -206,7 +206,7 @@ def saved(rank: int, ranks: int, run: Piped, folder: Path) -> dict[str, Tensor]:
 
 def loaded(rank: int, ranks: int, run: Piped, folder: Path) -> dict[str, Tensor]:
     made = build(run)
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.sharded, made.optim) as checkpoints:
         checkpoints.resume("auto")
     return states(made.sharded, made.optim)
 
@@ -249,7 +249,7 @@ def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
                 microbatches=2,
                 device=torch.device("cpu"),
                 cadence=sharded,
-                hidden=Hidden((4, parts.width), torch.float32),
+                hidden=HiddenStates((4, parts.width), torch.float32),
                 run=lambda part, x: part(x),
                 loss=lambda part, x, targets: F.mse_loss(part(x), targets),
             )

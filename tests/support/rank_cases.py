@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from simulator.measured_memory import Taking
+from simulator.measured_memory import MemoryCount
 from simulator.observe import Observed, observe
 from simulator.scenario import Scenario
 from simulator.storage_meter import StorageMeter, Where
@@ -19,7 +19,7 @@ from dzero.config import RunConfig
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.pipeline.run import Pipeline
-from dzero.trainer.build import Assembled
+from dzero.trainer.build import BuiltModel
 
 STEPS = 3
 
@@ -113,8 +113,8 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
 def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]:
     """The device's peak in a step of the run on this rank, of tokens that are all 0, and what the next one moves."""
     tokens = torch.zeros(run.train.microbatch_sequences, run.train.sequence_tokens, dtype=torch.int64)
-    with Taking() as taking:
-        assembled = Assembled(run, torch.device("cpu"), vocab_size)
+    with MemoryCount() as taking:
+        assembled = BuiltModel(run, torch.device("cpu"), vocab_size)
         sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
 
         def step() -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import data_rank_of
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
-from dzero.models.meta_init import Materialiser
+from dzero.models.meta_init import MetaInitializer
 from dzero.models.published import describe
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
@@ -73,7 +73,7 @@ def model_of(run: Run) -> nn.Module:
 
 def build(run: Run) -> Made:
     model = model_of(run)
-    fill: Any = Materialiser(model, seed=0, device="cpu")
+    fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else run.replicate, tp=run.tp)
     tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
@@ -145,7 +145,7 @@ def oracle(dp: int, microbatches: int, tied: bool, gpt2: bool = False, *, steps:
 
     def fresh() -> nn.Module:
         model = model_of(Run(dp=1, tp=1, stage=0, tied=tied, gpt2=gpt2))
-        Materialiser(model, seed=0, device="cpu")(model)
+        MetaInitializer(model, seed=0, device="cpu")(model)
         return model
 
     return reference.train(fresh, batches(STEPS, dp, microbatches)[:steps], loss_of, lrs=[LR] * steps, clip=CLIP)
@@ -155,7 +155,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     """Train a little, save; whole parameters and states by name."""
     made = build(run)
     steps_of(run, made, 2)
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
         checkpoints.save(2, {"model": describe(model_of(run))})
         checkpoints.finish()
     return states(*made[:2])
@@ -163,7 +163,7 @@ def saved(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
 
 def loaded(rank: int, ranks: int, run: Run, folder: Path) -> dict[str, Tensor]:
     made = build(run)
-    with Checkpoints(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
+    with Checkpointer(CheckpointConfig(folder=str(folder), every=1), made[0], made[1]) as checkpoints:
         checkpoints.resume("auto")
     return states(*made[:2])
 

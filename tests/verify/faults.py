@@ -17,17 +17,17 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
 from dzero.optim.grad_accumulation import UnitGrads
-from dzero.optim.pipeline_grads import AcrossParts
+from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.trainer import build as assembly
 from dzero.trainer import trainer
 from dzero.verify.config import VerifyRun
-from dzero.verify.report import Report
+from dzero.verify.report import VerifyReport
 from dzero.verify.verify import Verifier
 
 Planted = AbstractContextManager[Any]
 
 
-def verified(rank: int, ranks: int, run: VerifyRun, folder: Path, fault: str = "none", *args: Any) -> Report:
+def verified(rank: int, ranks: int, run: VerifyRun, folder: Path, fault: str = "none", *args: Any) -> VerifyReport:
     """The report of one rank, with `fault` planted in its process."""
     with FAULTS[fault](*args):
         return Verifier(run, folder, torch.device("cpu")).report()
@@ -132,7 +132,7 @@ def wrong_copy(unit: str) -> Planted:
 
 def lonely_ends() -> Planted:
     """Both ends of a pipeline keep their own gradients of tied parameters."""
-    return patch.object(AcrossParts, "complete", lambda self: None)
+    return patch.object(PipelineGrads, "complete", lambda self: None)
 
 
 def loud_rank(module: str) -> Planted:

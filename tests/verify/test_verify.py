@@ -16,7 +16,7 @@ from small_runs import CONF, ROOT, SMALL, write_text
 from dzero.overrides import composed
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import CONFIGURATION
-from dzero.verify.report import Report, table, verdict
+from dzero.verify.report import VerifyReport, table, verdict
 from dzero.verify.trace import GRAD, LOSS, MASTER, READ, Mark
 from dzero.verify.verify import AGREES, NOT_COMPARED, verify
 
@@ -34,7 +34,7 @@ def small(data: Path, *settings: str) -> list[str]:
     return [*SMALL.split(), *own, *settings]
 
 
-def report_of(pool: Pool, data: Path, folder: Path, line: str, *fault: Any, ranks: int = 2) -> Report:
+def report_of(pool: Pool, data: Path, folder: Path, line: str, *fault: Any, ranks: int = 2) -> VerifyReport:
     """What all ranks found."""
     run = composed(small(data, *line.split(), f"launch.workers={ranks}"), CONF, VerifyRun)
     reports = pool.run(verified, ranks, run, folder, *fault, timeout_s=SECONDS)

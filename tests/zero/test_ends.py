@@ -14,7 +14,7 @@ from torch import Tensor
 from training_loops import params_of
 
 from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
-from dzero.checkpoint.checkpointer import Checkpoints
+from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry
 from dzero.models.llama import Llama
@@ -157,12 +157,12 @@ def saved_and_loaded(rank: int, ranks: int, folder: Path, units: list[str] | Non
     optim = AdamW(there)
     step(there, optim)
     config = CheckpointConfig(folder=str(folder), every=1)
-    with Checkpoints(config, there, optim) as checkpoints:
+    with Checkpointer(config, there, optim) as checkpoints:
         checkpoints.save(1, {})
         checkpoints.finish()
     here = sharded_llama(2, ["Block"] if units is None else None)
     other = AdamW(here)
-    with Checkpoints(config, here, other) as checkpoints:
+    with Checkpointer(config, here, other) as checkpoints:
         checkpoints.resume("auto")
     pairs = [(states(there, optim), states(here, other)), (params_of(there), params_of(here))]
     return [torch.equal(value, found[name]) for wanted, found in pairs for name, value in wanted.items()]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dzero import PrecisionConfig, ZeroConfig
 from dzero.mesh_config import MeshConfig
 from dzero.zero.cost_model import expected_traffic, resting_bytes
-from dzero.zero.layout import Cadence, Layout
+from dzero.zero.layout import GradSyncPolicy, Layout
 from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 
@@ -65,10 +65,14 @@ def test_what_the_backend_sums_travels_in_fp32_by_default(stage: int, param: str
 
 
 def test_the_cadence_is_that_of_the_table() -> None:
-    for stage, early in ((1, Cadence(False, False)), (2, Cadence(True, False)), (3, Cadence(True, True))):
+    for stage, early in (
+        (1, GradSyncPolicy(False, False)),
+        (2, GradSyncPolicy(True, False)),
+        (3, GradSyncPolicy(True, True)),
+    ):
         assert layout(stage).cadence(is_last=False) == early
-        assert layout(stage).cadence(is_last=True) == Cadence(True, True)
-    assert layout(0).cadence(is_last=False) == Cadence(False, True)
+        assert layout(stage).cadence(is_last=True) == GradSyncPolicy(True, True)
+    assert layout(0).cadence(is_last=False) == GradSyncPolicy(False, True)
 
 
 def test_on_one_rank_every_stage_reshards_after_forward() -> None:

@@ -37,7 +37,7 @@ from dzero.parallel.divisibility import check_heads
 TILE_TOKENS = 256
 
 
-class Attention(Protocol):
+class ContextAttention(Protocol):
     """query [batch, heads, time, dim], key and value [batch, kv_heads, time, dim] of this rank's tokens -> as query."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class AllGather:
         self._exchange, self._masks = exchange, Masks()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Attention`."""
+        """See `ContextAttention`."""
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
         ours = chunks_of(self._exchange.rank, self._exchange.ranks)
         mixed: list[Tensor] = []
@@ -69,7 +69,7 @@ class Ulysses:
         self._exchange = exchange
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Attention`. Raises ValueError for heads that the ranks do not divide."""
+        """See `ContextAttention`. Raises ValueError for heads that the ranks do not divide."""
         ranks = self._exchange.ranks
         check_heads(query.shape[1], key.shape[1], ranks)
         ours = [each.view(len(each), ranks, -1, *each.shape[2:]) for each in (query, key, value)]
@@ -81,7 +81,7 @@ class Ulysses:
         return back.transpose(0, 1).flatten(1, 2)
 
 
-ATTENTIONS: dict[str, Callable[[ContextExchange], Attention]] = {
+ATTENTIONS: dict[str, Callable[[ContextExchange], ContextAttention]] = {
     "all_gather": AllGather,
     "ulysses": Ulysses,
     "ring": Ring,

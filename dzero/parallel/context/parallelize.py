@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic, dtype_key
-from dzero.comm.reduction import Exact, Native
+from dzero.comm.reduction import ExactReduction, NativeReduction
 from dzero.mesh import CONTEXT
-from dzero.parallel.context.attention import ATTENTIONS, Attention
+from dzero.parallel.context.attention import ATTENTIONS, ContextAttention
 from dzero.parallel.context.ring import hops
 from dzero.parallel.context.zigzag import Zigzag
 from dzero.parallel.forward_wrapping import Forward, wrap_method
@@ -48,7 +48,7 @@ class ContextParallel:
         if attention not in ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={attention!r}: choose one of {[*ATTENTIONS]}")
         self._zigzag = Zigzag(group.rank(), group.size())
-        exchange = ContextExchange((Exact if exact else Native)(group), group.rank(), CONTEXT, ledger)
+        exchange = ContextExchange((ExactReduction if exact else NativeReduction)(group), group.rank(), CONTEXT, ledger)
         for method, wrap, key, needs in (
             ("attend", _attending, "context_attention", _eager(ATTENTIONS[attention](exchange))),
             ("features", _positioned, "context_part", self._zigzag),
@@ -76,7 +76,7 @@ class ContextParallel:
 def _attending(_: Forward) -> Forward:
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [batch, heads, time, head_dim] of this rank's tokens -> the same."""
-        attention: Attention = self.context_attention
+        attention: ContextAttention = self.context_attention
         return attention(query, key, value)
 
     return attend
@@ -141,7 +141,7 @@ def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[
         yield "all_to_all", (ranks - 1) * (queries // ranks), forward, sizes.dtype
 
 
-def _eager(attend: Attention) -> Attention:
+def _eager(attend: ContextAttention) -> ContextAttention:
     """Keep torch.compile out of attention that exchanges. Only a model that is cut imports the compiler for it."""
-    disabled: Attention = torch.compiler.disable(attend.__call__)  # type: ignore[no-untyped-call]
+    disabled: ContextAttention = torch.compiler.disable(attend.__call__)  # type: ignore[no-untyped-call]
     return disabled

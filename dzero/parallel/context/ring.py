@@ -47,7 +47,7 @@ class Ring:
         loops.set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `Attention`. Raises ValueError on CUDA for what flash attention does not take."""
+        """See `ContextAttention`. Raises ValueError on CUDA for what flash attention does not take."""
         if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):
             raise ValueError(
                 f"mesh.cp_attention=ring with heads of {query.shape[-1]} in {query.dtype}: on CUDA it takes bf16 or "

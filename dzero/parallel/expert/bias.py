@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dzero.comm.expert_exchange import Total
+from dzero.comm.expert_exchange import SumOverRanks
 from dzero.comm.ledger import Entry, Ledger, Traffic
 
 
 @runtime_checkable
-class Balanced(Protocol):
+class BalancedModule(Protocol):
     """A module with `load`, int64 [experts]: choices that it counted since the last `rebalance`; None where it counts
     none. rebalance: move once by the load [experts] of all ranks, and count anew."""
 
@@ -23,7 +23,7 @@ class Balanced(Protocol):
         """The same on every rank."""
 
 
-class Balance:
+class BiasUpdate:
     """Of all balanced modules of a model. groups: of the axes along which ranks see tokens of their own, over which
     loads are summed.
 
@@ -32,11 +32,11 @@ class Balance:
 
     def __init__(self, model: nn.Module, groups: dict[str, dist.ProcessGroup], ledger: Ledger) -> None:
         self._routers = [
-            cast(Balanced, module)
+            cast(BalancedModule, module)
             for module in model.modules()
-            if isinstance(module, Balanced) and module.load is not None
+            if isinstance(module, BalancedModule) and module.load is not None
         ]
-        self._total = Total(groups, ledger)
+        self._total = SumOverRanks(groups, ledger)
 
     def step(self, *, made: bool = True) -> None:
         """After every optimizer step, on all ranks. made: or it was skipped, and its loads do not count."""

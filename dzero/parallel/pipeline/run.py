@@ -9,8 +9,8 @@
 
 The order of actions and the moves are torch's (torch.distributed.pipelining). When gradients are reduced and units are
 freed is not: torch would accumulate whole gradients and keep every unit until the step's end, whatever the stage. So it
-sees plain modules, and a `Cadence` is around every backward, told whether it is the part's last: that of ZeRO's table
-then holds inside every part as it does without a pipeline.
+sees plain modules, and a `MicrobatchHooks` is around every backward, told whether it is the part's last: that of ZeRO's
+table then holds inside every part as it does without a pipeline.
 
 What comes out of the last part is its loss, so no logits wait for their backward. The rest of a microbatch, tokens and
 targets, is looked up by its number. What other parts add to the loss (to balance their experts) does not travel: its
@@ -39,8 +39,8 @@ from dzero.comm.ledger import Ledger
 from dzero.mesh import PIPELINE
 from dzero.mesh_config import PARTS_OF_A_RANK
 from dzero.parallel.divisibility import check_microbatches
-from dzero.parallel.pipeline.schedule import Hidden
-from dzero.parallel.pipeline.split import Part, Parts
+from dzero.parallel.pipeline.schedule import HiddenStates
+from dzero.parallel.pipeline.split import ModelStage, ModelStages
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -53,7 +53,7 @@ Added = Callable[[nn.Module], Tensor | None]
 Run = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Cadence(Protocol):
+class MicrobatchHooks(Protocol):
     """What happens around the backward of one microbatch in a part, by its number on this rank: `Sharded`."""
 
     def microbatch(self, is_last: bool, part: int) -> AbstractContextManager[None]:
@@ -79,15 +79,15 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ModelStages,
         group: dist.ProcessGroup,
         ledger: Ledger,
         *,
         schedule: str,
         microbatches: int,
-        hidden: Hidden,
+        hidden: HiddenStates,
         device: torch.device,
-        cadence: Cadence,
+        cadence: MicrobatchHooks,
         run: Run,
         loss: Loss,
         added: Added = lambda _: None,
@@ -135,7 +135,7 @@ class Pipeline:
                 dist.send(x.contiguous(), self._peer(part.index + 1), group=self._group)
         return None
 
-    def of_part(self, part: Part, microbatch: int, x: Tensor) -> Tensor:
+    def of_part(self, part: ModelStage, microbatch: int, x: Tensor) -> Tensor:
         """What travels on: hidden states, or the loss [1] of the last part."""
         x = self._tokens[microbatch] if part.index == 0 else x
         if part.index == self._parts.count - 1:
@@ -144,7 +144,7 @@ class Pipeline:
         out, added = self._run(part.module, x), self._added(part.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
-    def stage_of(self, part: Part) -> tuple[int, int, dict[str, Any]]:
+    def stage_of(self, part: ModelStage) -> tuple[int, int, dict[str, Any]]:
         """What torch wants to know of a part."""
         first, last = part.index == 0, part.index == self._parts.count - 1
         hidden = self._hidden.on("meta").requires_grad_()
@@ -195,7 +195,7 @@ class Pipeline:
 class _Stage(PipelineStage):
     """A part as torch's schedules know it: not as a module of FSDP2, whose switches they would set."""
 
-    def __init__(self, pipeline: Pipeline, part: Part, number: int, cadence: Cadence) -> None:
+    def __init__(self, pipeline: Pipeline, part: ModelStage, number: int, cadence: MicrobatchHooks) -> None:
         index, count, shapes = pipeline.stage_of(part)
         plain = _Plain(partial(pipeline.of_part, part), partial(cadence.unsharded_params, number))
         super().__init__(plain, index, count, **shapes)

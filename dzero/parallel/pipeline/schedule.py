@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.mesh import PIPELINE
-from dzero.parallel.pipeline.split import Parts
+from dzero.parallel.pipeline.split import ModelStages
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenStates:
     """What travels between parts: hidden states of one microbatch, as a rank has them."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tu
     return order
 
 
-def expected_pipeline(parts: Parts, hidden: Hidden, *, microbatches: int) -> dict[Entry, Traffic]:
+def expected_pipeline(parts: ModelStages, hidden: HiddenStates, *, microbatches: int) -> dict[Entry, Traffic]:
     """Calls and bytes that this rank sends in a step, by the ledger's entries (phase pipeline): the hidden states of
     every microbatch forward from each part but the last, their gradients back from each but the first."""
     forward = sum(part.index < parts.count - 1 for part in parts.own)

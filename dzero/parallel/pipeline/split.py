@@ -24,7 +24,7 @@ from dzero.parallel.blocks import find_blocks
 from dzero.parallel.divisibility import check_blocks
 
 
-class Elsewhere(nn.Module):
+class MissingStage(nn.Module):
     """Stands for a module on another rank: gives its first input."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -42,7 +42,7 @@ class PipelinePlan:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelStage:
     """`module`: the model with this part's modules alone, which are `names`; number `index` of all, with `blocks`."""
 
     index: int
@@ -52,7 +52,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelStages:
     """What `cut_parts` left of a model on a rank of the pipeline.
 
     `own`: its parts, in order, of `count`. `names`: parameters of the whole model, each once. `aliases`: of a tied
@@ -64,7 +64,7 @@ class Parts:
     rank: int
     ranks: int
     count: int
-    own: tuple[Part, ...]
+    own: tuple[ModelStage, ...]
     names: tuple[str, ...]
     aliases: Mapping[str, str]
     shared: tuple[str, ...]
@@ -106,7 +106,7 @@ def cut_parts(
     parts_of_a_rank: int = 1,
     plan: PipelinePlan | None = None,
     tokens: int = 0,
-) -> Parts:
+) -> ModelStages:
     """Leave of `model`, in place, what rank `rank` of a pipeline of `ranks` has. Before `apply_blocks` and `shard`.
 
     plan: None for a model of a known kind. tokens: of a sequence; over them a block's attention costs as much as
@@ -136,11 +136,11 @@ def cut_parts(
     for name, _ in removed:
         _replace(model, name)
     own = tuple(
-        Part(index, _view(model, here - names_of.keys()), tuple(names_of), len(blocks[spans[index]]))
+        ModelStage(index, _view(model, here - names_of.keys()), tuple(names_of), len(blocks[spans[index]]))
         for index, names_of in owned.items()
     )
     left = dict(model.named_parameters())
-    return Parts(
+    return ModelStages(
         rank=rank,
         ranks=ranks,
         count=count,
@@ -226,7 +226,7 @@ def _check_trained(modules: Sequence[Sequence[Named]]) -> None:
 
 def _replace(model: nn.Module, name: str) -> None:
     parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, Elsewhere())
+    setattr(model.get_submodule(parent), attribute, MissingStage())
 
 
 def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module:
@@ -238,7 +238,7 @@ def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module
     for name, child in module.named_children():
         inside = {each for each in elsewhere if each.startswith(f"{prefix}{name}.")}
         if f"{prefix}{name}" in elsewhere:
-            view._modules[name] = Elsewhere()
+            view._modules[name] = MissingStage()
         elif inside:
             view._modules[name] = _view(child, inside, f"{prefix}{name}.")
     return view

@@ -5,9 +5,9 @@
     Rows        rows of what comes    Shard(0)        whole        its columns      its part of the sequence
     Fused(n)    columns of each of n  Shard(2)        Shard(1)     everything       its columns of all n, side by side
 
-`Fused` is for c_attn, whose columns are query, key and value. No slice of them all has a rank's heads of each, so its
-parameters become [in, n, out] and [n, out], the same elements in the same order, of which the last dim is cut.
-Checkpoints have them as the model was built (zero/unit_shapes.py, `ParamShape.fused`).
+`FusedColumnwiseConv1D` is for c_attn, whose columns are query, key and value. No slice of them all has a rank's heads
+of each, so its parameters become [in, n, out] and [n, out], the same elements in the same order, of which the last dim
+is cut. Checkpoints have them as the model was built (zero/unit_shapes.py, `ParamShape.fused`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
-class Columns(ParallelStyle):
+class ColumnwiseConv1D(ParallelStyle):
     """See the table. The input is a DTensor, the output this rank's tensor [batch, time, out / ranks]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -32,7 +32,7 @@ class Columns(ParallelStyle):
         return module
 
 
-class Rows(ParallelStyle):
+class RowwiseConv1D(ParallelStyle):
     """See the table. The input is this rank's tensor [batch, time, in / ranks], so is the output [batch, time / ranks,
     out]."""
 
@@ -46,7 +46,7 @@ class Rows(ParallelStyle):
         return module
 
 
-class Fused(ParallelStyle):
+class FusedColumnwiseConv1D(ParallelStyle):
     """See the table. The input is a DTensor, the output this rank's tensor [batch, time, n * out / ranks]."""
 
     def __init__(self, n: int) -> None:
@@ -83,7 +83,8 @@ class FusedProjection(nn.Module):
 
 
 class FusedInput(PrepareModuleInput):
-    """The input of an attention whose `c_attn` is `Fused`, which splits what that gives by `split_size`."""
+    """The input of an attention whose `c_attn` is `FusedColumnwiseConv1D`, which splits what that gives by
+    `split_size`."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.split_size //= device_mesh.size()

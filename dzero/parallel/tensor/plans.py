@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from dzero.parallel.divisibility import Sizes
 from dzero.parallel.expert.styles import OwnTokens, Routing
-from dzero.parallel.tensor.conv1d import Columns, Fused, FusedInput, Rows
+from dzero.parallel.tensor.conv1d import ColumnwiseConv1D, FusedColumnwiseConv1D, FusedInput, RowwiseConv1D
 
 SEQUENCE, WHOLE, VOCABULARY, TOKENS = Shard(1), Replicate(), Shard(-1), Shard(0)
 
@@ -127,11 +127,11 @@ def _hf_gpt2(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
         ),
         **{f"{block}.{name}": SequenceParallel() for name in ("ln_1", "ln_2")},
         f"{block}.attn": FusedInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
-        f"{block}.attn.c_attn": Fused(3),
-        f"{block}.attn.c_proj": Rows(),
+        f"{block}.attn.c_attn": FusedColumnwiseConv1D(3),
+        f"{block}.attn.c_proj": RowwiseConv1D(),
         f"{block}.mlp": _gathered(SEQUENCE),
-        f"{block}.mlp.c_fc": Columns(),
-        f"{block}.mlp.c_proj": Rows(),
+        f"{block}.mlp.c_fc": ColumnwiseConv1D(),
+        f"{block}.mlp.c_proj": RowwiseConv1D(),
         "transformer.ln_f": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY, use_local_output=False),
     }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dzero.parallel.tiling.tiles import Cut, Tiles
+from dzero.parallel.tiling.tiles import TileCut, Tiles
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
+def tiled(model: nn.Module) -> Iterator[tuple[str, TileCut, list[str]]]:
     """(untiled name, cut, names of the parts) of every parameter that was tiled."""
     for name, tiles in model.named_modules():
         if isinstance(tiles, Tiles):
@@ -116,7 +116,7 @@ def tiled(model: nn.Module) -> Iterator[tuple[str, Cut, list[str]]]:
                 yield name.removesuffix("tiles") + cut.key, cut, [f"{name}.{i}.{cut.key}" for i in parts]
 
 
-def _joined_state(name: str, key: str, parts: Sequence[Any], cut: Cut, param: nn.Parameter) -> Any:
+def _joined_state(name: str, key: str, parts: Sequence[Any], cut: TileCut, param: nn.Parameter) -> Any:
     if not isinstance(parts[0], Tensor) or parts[0].ndim == 0:
         return parts[0]  # a count of steps: all tiles make the same
     if parts[0].shape != param.shape:
@@ -128,13 +128,13 @@ def _joined_state(name: str, key: str, parts: Sequence[Any], cut: Cut, param: nn
     return join(parts, cut)
 
 
-def _state_of_part(whole: Any, cut: Cut, index: int, param: nn.Parameter) -> Any:
+def _state_of_part(whole: Any, cut: TileCut, index: int, param: nn.Parameter) -> Any:
     if not isinstance(whole, Tensor):
         return whole
     return whole.clone() if whole.ndim == 0 else part_of(whole, cut, index, param)
 
 
-def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+def join(parts: Sequence[Tensor], cut: TileCut) -> Tensor:
     """The whole of a parameter's tiles, or of their states."""
     first = parts[0]
     if cut.dim is None:
@@ -157,7 +157,7 @@ def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
     return _sharded(mine, mesh, shape)
 
 
-def part_of(whole: Tensor, cut: Cut, index: int, like: Tensor) -> Tensor:
+def part_of(whole: Tensor, cut: TileCut, index: int, like: Tensor) -> Tensor:
     """Tile `index` of a whole parameter, or of its state; `like`: placed as the tile is."""
     if not isinstance(whole, DTensor):
         part = whole if cut.dim is None else whole.narrow(cut.dim, *cut.span(index))
@@ -198,7 +198,7 @@ def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
     return min(rank * step, rows), min((rank + 1) * step, rows)
 
 
-def _whole_shape(part: Tensor, cut: Cut) -> tuple[int, ...]:
+def _whole_shape(part: Tensor, cut: TileCut) -> tuple[int, ...]:
     shape = list(part.shape)
     if cut.dim is not None:
         shape[cut.dim] = sum(cut.sizes)

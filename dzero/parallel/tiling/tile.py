@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.parallel.forward_wrapping import Forward, checkpointed_part, keep, wrap_method
 from dzero.parallel.tiling.state_dicts import cut_on_load, join_on_save
-from dzero.parallel.tiling.tiles import Cut, Tiles
+from dzero.parallel.tiling.tiles import TileCut, Tiles
 
 # (cut along their output features, along their input features), by their names in the MLP.
 MLPS = ((("gate", "up"), "down"), (("gate_proj", "up_proj"), "down_proj"))
@@ -124,7 +124,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
     module.register_module("tiles", tiles)
 
 
-def _plan(module: nn.Module, n: int) -> list[Cut]:
+def _plan(module: nn.Module, n: int) -> list[TileCut]:
     """Every parameter of `module` and where it is cut. Raises ValueError."""
     kind = type(module).__name__
     if tiles_of(module):
@@ -150,7 +150,7 @@ def _plan(module: nn.Module, n: int) -> list[Cut]:
     if n > features:
         raise ValueError(f"tiles={n}: {kind} has {features} {what}; take at most as many tiles")
     sizes = tuple(features // n + (index < features % n) for index in range(n))
-    return [Cut(key, dims[key], sizes) for key in params]
+    return [TileCut(key, dims[key], sizes) for key in params]
 
 
 def _mlp_names(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
@@ -161,7 +161,7 @@ def _mlp_names(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
     return None
 
 
-def _cut(module: nn.Module, cuts: list[Cut], n: int, recompute: bool) -> None:
+def _cut(module: nn.Module, cuts: list[TileCut], n: int, recompute: bool) -> None:
     """Move the parameters of `module` into `n` narrower copies of it."""
     whole = {cut: module.get_parameter(cut.key) for cut in cuts}
     for cut in cuts:

@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Cut:
+class TileCut:
     """One parameter of the untiled module: its key there, the dim along which it is cut (None: it belongs to the first
     tile), and the tiles' sizes along it."""
 
@@ -41,18 +41,18 @@ class Tiles(nn.Module):
     `recompute`: in backward, from the tiled module's input.
     """
 
-    def __init__(self, cuts: Sequence[Cut], whole: Mapping[Cut, nn.Parameter], recompute: bool) -> None:
+    def __init__(self, cuts: Sequence[TileCut], whole: Mapping[TileCut, nn.Parameter], recompute: bool) -> None:
         super().__init__()
         self.cuts, self.recompute = cuts, recompute
         self.on_meta = {cut.key: param for cut, param in whole.items() if param.is_meta}
         self.origins = [weakref.ref(param) for param in whole.values()]
 
-    def param(self, index: int, cut: Cut) -> nn.Parameter | None:
+    def param(self, index: int, cut: TileCut) -> nn.Parameter | None:
         """The part of a parameter that tile `index` holds."""
         param = getattr(self.get_submodule(f"{index}.{cut.owner}".rstrip(".")), cut.attribute)
         return param if isinstance(param, nn.Parameter) else None
 
-    def put(self, index: int, cut: Cut, whole: nn.Parameter) -> None:
+    def put(self, index: int, cut: TileCut, whole: nn.Parameter) -> None:
         """Give tile `index` its part of `whole`, a copy; and its Linear that part's sizes."""
         if cut.dim is None and index > 0:
             return
