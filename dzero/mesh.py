@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.errors import RunError
 from dzero.mesh_config import factorings
-from dzero.rendezvous import meet
+from dzero.rendezvous import rendezvous
 from dzero.utils.ranges import divisors
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
@@ -69,7 +69,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
     check_interfaces()
     timeout += LATER if device.type == "cuda" else timedelta()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, ranks = meet("group", timeout)
+    store, rank, ranks = rendezvous("group", timeout)
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout, device_id=device_id)
     try:

@@ -17,7 +17,7 @@ import uuid
 from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]  # public, but not in __all__
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as open_store
 
 from dzero.errors import RunError, converting
 
@@ -25,7 +25,7 @@ POLL_S = 0.02
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
+def rendezvous(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
     """A connection of its own to an empty store, this rank, and the number of ranks. Each `purpose` has a store.
 
     Raises RunError where a rank does not come in time.
@@ -34,7 +34,7 @@ def meet(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
     where = ", ".join(f"{key}={os.environ[key]}" for key in VARIABLES if key in os.environ)
     repair = "start workers with torchrun, or leave RANK and WORLD_SIZE unset"
     with converting(f"no store to meet at with {where}", ValueError, DistError, repair=repair):
-        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+        store, rank, ranks = next(open_store("env://", timeout=timeout))
     name, names_key = uuid.uuid4().hex, f"meeting/{purpose}/names"
     store.set(f"meeting/{purpose}/{rank}", name)
     attempt, keys = "", [f"meeting/{purpose}/{each}" for each in range(ranks)]

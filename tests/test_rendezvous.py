@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from dzero.errors import RunError
-from dzero.rendezvous import meet
+from dzero.rendezvous import rendezvous
 
 
 @pytest.mark.parametrize(("here", "missing"), [(0, "1, 2"), (1, "0, 2")])
@@ -18,4 +18,4 @@ def test_a_rank_that_does_not_come_is_named(here: int, missing: str, monkeypatch
     for name, value in (env | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(RunError, match=rf"^rank {missing} of 3 did not come within launch\.timeout_s=0\.5$"):
-        meet("test", timedelta(seconds=0.5))
+        rendezvous("test", timedelta(seconds=0.5))

@@ -127,10 +127,10 @@ def _phase(action: ObservedAction) -> tuple[int, str]:
 
 
 def _by_place(observed: Observed) -> dict[Where, list[StorageMoment]]:
-    places: dict[Where, list[StorageMoment]] = {}
+    buffer_layout: dict[Where, list[StorageMoment]] = {}
     for moment in observed.moments:
-        places.setdefault(moment.where, []).append(moment)
-    return places
+        buffer_layout.setdefault(moment.where, []).append(moment)
+    return buffer_layout
 
 
 def _shifts(unit: str) -> list[int]:

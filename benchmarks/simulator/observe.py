@@ -188,7 +188,7 @@ class _Observer:
     def _moved(self, entry: Entry, sent_bytes: int) -> None:
         if entry.phase == dtensor_traffic.PHASE:
             return  # a part of the model's own forward and backward
-        begun = self._sharded.ledger.trail.step[-1]
+        begun = self._sharded.ledger.collective_log.step[-1]
         assert isinstance(begun, Collective)
         unit = begun.unit
         what = DECIDE if entry.phase == "control" else entry.phase

@@ -20,55 +20,59 @@ from simulator.storage_meter import KINDS, Bytes, StorageMeter, StorageMoment
 
 
 class Absent:
-    """Takes what `places` has elsewhere out of the meter's sight."""
+    """Takes what `buffer_layout` has elsewhere out of the meter's sight."""
 
-    def __init__(self, places: BufferLayout, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
-        self._places, self._optim, self._meter = places, optim, meter
+    def __init__(self, buffer_layout: BufferLayout, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
+        self._buffer_layout, self._optim, self._meter = buffer_layout, optim, meter
         for name, param in sharded.named_params().items():
-            if places.on_host("param", name):
+            if buffer_layout.on_host("param", name):
                 meter.leave([param])
             for key, tensor in optim.state.get(param, {}).items():
                 kind = "master" if key in ("master", "remainder") else "moments"
-                if key != "step" and places.on_host(kind, name):
+                if key != "step" and buffer_layout.on_host(kind, name):
                     meter.leave([tensor])
 
     def left(self, is_last: bool) -> None:
         """Gradients that were reduced before are there now; with several copies, or whole ones, only the last."""
-        if not (is_last or self._places.accumulates_on_host):
+        if not (is_last or self._buffer_layout.accumulates_on_host):
             return
         grads = self._optim.gradients.arriving()
-        staying = {id(g.untyped_storage()) for name, g in grads.items() if not self._places.on_host("grad", name)}
+        staying = {
+            id(g.untyped_storage()) for name, g in grads.items() if not self._buffer_layout.on_host("grad", name)
+        }
         self._meter.leave(g for g in grads.values() if id(g.untyped_storage()) not in staying)
 
 
-def with_brought(moments: Sequence[StorageMoment], places: BufferLayout) -> list[StorageMoment]:
+def with_brought(moments: Sequence[StorageMoment], buffer_layout: BufferLayout) -> list[StorageMoment]:
     """With what is on the device for a use of it."""
-    extra = {phase: _brought(places, in_step=phase == "step") for phase in ("forward", "backward", "step")}
+    extra = {phase: _brought(buffer_layout, in_step=phase == "step") for phase in ("forward", "backward", "step")}
     return [
         StorageMoment(m.where, tuple(a + b for a, b in zip(m.bytes, extra[m.where.phase], strict=True)))
         for m in moments
     ]
 
 
-def _brought(places: BufferLayout, *, in_step: bool) -> Bytes:
-    layout = places.layout
+def _brought(buffer_layout: BufferLayout, *, in_step: bool) -> Bytes:
+    layout = buffer_layout.layout
 
     def params(param: ParamShape) -> int:
         return (
-            param.shard_elems(layout.shard) * layout.param.dtype.itemsize if places.on_host("param", param.name) else 0
+            param.shard_elems(layout.shard) * layout.param.dtype.itemsize
+            if buffer_layout.on_host("param", param.name)
+            else 0
         )
 
     def grads(param: ParamShape) -> int:
-        comes = places.on_host("grad", param.name) and not places.updated_on_host(param.name)
+        comes = buffer_layout.on_host("grad", param.name) and not buffer_layout.updated_on_host(param.name)
         return param.shard_elems(layout.shard, layout.shares) * layout.grad.dtype.itemsize if comes else 0
 
     def moments(param: ParamShape) -> int:
-        comes = places.on_host("moments", param.name) and not places.updated_on_host(param.name)
+        comes = buffer_layout.on_host("moments", param.name) and not buffer_layout.updated_on_host(param.name)
         fields = moment_fields(layout, param.shard_elems(layout.shard, layout.shares)) if comes else ()
         return sum(dtype.itemsize * elems for _, dtype, elems in fields)
 
     of_kind = {"grad": grads, "moments": moments} if in_step else {"param": params}
-    return tuple(_of_two(places.units, of_kind[kind]) if kind in of_kind else 0 for kind in KINDS)
+    return tuple(_of_two(buffer_layout.units, of_kind[kind]) if kind in of_kind else 0 for kind in KINDS)
 
 
 def _of_two(units: Sequence[UnitShape], bytes_of: Callable[[ParamShape], int]) -> int:

@@ -123,8 +123,8 @@ def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
 
 def _told(layout: Layout, shapes: list[UnitShape], observed: Observed, shared: Sequence[str] = ()) -> Simulated:
     _check_traffic(layout, shapes, observed.traffic, shared)
-    places = BufferLayout(layout, shapes)
-    moments, schedule = with_brought(observed.moments, places), schedule_of(places)
+    buffer_layout = BufferLayout(layout, shapes)
+    moments, schedule = with_brought(observed.moments, buffer_layout), schedule_of(buffer_layout)
     return Simulated(layout, shapes, moments, observed.actions, observed.traffic, schedule)
 
 

@@ -33,11 +33,11 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
 
     Raises RuntimeError when it has an optimizer, ValueError and OSError for a file that was changed or cannot be read.
     """
-    places = ShardBoxes(sharded)
+    shard_boxes = ShardBoxes(sharded)
     for unit in sharded.units:
         if unit.consumer is not None:
             raise RuntimeError("the model has an optimizer, whose masters would not follow: fill it before making one")
-        for place in places.of(unit):
+        for place in shard_boxes.of(unit):
             values = place.together([weights[place.name].read(box.offset, box.size).float() for box in place.boxes])
             if (origin := unit.origin.get(place.own_name)) is not None:
                 origin.put(values if unit.shares is None else values[unit.shares.rows(place.own_name)])

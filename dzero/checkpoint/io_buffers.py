@@ -21,8 +21,10 @@ class IOBuffers:
 
     def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES, device: torch.device | None = None) -> None:
         self.count, self.block_bytes, self._device = count, block_bytes, device
-        self._arena = HostMemoryPool(count * aligned(block_bytes), pin=device is not None and device.type == "cuda")
-        self._leases = [self._arena.lease(block_bytes, f"checkpoint buffer {number}") for number in range(count)]
+        self._memory_pool = HostMemoryPool(
+            count * aligned(block_bytes), pin=device is not None and device.type == "cuda"
+        )
+        self._leases = [self._memory_pool.lease(block_bytes, f"checkpoint buffer {number}") for number in range(count)]
         self.free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for lease in self._leases:
             self.free.put(lease.data)
@@ -31,4 +33,4 @@ class IOBuffers:
         """Take their pages now, before any is in use. From any thread."""
         if self._device is not None:
             streams.set_device(self._device)  # which knows of locked pages
-        self._arena.settle()
+        self._memory_pool.settle()

@@ -27,7 +27,7 @@ from dzero.zero.rounding import to_working
 class LoadedUnit(NamedTuple):
     """A unit's states, flat, by the names of its parameters; and the values of parameters that have none."""
 
-    carried: dict[str, PortableState]
+    portable_states: dict[str, PortableState]
     without_master: list[tuple[ShardBox, torch.Tensor]]
 
 
@@ -53,15 +53,17 @@ class UnitLoader:
     scalars: Mapping[str, Mapping[str, float]]
     stale: bool
 
-    def units(self, places: Sequence[Sequence[ShardBox]]) -> Iterator[LoadedUnit]:
+    def units(self, shard_boxes: Sequence[Sequence[ShardBox]]) -> Iterator[LoadedUnit]:
         """Of each unit's places what was saved; valid until the next one is asked for. Raises CheckpointError."""
-        wanted = [[LoadRequest(place, key) for place in of_unit for key in self._keys(place)] for of_unit in places]
+        wanted = [
+            [LoadRequest(place, key) for place in of_unit for key in self._keys(place)] for of_unit in shard_boxes
+        ]
         for place, key in (each for of_unit in wanted for each in of_unit):
             self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
         most = max(self.checkpoint.bytes_of(_stored(of_unit)) for of_unit in wanted)
         rooms = IOBuffers(2, block_bytes=max(1, most))  # a rank may hold nothing
         with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
-            coming = [thread.submit(self._read, *each, rooms) for each in zip(places, wanted, strict=True)]
+            coming = [thread.submit(self._read, *each, rooms) for each in zip(shard_boxes, wanted, strict=True)]
             try:
                 for end in coming:
                     room, found = end.result()
@@ -74,7 +76,7 @@ class UnitLoader:
                     end.cancel()
 
     def _read(
-        self, places: Sequence[ShardBox], wanted: Sequence[LoadRequest], rooms: IOBuffers
+        self, shard_boxes: Sequence[ShardBox], wanted: Sequence[LoadRequest], rooms: IOBuffers
     ) -> tuple[torch.Tensor, LoadedUnit]:
         """All of a unit in one go, and the room that it is in."""
         room = rooms.free.get()
@@ -83,15 +85,15 @@ class UnitLoader:
             found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
             for place, key in wanted:
                 found[place.own_name][key] = place.together([next(values) for _ in place.boxes]).view(-1)
-            return room, self._sorted(places, found)
+            return room, self._sorted(shard_boxes, found)
         except BaseException:
             rooms.free.put(room)
             raise
 
-    def _sorted(self, places: Sequence[ShardBox], found: Mapping[str, dict[str, torch.Tensor]]) -> LoadedUnit:
-        carried: dict[str, PortableState] = {}
+    def _sorted(self, shard_boxes: Sequence[ShardBox], found: Mapping[str, dict[str, torch.Tensor]]) -> LoadedUnit:
+        portable_states: dict[str, PortableState] = {}
         without_master = []
-        for place in places:
+        for place in shard_boxes:
             tensors, dtype = found[place.own_name], place.param.dtype
             value = tensors.pop(MASTER if MASTER in tensors else PARAM)
             if place.own_name not in self.owned:
@@ -106,8 +108,8 @@ class UnitLoader:
                     tensors[key] = place.together(values).view(-1)
                 elif key not in tensors:
                     tensors[key], blocks[key] = read_blocks(self.checkpoint, key, place, *place.boxes)
-            carried[place.own_name] = PortableState(tensors, blocks, self.scalars.get(place.name, {}))
-        return LoadedUnit(carried, without_master)
+            portable_states[place.own_name] = PortableState(tensors, blocks, self.scalars.get(place.name, {}))
+        return LoadedUnit(portable_states, without_master)
 
     def _keys(self, place: ShardBox) -> list[str]:
         """What to read of a parameter, but 8-bit moments: first its master, or itself where none was saved."""

@@ -45,7 +45,7 @@ class CheckpointStates:
         along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
         self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
         self._owned = frozenset(optim.scalars()["states"])
-        self._places = ShardBoxes(sharded, self._owned)
+        self._shard_boxes = ShardBoxes(sharded, self._owned)
         self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, StoredBox]:
@@ -57,7 +57,7 @@ class CheckpointStates:
         parts: dict[str, StoredBox] = {}
         for unit in self._sharded.units:
             saved = self._saved(unit)
-            for state in self._optim.carried(unit):
+            for state in self._optim.portable_states(unit):
                 if state.name in saved:
                     parts |= _parts(saved[state.name], state.key, state.dtype, state.elems)
             for place in self._without_master(saved):
@@ -85,7 +85,7 @@ class CheckpointStates:
 
         for unit in self._sharded.units:
             saved = self._saved(unit)
-            self._optim.carry(unit, put_state)
+            self._optim.export_state(unit, put_state)
             if failed:
                 raise failed[0]
             for place in self._without_master(saved):
@@ -104,7 +104,7 @@ class CheckpointStates:
     def scalars(self) -> dict[str, Any]:
         """What is no tensor, by the model's own names; the same on every rank. Collective."""
         scalars = self._optim.scalars()
-        scalars["states"] = {self._places.whole[name]: values for name, values in scalars["states"].items()}
+        scalars["states"] = {self._shard_boxes.whole[name]: values for name, values in scalars["states"].items()}
         return scalars if self._sharded.parts is None else _together(scalars, self._sharded.model_groups[PIPELINE])
 
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
@@ -112,11 +112,11 @@ class CheckpointStates:
         self._check_optimizers()
         self._optim.take_scalars(scalars)
         taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
-        places = [[*self._places.of(unit)] for unit in self._sharded.units]
-        for unit, found in zip(self._sharded.units, taking.units(places), strict=True):
+        shard_boxes = [[*self._shard_boxes.of(unit)] for unit in self._sharded.units]
+        for unit, found in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
             for place, values in found.without_master:
                 local_of(place.param).view(-1).copy_(values.view(-1))
-            self._optim.take(unit, found.carried)
+            self._optim.import_state(unit, found.portable_states)
         for name, buffer in self._buffers(everywhere=True):
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
@@ -128,7 +128,7 @@ class CheckpointStates:
 
     def _saved(self, unit: Unit) -> dict[str, ShardBox]:
         """What this rank saves of a unit, by its own names."""
-        return {place.own_name: place for place in self._places.of(unit) if place.saves and place.elems}
+        return {place.own_name: place for place in self._shard_boxes.of(unit) if place.saves and place.elems}
 
     def _without_master(self, saved: dict[str, ShardBox]) -> list[ShardBox]:
         return [place for name, place in saved.items() if name not in self._owned]

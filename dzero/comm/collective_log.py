@@ -141,21 +141,21 @@ class CollectiveLog:
 class Waiting:
     """A context in which the rank of a `CollectiveLog` waits for others; an exception there marks it as failed."""
 
-    __slots__ = ("_before", "_trail")
+    __slots__ = ("_before", "_collective_log")
 
-    def __init__(self, trail: CollectiveLog) -> None:
-        self._trail, self._before = trail, False
+    def __init__(self, collective_log: CollectiveLog) -> None:
+        self._collective_log, self._before = collective_log, False
 
     def __enter__(self) -> None:
-        self._before, self._trail.is_waiting = self._trail.is_waiting, True
+        self._before, self._collective_log.is_waiting = self._collective_log.is_waiting, True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._trail.is_waiting = self._before
-        self._trail.enqueued()
+        self._collective_log.is_waiting = self._before
+        self._collective_log.enqueued()
         if isinstance(error, Exception):
-            self._trail.failed = True
+            self._collective_log.failed = True
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:

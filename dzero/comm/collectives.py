@@ -39,13 +39,13 @@ class _Buffers:
 class _Works(dist.Work):
     """Several works as one, for FSDP2 to wait on before it copies out."""
 
-    def __init__(self, span: str, works: list[dist.Work], trail: CollectiveLog) -> None:
+    def __init__(self, span: str, works: list[dist.Work], collective_log: CollectiveLog) -> None:
         super().__init__()
-        self._span, self._works, self._trail = span, works, trail
+        self._span, self._works, self._collective_log = span, works, collective_log
 
     def wait(self, timeout: object = None) -> bool:
         """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
-        with span(self._span), self._trail.waiting():
+        with span(self._span), self._collective_log.waiting():
             for work in self._works:
                 work.wait()
         return True
@@ -80,12 +80,12 @@ class UnshardParams(_Buffers):
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
             exchange = type(exchange)(group)  # type: ignore[call-arg]
         begun = Collective.of("all_gather", self._unit, self._axis, input_tensor.numel(), input_tensor.dtype)
-        with span(self._span), self._ledger.trail.within(begun, group):
+        with span(self._span), self._ledger.collective_log.within(begun, group):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
         # FSDP2 orders streams by an event recorded right after this call, unless it asked for a work.
-        pending = _Works(f"wait {self._span}", works, self._ledger.trail)
+        pending = _Works(f"wait {self._span}", works, self._ledger.collective_log)
         if async_op or not streams.exist(output_tensor.device):
             return pending
         pending.wait()
@@ -128,7 +128,7 @@ class ReduceGrads(_Buffers):
         """FSDP2's own signature: input [ranks * n], output [n], complete when this returns."""
         del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
         begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
-        with span(self._span), self._ledger.trail.within(begun, self._exchange.group):
+        with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
         sent = (self._exchange.ranks - 1) * output_tensor.numel() * self._wire.itemsize
         self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
@@ -145,7 +145,7 @@ class AverageCopies:
         """`grads` [n], flat, of any float dtype."""
         exchange, wire = self._exchange, self._wire
         begun = Collective.of("all_reduce", self._unit, self._axis, grads.numel(), wire)
-        with span(self._span), self._ledger.trail.within(begun, exchange.group):
+        with span(self._span), self._ledger.collective_log.within(begun, exchange.group):
             exchange.all_reduce(grads, wire)
         owned = -(-grads.numel() // exchange.ranks)
         back = grads.dtype if exchange.exact else wire
@@ -166,9 +166,9 @@ class GatherUpdated:
     def __call__(self, output: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """`part` may be its place in `output`; wait on what is returned before that is read."""
         begun = Collective.of("all_gather", self._unit, self._axis, part.numel(), part.dtype)
-        with span(self._span), self._ledger.trail.within(begun, self._exchange.group):
+        with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             works = self._exchange.all_gather(output, part)
-        return _Works(f"wait {self._span}", works, self._ledger.trail)
+        return _Works(f"wait {self._span}", works, self._ledger.collective_log)
 
     def book(self, part_elems: int, dtype: torch.dtype) -> None:
         """One more of parts of so many elements."""
@@ -192,7 +192,7 @@ class GatherScalars:
         if ranks == 1:
             return gathered.copy_(values)
         begun = Collective.of("all_gather", "scalars", self._axis, values.numel(), values.dtype)
-        with self._ledger.trail.within(begun, self._group):
+        with self._ledger.collective_log.within(begun, self._group):
             all_gather_single(gathered.view(-1), values.contiguous(), group=self._group)
         self._ledger.record(self._phase, "all_gather", self._axis, values.dtype, (ranks - 1) * values.nbytes)
         return gathered
@@ -221,7 +221,7 @@ class AllToAllScalars:
         if ranks == 1:
             return taken
         begun = Collective("all_to_all", "scalars", self._axis, rows[0].numel(), rows.dtype)
-        with self._ledger.trail.within(begun, self._group):
+        with self._ledger.collective_log.within(begun, self._group):
             dist.all_to_all_single(taken.view(-1), rows.view(-1), group=self._group)
         self._ledger.record("control", "all_to_all", self._axis, rows.dtype, (ranks - 1) * rows[0].nbytes)
         return taken

@@ -56,7 +56,7 @@ class ContextExchange:
         """What is done inside sends two of `part`, keys and values, from each rank to the next: so many times in each
         dtype."""
         begun = Collective("permute", "attention", self._axis, 2 * part.numel(), part.dtype)
-        with span("ring attention"), self._ledger.trail.within(begun, self.group):
+        with span("ring attention"), self._ledger.collective_log.within(begun, self.group):
             yield
         for dtype, times in hops:
             for _ in range(times):
@@ -72,7 +72,7 @@ class ContextExchange:
         part = given if kind == "all_gather" else given[0]
         begun = Collective(kind, "attention", self._axis, part.numel(), part.dtype)
         move = self._exchange.all_gather if kind == "all_gather" else self._exchange.all_to_all
-        with span(f"{kind} attention"), self._ledger.trail.within(begun, self._exchange.group):
+        with span(f"{kind} attention"), self._ledger.collective_log.within(begun, self._exchange.group):
             for work in move(output.view(-1), given.view(-1)):
                 work.wait()
         self._ledger.record("context", kind, self._axis, part.dtype, (self.ranks - 1) * part.nbytes)

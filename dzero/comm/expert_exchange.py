@@ -51,7 +51,7 @@ class ExpertExchange:
         # What ranks give differs, but their trails must not: so one row is told, and no number of them.
         begun = Collective("all_to_all", "experts", self._axis, given.shape[1:].numel(), given.dtype)
         whole, parts = (each.flatten(1).view(torch.uint8) for each in (taken, given))  # gloo lacks some dtypes
-        with span("all_to_all experts"), self._ledger.trail.within(begun, self._group):
+        with span("all_to_all experts"), self._ledger.collective_log.within(begun, self._group):
             dist.all_to_all_single(whole, parts, take, give, group=self._group)
         self._ledger.record(PHASE, "all_to_all", self._axis, given.dtype, sent)
 
@@ -67,7 +67,7 @@ class SumOverRanks:
         """int64 [n], in place."""
         for axis, group in self._groups.items():
             begun = Collective("all_reduce", "loads", axis, numbers.numel(), numbers.dtype)
-            with self._ledger.trail.within(begun, group):
+            with self._ledger.collective_log.within(begun, group):
                 dist.all_reduce(numbers, group=group)
             self._ledger.record(PHASE, "all_reduce", axis, numbers.dtype, self._sent_bytes(numbers.numel(), group))
 

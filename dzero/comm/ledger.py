@@ -59,13 +59,13 @@ def dtype_key(dtype: torch.dtype) -> str:
 
 
 class Ledger:
-    """Running totals since the last `take()`. `trail`: which collective this rank is in.
+    """Running totals since the last `take()`. `collective_log`: which collective this rank is in.
 
     listener: told of every one that is counted, with the bytes it sends.
     """
 
     def __init__(self) -> None:
-        self.trail = CollectiveLog()
+        self.collective_log = CollectiveLog()
         self.listener: Callable[[Entry, int], None] | None = None
         self._calls: Counter[Entry] = Counter()
         self._bytes: Counter[Entry] = Counter()

@@ -68,9 +68,9 @@ class StepTransfers:
 
 def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransfers]:
     """By unit."""
-    away, places = names_off_device(layout.tiers, units), BufferLayout(layout, units)
-    read = _states_read(places, units)
-    sizes, on_disk = places.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
+    away, buffer_layout = names_off_device(layout.tiers, units), BufferLayout(layout, units)
+    read = _states_read(buffer_layout, units)
+    sizes, on_disk = buffer_layout.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
     gradient, working, moment = layout.grad.dtype.itemsize, layout.param.dtype.itemsize, layout.moments.dtype.itemsize
     found = {}
     for unit in units:
@@ -95,7 +95,7 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
             work=elems(away["master"] - away["param"]) * working,
             disk_work=param if on_disk["param"] else 0,
             read_states=read[unit.name],
-            written_states=sum(sizes[pair.disk] for pair in places.going("states", unit.name)),
+            written_states=sum(sizes[pair.disk] for pair in buffer_layout.going("states", unit.name)),
             copies_grad=copies.sent_bytes,
             copies=copies.calls,
             host_elems=elems(away["master"]),
@@ -150,13 +150,13 @@ def moved_of(
     )
 
 
-def _states_read(places: BufferLayout, units: Sequence[UnitShape]) -> dict[str, int]:
+def _states_read(buffer_layout: BufferLayout, units: Sequence[UnitShape]) -> dict[str, int]:
     """Bytes by unit, in a step after the first."""
     read: dict[str, int] = {}
-    sizes, holds = places.piece_bytes(), dict[str, str]()
+    sizes, holds = buffer_layout.piece_bytes(), dict[str, str]()
     for _ in range(2):
         for unit in update_order(units):
-            pairs = places.pairs("states", unit.name)
+            pairs = buffer_layout.pairs("states", unit.name)
             read[unit.name] = sum(sizes[pair.disk] for pair in pairs if holds.get(pair.host) != unit.name)
             holds |= {pair.host: unit.name for pair in pairs}
     return read

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from dzero.comm.collective_log import CollectiveLog
 from dzero.errors import RankLost, RunError, ToldElsewhere
-from dzero.rendezvous import meet
+from dzero.rendezvous import rendezvous
 
 BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
@@ -67,18 +67,18 @@ class Watchdog:
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self._trail, self._starting = CollectiveLog(), True
+        self._collective_log, self._starting = CollectiveLog(), True
         self._beats = 0
         self._stuck: list[RankStatus | None] = []  # all ranks, as this one had made no progress for a while
         self._over = threading.Event()
         # A connection of its own: a thread that waits for the store holds up nobody.
-        self._store, _, _ = meet("watch", timeout)
+        self._store, _, _ = rendezvous("watch", timeout)
         self._store.set_timeout(timedelta(seconds=STORE_S))
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
-    def follow(self, trail: CollectiveLog) -> None:
+    def follow(self, collective_log: CollectiveLog) -> None:
         """Tell of these collectives from now on."""
-        self._trail, self._starting = trail, False
+        self._collective_log, self._starting = collective_log, False
 
     def __enter__(self) -> Watchdog:
         self._write()
@@ -90,7 +90,7 @@ class Watchdog:
             if isinstance(error, Exception):
                 # Before there is a trail groups are made, and what a lost rank does to that is a RuntimeError.
                 by_others = (RankLost, RuntimeError) if self._starting else (RankLost,)
-                if self._trail.failed or isinstance(error, by_others) or _is_of_torchs_own(error):
+                if self._collective_log.failed or isinstance(error, by_others) or _is_of_torchs_own(error):
                     self._tell(error)
                 self._write(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         except dist.DistError as lost:
@@ -103,19 +103,21 @@ class Watchdog:
         while not self._over.wait(BEAT_S):
             try:
                 self._write()
-                if self._trail.count != count:
-                    count, since_s, self._stuck = self._trail.count, time.monotonic(), []
+                if self._collective_log.count != count:
+                    count, since_s, self._stuck = self._collective_log.count, time.monotonic(), []
                 elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
                     self._stuck = self._read()
-                elif self._trail.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
+                elif self._collective_log.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
                     self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
             except dist.DistError:  # the store is gone, so the group is: whoever is in a collective will say so
                 return
 
     def _write(self, ended: str = "") -> None:
         self._beats += 1
-        count, last = self._trail.at
-        place = RankStatus(self._rank, self._host, self._pid, self._beats, count, last, ended, self._trail.waits)
+        count, last = self._collective_log.at
+        place = RankStatus(
+            self._rank, self._host, self._pid, self._beats, count, last, ended, self._collective_log.waits
+        )
         self._store.set(str(self._rank), json.dumps(asdict(place)))
 
     def _read(self) -> list[RankStatus | None]:
@@ -135,7 +137,7 @@ class Watchdog:
         gone = silent(before, places) or [place for place in places if place is not None and place.ended]
         if self._starting and not gone and not isinstance(error, RankLost):
             return  # of its own
-        text = report(places, silent(before, places), self._rank, self._timeout, error, self._trail.of_parts)
+        text = report(places, silent(before, places), self._rank, self._timeout, error, self._collective_log.of_parts)
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
 

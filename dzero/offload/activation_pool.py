@@ -48,7 +48,7 @@ class ActivationSlot:
 
 
 class ActivationPool:
-    """Seats for activations, made when they are first needed; `swap` moves what is there.
+    """Seats for activations, made when they are first needed; `executor` moves what is there.
 
     pin, cores: of the host memory, as for `HostMemoryPool`. store: the disk behind it, whose pieces are as large as the
     seats, or None; ahead: then, how many seats are loaded ahead of their fetch.
@@ -56,14 +56,14 @@ class ActivationPool:
 
     def __init__(
         self,
-        swap: ScheduleExecutor,
+        executor: ScheduleExecutor,
         *,
         pin: bool,
         cores: Sequence[int] = (),
         store: DiskStore | None = None,
         ahead: int = 0,
     ) -> None:
-        self._swap, self._pin, self._cores, self._store = swap, pin, cores, store
+        self._executor, self._pin, self._cores, self._store = executor, pin, cores, store
         self.ahead = ahead if store is not None else 0
         # One in use, whose slot nobody need empty, one that is fetched, and those ahead of it.
         self._turns = self.ahead + 2 if store is not None else None
@@ -88,76 +88,78 @@ class ActivationPool:
             self._enlarge(number, turn, count)
         if number in free:
             self.free.remove(number)
-        seat = ActivationSlot(number, turn, self.free)
-        self._held[turn] = weakref.ref(seat)
-        return seat
+        slot = ActivationSlot(number, turn, self.free)
+        self._held[turn] = weakref.ref(slot)
+        return slot
 
-    def evict(self, seat: ActivationSlot, source: Tensor) -> Future[Any]:
+    def evict(self, slot: ActivationSlot, source: Tensor) -> Future[Any]:
         """Start copying `source`, flat, to where it waits."""
-        future = self._swap.move(_key(ActionKind.EVICT, seat.number), [(self._on_host(seat, source), source)])
+        future = self._executor.move(_key(ActionKind.EVICT, slot.number), [(self._on_host(slot, source), source)])
         if self._turns is not None:
-            self._empty((seat.turn + 1) % self._turns)
+            self._empty((slot.turn + 1) % self._turns)
         return future
 
-    def load(self, seats: Sequence[ActivationSlot]) -> None:
+    def load(self, activation_slots: Sequence[ActivationSlot]) -> None:
         """Start to bring what will be fetched, the next first, as far as each has a host slot of its own."""
         taken = set[int]()
-        for seat in seats:
-            if seat.turn in taken:
+        for slot in activation_slots:
+            if slot.turn in taken:
                 return
-            taken.add(seat.turn)
-            self._load(seat)
+            taken.add(slot.turn)
+            self._load(slot)
 
-    def fetch(self, seat: ActivationSlot, destination: Tensor) -> None:
+    def fetch(self, slot: ActivationSlot, destination: Tensor) -> None:
         """Start copying to `destination`, flat, for the next `wait`."""
-        self._load(seat)
-        self._swap.move(_key(ActionKind.FETCH, seat.number), [(destination, self._on_host(seat, destination))])
+        self._load(slot)
+        self._executor.move(_key(ActionKind.FETCH, slot.number), [(destination, self._on_host(slot, destination))])
 
-    def follow(self, seat: ActivationSlot) -> None:
+    def stream_wait(self, slot: ActivationSlot) -> None:
         """Let the current stream wait until it has been fetched. Raises OffloadError for what failed on its way."""
-        self._swap.follow(_key(ActionKind.FETCH, seat.number))
+        self._executor.stream_wait(_key(ActionKind.FETCH, slot.number))
 
-    def _load(self, seat: ActivationSlot) -> None:
-        if self._held[seat.turn]() is not seat:
-            self._empty(seat.turn)
-            self._transfer(ActionKind.LOAD, seat)
-            self._held[seat.turn] = weakref.ref(seat)
+    def _load(self, slot: ActivationSlot) -> None:
+        if self._held[slot.turn]() is not slot:
+            self._empty(slot.turn)
+            self._transfer(ActionKind.LOAD, slot)
+            self._held[slot.turn] = weakref.ref(slot)
 
     def _empty(self, turn: int) -> None:
         """Start writing what a host slot holds and nobody has on disk."""
-        seat = self._held[turn]() if turn in self._held else None
-        if seat is not None and not seat.on_disk:
-            self._transfer(ActionKind.SPILL, seat)
-            seat.on_disk = True
+        slot = self._held[turn]() if turn in self._held else None
+        if slot is not None and not slot.on_disk:
+            self._transfer(ActionKind.SPILL, slot)
+            slot.on_disk = True
 
-    def _transfer(self, kind: ActionKind, seat: ActivationSlot) -> None:
+    def _transfer(self, kind: ActionKind, slot: ActivationSlot) -> None:
         assert self._store is not None, "a host slot of its own for every seat"
-        size = self.seat_bytes[seat.number]
-        piece = f"activation {seat.number}, {size} bytes"  # a larger one is another: pieces do not grow
+        size = self.seat_bytes[slot.number]
+        piece = f"activation {slot.number}, {size} bytes"  # a larger one is another: pieces do not grow
         if piece not in self._store.sizes:
             self._store.add(piece, size)
-        buffer = self._swap.leases[_host(seat.turn)].view(torch.uint8, size)
+        buffer = self._executor.leases[_host(slot.turn)].view(torch.uint8, size)
         move = self._store.read if kind is ActionKind.LOAD else self._store.write
-        self._swap.compute(_key(kind, seat.number), partial(_whole, move, piece, buffer), size)
+        self._executor.compute(_key(kind, slot.number), partial(_whole, move, piece, buffer), size)
 
-    def _on_host(self, seat: ActivationSlot, like: Tensor) -> Tensor:
-        return self._swap.leases[_host(seat.turn)].view(like.dtype, like.numel())
+    def _on_host(self, slot: ActivationSlot, like: Tensor) -> Tensor:
+        return self._executor.leases[_host(slot.turn)].view(like.dtype, like.numel())
 
     def _enlarge(self, number: int, turn: int, count: int) -> None:
         """Make a seat of `count` bytes, and its host slot as large at least."""
         host, disk = _host(turn), _disk(number)
         kinds: dict[ActionKind, tuple[str, ...]] = {ActionKind.EVICT: (host,), ActionKind.FETCH: (host,)}
-        slots, arena = list[BufferSlot](), None
+        slots, memory_pool = list[BufferSlot](), None
         if self._store is not None:
             slots.append(BufferSlot(disk, count, tier="disk"))
             kinds |= {ActionKind.SPILL: (host, disk), ActionKind.LOAD: (host, disk)}
         if self.turn_bytes.get(turn, 0) < count:
             require(count, host_available_bytes(), local_ranks(), FEWER)
             slots.append(BufferSlot(host, count))
-            arena = HostMemoryPool(count, pin=self._pin, cores=self._cores)
-        self._swap.add(slots, [OffloadAction(_key(kind, number), names) for kind, names in kinds.items()], arena)
-        if arena is not None:
-            arena.settle()
+            memory_pool = HostMemoryPool(count, pin=self._pin, cores=self._cores)
+        self._executor.add(
+            slots, [OffloadAction(_key(kind, number), names) for kind, names in kinds.items()], memory_pool
+        )
+        if memory_pool is not None:
+            memory_pool.settle()
             self.turn_bytes[turn] = count
         self.seat_bytes[number] = count
 

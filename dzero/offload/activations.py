@@ -51,8 +51,8 @@ class OffloadedActivation:
     what was saved just before, if it still lives. version_there: of the source, when it was last seen.
     """
 
-    def __init__(self, seat: ActivationSlot, source: Tensor, before: Callable[[], OffloadedActivation | None]) -> None:
-        self.seat, self.before = seat, before
+    def __init__(self, slot: ActivationSlot, source: Tensor, before: Callable[[], OffloadedActivation | None]) -> None:
+        self.slot, self.before = slot, before
         self.source: Tensor | None = source
         self.arrived: Tensor | None = None
         self.left: Future[Any] | None = None
@@ -93,14 +93,14 @@ class ResidentTensor(NamedTuple):
 
 
 class ActivationOffload:
-    """Moves what the blocks save of their inputs to seats in `room`, on a `device` of this type.
+    """Moves what the blocks save of their inputs to seats in `pool`, on a `device` of this type.
 
     Referenced by the graphs in flight, and weakly by the blocks, which keep everything on the device without their
     optimizer.
     """
 
-    def __init__(self, room: ActivationPool, device: str) -> None:
-        self.room, self._device = room, device
+    def __init__(self, pool: ActivationPool, device: str) -> None:
+        self.pool, self._device = pool, device
         self._saved: weakref.WeakValueDictionary[int, OffloadedActivation] = weakref.WeakValueDictionary()
         self._newest: Callable[[], OffloadedActivation | None] = lambda: None
         self._leaving: list[weakref.ref[OffloadedActivation]] = []
@@ -128,8 +128,8 @@ class ActivationOffload:
     def _evict(self, tensor: Tensor) -> OffloadedActivation:
         self._leaving = [each for each in self._leaving if (it := each()) is not None and not it.leave()]
         source = tensor.detach().view(-1)
-        activation = OffloadedActivation(self.room.take(tensor.nbytes), source, self._newest)
-        activation.left = self.room.evict(activation.seat, source)
+        activation = OffloadedActivation(self.pool.take(tensor.nbytes), source, self._newest)
+        activation.left = self.pool.evict(activation.slot, source)
         self._saved[tensor.data_ptr()] = activation
         self._newest = weakref.ref(activation)
         self._leaving.append(self._newest)
@@ -141,14 +141,14 @@ class ActivationOffload:
             return saved.tensor
         activation = saved.activation
         self._fetch(activation)
-        coming = list(islice(_before(activation), 1 + self.room.ahead))
+        coming = list(islice(_before(activation), 1 + self.pool.ahead))
         for each in coming[:1]:
             self._fetch(each)
-        self.room.load([each.seat for each in coming[1:] if each.is_away])
+        self.pool.load([each.slot for each in coming[1:] if each.is_away])
         tensor = activation.source
         _check(activation.version_there if tensor is None else tensor._version, activation.version)
         if tensor is None:
-            self.room.follow(activation.seat)
+            self.pool.stream_wait(activation.slot)
             tensor, activation.arrived = activation.arrived, None
             assert tensor is not None
             streams.record_stream(tensor)
@@ -157,7 +157,7 @@ class ActivationOffload:
     def _fetch(self, activation: OffloadedActivation) -> None:
         if activation.is_away:
             arrived = torch.empty(activation.elems, dtype=activation.dtype, device=activation.device)
-            self.room.fetch(activation.seat, arrived)
+            self.pool.fetch(activation.slot, arrived)
             activation.arrived = arrived
 
 

@@ -23,17 +23,17 @@ from dzero.offload.schedule import ActionKey, ActionKind
 
 
 class DiskStaging:
-    """Moves units between `store` and the host slots of `swap`. Used by one thread."""
+    """Moves units between `store` and the host slots of `executor`. Used by one thread."""
 
-    def __init__(self, places: BufferLayout, swap: ScheduleExecutor, store: DiskStore | None) -> None:
-        self._places, self._swap, self.store = places, swap, store
+    def __init__(self, buffer_layout: BufferLayout, executor: ScheduleExecutor, store: DiskStore | None) -> None:
+        self._buffer_layout, self._executor, self.store = buffer_layout, executor, store
         self._held: dict[str, str] = {}
         self._swapped: set[str] = set()
         self._early: dict[str, set[str]] = {}
 
     def load(self, what: str, unit: str) -> None:
         """Start to bring what `BufferLayout.pairs` names, but for what the slots still hold."""
-        pairs = self._places.pairs(what, unit)
+        pairs = self._buffer_layout.pairs(what, unit)
         missing = [(pair, self._piece(pair)) for pair in pairs if self._held.get(pair.host) != pair.disk]
         if missing:
             self._start(ActionKind.LOAD, what, unit, missing)
@@ -41,7 +41,7 @@ class DiskStaging:
 
     def spill(self, what: str, unit: str, *, early: bool = False) -> None:
         """Start to take back what a unit's slots hold. early: to the spare slots, until `keep` or `drop`."""
-        pairs = self._places.going(what, unit)
+        pairs = self._buffer_layout.going(what, unit)
         if not pairs:
             return
         if early:
@@ -61,7 +61,7 @@ class DiskStaging:
 
     def hold(self, what: str, unit: str) -> None:
         """The unit's slots have what belongs there, or will when what was started has ended."""
-        self._held.update({pair.host: pair.disk for pair in self._places.pairs(what, unit)})
+        self._held.update({pair.host: pair.disk for pair in self._buffer_layout.pairs(what, unit)})
 
     def visit(self, what: str, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> Any:
         """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them.
@@ -75,7 +75,7 @@ class DiskStaging:
             )
         self.hold(what, unit) if fresh else self.load(what, unit)
         found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
-        visited = self._swap.compute(
+        visited = self._executor.compute(
             ActionKey(ActionKind.COMPUTE, f"visit {what}", unit), partial(_append, found, work)
         )
         if changes:
@@ -92,9 +92,9 @@ class DiskStaging:
     def _start(self, kind: ActionKind, what: str, unit: str, moves: Sequence[tuple[SlotPair, str]]) -> None:
         assert self.store is not None, "nothing is on disk"
         sizes = self.store.sizes
-        buffers = {piece: self._swap.leases[pair.host].view(torch.uint8, sizes[piece]) for pair, piece in moves}
+        buffers = {piece: self._executor.leases[pair.host].view(torch.uint8, sizes[piece]) for pair, piece in moves}
         transfer = self.store.read if kind is ActionKind.LOAD else self.store.write
-        self._swap.compute(
+        self._executor.compute(
             ActionKey(kind, what, unit), partial(_all, transfer, buffers), sum(sizes[piece] for piece in buffers)
         )
 

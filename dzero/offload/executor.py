@@ -9,7 +9,8 @@ Why no copy meets freed or rewritten memory, under CUDA's caching allocator too:
     lifetime              the action holds its tensors until the lane has synchronised with the copy's end, so nobody
                           is given their memory while the GPU still uses it
     the next user         on the host waits for the action itself (`wait`), hence for a copy that has ended; on a stream
-                          (`follow`) for the event behind the copy, and the host goes on as soon as that is recorded
+                          (`stream_wait`) for the event behind the copy, and the host goes on as soon as that is
+                          recorded
 On the CPU the "device" is ordinary memory and the same actions are copies between two places of it.
 """
 
@@ -85,15 +86,15 @@ class ScratchDiskError(OffloadError, RunError):
 
 
 class ScheduleExecutor:
-    """Leases the schedule's slots from `arena` and runs its actions.
+    """Leases the schedule's slots from `memory_pool` and runs its actions.
 
     device: where fetched tensors live. `before`: called in the lane before each action (tests put delays there).
     """
 
-    def __init__(self, schedule: OffloadSchedule, arena: HostMemoryPool, device: torch.device) -> None:
+    def __init__(self, schedule: OffloadSchedule, memory_pool: HostMemoryPool, device: torch.device) -> None:
         self.schedule, self.device = schedule, streams.this_device(device)
         self.leases: dict[str, Lease] = {
-            slot.name: arena.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
+            slot.name: memory_pool.lease(slot.count, slot.name) for slot in schedule.slots if slot.tier == "host"
         }
         self._use: dict[str, LaneUse] = {}
         self._at_work: dict[str, tuple[int, float]] = {}
@@ -113,8 +114,10 @@ class ScheduleExecutor:
         for lane in {action.key.lane for action in actions} - self._lanes.keys():
             self._lanes[lane] = _Lane(lane, self.device)
 
-    def add(self, slots: Sequence[BufferSlot], actions: Sequence[OffloadAction], arena: HostMemoryPool | None) -> None:
-        """More slots, those on the host leased from `arena`, and actions, not known when the schedule was made.
+    def add(
+        self, slots: Sequence[BufferSlot], actions: Sequence[OffloadAction], memory_pool: HostMemoryPool | None
+    ) -> None:
+        """More slots, those on the host leased from `memory_pool`, and actions, not known when the schedule was made.
 
         A slot takes the place of one of the same name, once its users have ended; an action that of one with its key.
         """
@@ -127,8 +130,8 @@ class ScheduleExecutor:
         )
         for slot in slots:
             if slot.tier == "host":
-                assert arena is not None, f"{slot.name} is on the host"
-                lease = arena.lease(slot.count, slot.name)
+                assert memory_pool is not None, f"{slot.name} is on the host"
+                lease = memory_pool.lease(slot.count, slot.name)
                 if (smaller := self.leases.pop(slot.name, None)) is not None:
                     smaller.release()
                 self.leases[slot.name] = lease
@@ -213,7 +216,7 @@ class ScheduleExecutor:
             if (future := self._last.get(key)) is not None:
                 self._wait(key, future, future)
 
-    def follow(self, *keys: ActionKey) -> None:
+    def stream_wait(self, *keys: ActionKey) -> None:
         """Let the current stream wait for the last started copy of each key; without streams, as `wait`.
 
         The host waits until the copy is enqueued: for what has to be loaded from disk before, and no longer.

@@ -54,8 +54,8 @@ class OffloadManager:
 
     def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
         layout, config = sharded.layout, sharded.layout.offload
-        self.places = BufferLayout(layout, sharded.shapes, moments=moments)
-        self.schedule = schedule_of(self.places)
+        self.buffer_layout = BufferLayout(layout, sharded.shapes, moments=moments)
+        self.schedule = schedule_of(self.buffer_layout)
         device = torch.device(sharded.mesh.device_type)
         if self.schedule.host_bytes:
             available = host_available_bytes()
@@ -64,11 +64,11 @@ class OffloadManager:
             require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
         beside_gpu = device.type == "cuda"
         self.cores = cores_of_rank(local_rank(), local_ranks()) if beside_gpu else list[int]()
-        self.arena = HostMemoryPool(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
-        self.swap = ScheduleExecutor(self.schedule, self.arena, device)
-        self.staging = DiskStaging(self.places, self.swap, _store(config, self.places.piece_bytes()))
-        self.undo = Undo(self.places, self.swap, self.staging)
-        self._outgoing = ParamWriteback(sharded, self.places, self.swap, self.staging)
+        self.memory_pool = HostMemoryPool(self.schedule.host_bytes, pin=beside_gpu, cores=self.cores)
+        self.executor = ScheduleExecutor(self.schedule, self.memory_pool, device)
+        self.staging = DiskStaging(self.buffer_layout, self.executor, _store(config, self.buffer_layout.piece_bytes()))
+        self.undo = Undo(self.buffer_layout, self.executor, self.staging)
+        self._outgoing = ParamWriteback(sharded, self.buffer_layout, self.executor, self.staging)
         self._sharded, self._mode = sharded, config.mode
         self._kept: set[str] = set()
         self._unit_of = {param.name: unit.name for unit in sharded.shapes for param in unit.params}
@@ -76,23 +76,23 @@ class OffloadManager:
         if config.activations != "device":
             store = self.staging.store if config.activations == "disk" else None
             ahead = config.prefetch_units
-            room = ActivationPool(self.swap, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
-            self.activations = ActivationOffload(room, device.type)
+            pool = ActivationPool(self.executor, pin=beside_gpu, cores=self.cores, store=store, ahead=ahead)
+            self.activations = ActivationOffload(pool, device.type)
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
         """Move parameters that live off the device to their places; from now on they are brought ahead of use."""
-        self._outgoing.incoming = ParamPrefetch(self._sharded, self.places, self.swap, self.staging)
+        self._outgoing.incoming = ParamPrefetch(self._sharded, self.buffer_layout, self.executor, self.staging)
 
     def settle(self) -> None:
         """All states are in their places: the rest of the host memory is taken now."""
-        self.arena.settle()
+        self.memory_pool.settle()
 
-    def introduce(self) -> list[str]:
+    def describe(self) -> list[str]:
         """For the log: what lives where, and how its work overlaps. Nothing without offload."""
         lines = []
         if self.schedule.slots:
-            memory = "page-locked" if self.arena.pinned else "pageable"
+            memory = "page-locked" if self.memory_pool.pinned else "pageable"
             lines.append(
                 f"offload: {format_bytes(self.schedule.host_bytes)} of {memory} host memory per rank, "
                 f"overlap={self._mode}: {WAITING[self._mode]}"
@@ -103,9 +103,9 @@ class OffloadManager:
             lines.append(f"offload: {what} on {store.describe()}")
         if self.activations is not None:
             tier = self._sharded.layout.offload.activations
-            room = "host memory is" if tier == "host" else "host memory and scratch space are"
+            pool = "host memory is" if tier == "host" else "host memory and scratch space are"
             lines.append(
-                f"offload: what blocks keep of their inputs for backward leaves the device, to {tier}; its {room} "
+                f"offload: what blocks keep of their inputs for backward leaves the device, to {tier}; its {pool} "
                 "taken in the first forward"
             )
         return lines
@@ -113,14 +113,14 @@ class OffloadManager:
     @property
     def host_bytes(self) -> int:
         """Host memory in use: the states', and the activations' so far."""
-        return self.arena.high_water_bytes + (0 if self.activations is None else self.activations.room.host_bytes)
+        return self.memory_pool.high_water_bytes + (0 if self.activations is None else self.activations.pool.host_bytes)
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
         """The flat host tensor of a parameter's state: its first `elems`, or all with the padding.
 
         Of what is on disk, where it comes to lie.
         """
-        return self.swap.view(self.places.at[name, key], elems)
+        return self.executor.view(self.buffer_layout.at[name, key], elems)
 
     def on_disk(self, name: str, view: torch.Tensor) -> OffDeviceTensor:
         """A parameter's state that is on disk, by its view on the host."""
@@ -133,7 +133,7 @@ class OffloadManager:
 
     def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> None:
         """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
-        if self.places.pairs("states", unit):
+        if self.buffer_layout.pairs("states", unit):
             self.staging.visit("states", unit, work, fresh=fresh, changes=changes)
             self._kept.add(unit)
             give_back_freed_memory()
@@ -142,38 +142,38 @@ class OffloadManager:
 
     def slot(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """The slot of a parameter's state from its start, as long and of the dtype as the flat `like`."""
-        lease = self.swap.leases[self.places.at[name, key].slot]
+        lease = self.executor.leases[self.buffer_layout.at[name, key].slot]
         return lease.view(like.dtype, like.numel())
 
     def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start copies to the host: "landing" of a unit, or "grad" and "moments" for an update there."""
-        self.swap.move(ActionKey(ActionKind.EVICT, what, unit), moves)
+        self.executor.move(ActionKey(ActionKind.EVICT, what, unit), moves)
 
     def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start copies of a unit's "moments" back to the device."""
-        self.swap.move(ActionKey(ActionKind.FETCH, what, unit), moves)
+        self.executor.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def keep_grads(self, unit: str, moves: Sequence[Move], *, more: bool) -> None:
         """Start moving gradients of a unit to where they wait for its update. more: beside others there."""
         if more:
             self.staging.load("grad", unit)
-        self.swap.move(ActionKey(ActionKind.EVICT, "grad", unit), moves)
+        self.executor.move(ActionKey(ActionKind.EVICT, "grad", unit), moves)
         self.staging.hold("grad", unit)
         self.staging.spill("grad", unit)
 
     def accumulate(self, unit: str, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
         """Start adding to them on the host."""
         self.staging.load("grad", unit)
-        added = self.swap.compute(ActionKey(ActionKind.COMPUTE, "accumulate", unit), work)
+        added = self.executor.compute(ActionKey(ActionKind.COMPUTE, "accumulate", unit), work)
         self.staging.spill("grad", unit)
         return added
 
     def read_grads(self, unit: str, grads: Named) -> Named:
         """A unit's gradients that live off the device, once they have arrived; copies of those on disk."""
-        if self.places.pairs("grad", unit):
+        if self.buffer_layout.pairs("grad", unit):
             copies: Named = self.staging.visit("grad", unit, partial(_copies, grads), changes=False)
             return copies
-        self.swap.wait(ActionKey(ActionKind.EVICT, "grad", unit), ActionKey(ActionKind.COMPUTE, "accumulate", unit))
+        self.executor.wait(ActionKey(ActionKind.EVICT, "grad", unit), ActionKey(ActionKind.COMPUTE, "accumulate", unit))
         return grads
 
     def change_grads(self, unit: str, moves: Sequence[Move]) -> None:
@@ -183,16 +183,18 @@ class OffloadManager:
     def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's "grad" or "moments" to the device, for an update there."""
         self.staging.load("grad" if what == "grad" else "states", unit)
-        self.swap.move(ActionKey(ActionKind.FETCH, what, unit), moves)
+        self.executor.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def follow_brought(self, unit: str) -> None:
         """Let the current stream wait until they are there."""
-        self.swap.follow(ActionKey(ActionKind.FETCH, "grad", unit), ActionKey(ActionKind.FETCH, "moments", unit))
+        self.executor.stream_wait(
+            ActionKey(ActionKind.FETCH, "grad", unit), ActionKey(ActionKind.FETCH, "moments", unit)
+        )
 
     def put_back(self, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""
         self.staging.load("states", unit)
-        self.swap.move(ActionKey(ActionKind.EVICT, "moments", unit), moves)
+        self.executor.move(ActionKey(ActionKind.EVICT, "moments", unit), moves)
         self.staging.spill("states", unit)
 
     def update(self, unit: str, work: Callable[[], None]) -> None:
@@ -200,7 +202,7 @@ class OffloadManager:
         self._outgoing.await_update(unit)
         self.staging.load("grad", unit)
         self.staging.load("states", unit)
-        self.swap.compute(ActionKey(ActionKind.COMPUTE, "update", unit), work)
+        self.executor.compute(ActionKey(ActionKind.COMPUTE, "update", unit), work)
         self.staging.spill("states", unit)
 
     def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
@@ -227,9 +229,9 @@ class OffloadManager:
     def _load_ahead(self) -> None:
         """States of the units that the next step updates first, as many as have host slots of their own."""
         taken: set[str] = set()
-        kept = [unit.name for unit in update_order(self.places.units) if unit.name in self._kept]
+        kept = [unit.name for unit in update_order(self.buffer_layout.units) if unit.name in self._kept]
         for unit in kept[:DISK_TURNS]:
-            slots = {pair.host for pair in self.places.pairs("states", unit)}
+            slots = {pair.host for pair in self.buffer_layout.pairs("states", unit)}
             if slots & taken:  # it would overwrite one before that was not used yet
                 return
             taken |= slots
@@ -237,7 +239,7 @@ class OffloadManager:
 
     def take_use(self) -> dict[str, LaneUse]:
         """The use of each lane since the last call."""
-        return self.swap.take_use()
+        return self.executor.take_use()
 
     def held_back(self, unit: str) -> bool:
         """Whether, with overlap=delayed, a unit's new working copy waits for the next step."""
@@ -249,7 +251,7 @@ class OffloadManager:
 
     def await_updates(self) -> None:
         """Return when everything that was started has ended; what is held back stays so. Raises OffloadError."""
-        self.swap.drain()
+        self.executor.drain()
 
     def come_to_rest(self) -> None:
         """Return when no work is under way for an optimizer that is gone, and early updates are undone.
@@ -265,7 +267,7 @@ class OffloadManager:
         Raises OffloadError for what failed.
         """
         self._outgoing.release()
-        self.swap.drain()
+        self.executor.drain()
         if self._outgoing.incoming is not None:
             self._outgoing.incoming.forget_all()
 
@@ -286,9 +288,9 @@ def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
 
 def _moving_in_bytes(sharded: Sharded) -> int:
     """Host memory of what will move into the arena, and is freed there piece by piece."""
-    homes = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
-    homes += [origin for unit in sharded.units for origin in unit.origin.values()]
-    flats = [home.flat for home in homes if isinstance(home, HostStorage)]
+    placement = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
+    placement += [origin for unit in sharded.units for origin in unit.origin.values()]
+    flats = [home.flat for home in placement if isinstance(home, HostStorage)]
     return sum(flat.nbytes for flat in flats if flat.device.type == "cpu")
 
 

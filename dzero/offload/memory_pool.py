@@ -57,13 +57,13 @@ class Lease:
     what: str
     data: torch.Tensor
     offset: int
-    arena: HostMemoryPool = field(repr=False)
+    memory_pool: HostMemoryPool = field(repr=False)
     phase: LeasePhase = LeasePhase.HELD
     touched: bool = False
 
     def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
         """`elems` elements of `dtype` from `start_bytes` on, as a storage of its own: saving it saves no neighbours."""
-        self.arena.touch(self)
+        self.memory_pool.touch(self)
         piece = self.data[start_bytes : start_bytes + elems * dtype.itemsize]
         return torch.from_numpy(piece.numpy()).view(dtype) if elems else torch.empty(0, dtype=dtype)
 
@@ -76,7 +76,7 @@ class Lease:
     def release(self) -> None:
         """Give the memory back. Raises RuntimeError while a copy runs, and the second time."""
         self.enter(LeasePhase.GIVEN_BACK if self.phase is LeasePhase.HELD else self.phase)
-        self.arena._give_back(self)
+        self.memory_pool._give_back(self)
 
 
 class HostMemoryPool:

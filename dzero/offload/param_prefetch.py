@@ -34,22 +34,24 @@ class ParamPrefetch:
     disk: that next one, and as many behind it as are loaded ahead.
     """
 
-    def __init__(self, sharded: Sharded, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
-        self._sharded, self._places, self._swap, self._staging = sharded, places, swap, staging
+    def __init__(
+        self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
+    ) -> None:
+        self._sharded, self._buffer_layout, self._executor, self._staging = sharded, buffer_layout, executor, staging
         self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
         self._next: dict[Point, str] = {}
         self._in_vain: set[Point] = set()
         self._point: Point = (None, None, True)
         self._ahead: dict[str, dict[str, torch.Tensor]] = {}
         for unit in self._units.values():
-            unit.settle()
+            unit.await_update()
             self._take(unit)
             unit.carrier = weakref.ref(self)
 
     def _take(self, unit: Unit) -> None:
         name = unit.shape.name
         views = {each: self._view(each) for each in unit.hosted}
-        if not self._places.pairs("param", name):
+        if not self._buffer_layout.pairs("param", name):
             for each, memory in unit.hosted.items():
                 memory.move_to(HostStorage(views[each]))
             return
@@ -59,7 +61,7 @@ class ParamPrefetch:
             memory.home = DiskStorage(self._staging, "param", name, views[each])
 
     def _view(self, name: str) -> torch.Tensor:
-        return self._swap.view(self._places.at[name, "param"])
+        return self._executor.view(self._buffer_layout.at[name, "param"])
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
         """As `ParamCarrier.bring`; for the stream that is current now."""
@@ -68,7 +70,7 @@ class ParamPrefetch:
         self._start(name)
         brought = self._ahead.pop(name)
         self._ahead.clear()  # wrong guesses
-        self._swap.follow(ActionKey(ActionKind.FETCH, "param", name))
+        self._executor.stream_wait(ActionKey(ActionKind.FETCH, "param", name))
         for tensor in brought.values():
             streams.record_stream(tensor)  # allocated while another stream may have been current
         self._next[self._point] = name
@@ -84,7 +86,7 @@ class ParamPrefetch:
         self._start(coming)
         point = self._point
         passes = 2 * len(self._units)  # forward and backward; the guesses go round in a circle beyond
-        for _ in range(min(self._places.layout.offload.prefetch_units, passes)):
+        for _ in range(min(self._buffer_layout.layout.offload.prefetch_units, passes)):
             point = point[1], coming, point[2]
             if (behind := self._next.get(point)) is None or point in self._in_vain:
                 return
@@ -102,7 +104,7 @@ class ParamPrefetch:
                 for each, memory in held.items()
             }
         moves = [(there, self._view(each)) for each, there in self._ahead[name].items()]
-        self._swap.move(ActionKey(ActionKind.FETCH, "param", name), moves)
+        self._executor.move(ActionKey(ActionKind.FETCH, "param", name), moves)
 
     def outdate(self, unit: str) -> None:
         """The step changes a unit: what was copied of it was copied too early, here and in every step."""

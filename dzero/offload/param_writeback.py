@@ -36,8 +36,10 @@ class PendingWriteback(NamedTuple):
 class ParamWriteback:
     """Sends a unit's working copies; with overlap=delayed a step later."""
 
-    def __init__(self, sharded: Sharded, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
-        self._places, self._swap, self._staging = places, swap, staging
+    def __init__(
+        self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
+    ) -> None:
+        self._buffer_layout, self._executor, self._staging = buffer_layout, executor, staging
         self._units = {unit.shape.name: unit for unit in sharded.units}
         self._delays = False
         self._held_back: list[tuple[str, Sequence[PendingWriteback]]] = []
@@ -45,9 +47,9 @@ class ParamWriteback:
 
     def await_update(self, unit: str) -> None:
         """A unit's update follows, which changes its parameters in place, or what they are made from."""
-        if not self._places.waiting:
+        if not self._buffer_layout.waiting:
             self._outdate(unit)
-            self._units[unit].pending = partial(self._swap.wait, ActionKey(ActionKind.COMPUTE, "update", unit))
+            self._units[unit].pending = partial(self._executor.wait, ActionKey(ActionKind.COMPUTE, "update", unit))
 
     def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """Working copies that the update makes, as soon as it has."""
@@ -67,7 +69,7 @@ class ParamWriteback:
     def begin(self, updates: int) -> None:
         """The updates of a step follow, after `updates` earlier ones: what was held back is due."""
         self.release()
-        offload = self._places.layout.offload
+        offload = self._buffer_layout.layout.offload
         self._delays = offload.mode == "delayed" and updates >= offload.delay_warmup_steps
 
     def release(self) -> None:
@@ -77,38 +79,38 @@ class ParamWriteback:
             self._send(unit, work)
 
     def _send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        places, swap, keys = self._places, self._swap, list[ActionKey]()
-        spilled = any(places.on_disk("param", each.name) for each in work)
-        copies = [(self._home(each), each.made) for each in work if places.published(each.name)]
-        fetched = [(each.local, each.made) for each in work if not places.on_host("param", each.name)]
-        if places.waiting and (spilled or copies):
+        buffer_layout, executor, keys = self._buffer_layout, self._executor, list[ActionKey]()
+        spilled = any(buffer_layout.on_disk("param", each.name) for each in work)
+        copies = [(self._home(each), each.made) for each in work if buffer_layout.published(each.name)]
+        fetched = [(each.local, each.made) for each in work if not buffer_layout.on_host("param", each.name)]
+        if buffer_layout.waiting and (spilled or copies):
             self._outdate(unit)
         if spilled:  # a load waits for it, by the disk slot
             self._spill(unit, work)
         if copies:
             keys.append(ActionKey(ActionKind.COMPUTE, "publish", unit))
-            swap.compute(keys[-1], partial(copy_all, copies))
+            executor.compute(keys[-1], partial(copy_all, copies))
         if fetched:
             keys.append(ActionKey(ActionKind.FETCH, "work", unit))
-            swap.move(keys[-1], fetched)
+            executor.move(keys[-1], fetched)
         if keys:
-            self._units[unit].pending = partial(swap.wait, *keys)
+            self._units[unit].pending = partial(executor.wait, *keys)
 
     def _spill(self, unit: str, work: Sequence[PendingWriteback]) -> None:
         """As made; where not all of a unit's parameters were updated, together with the others from disk."""
-        if self._places.makes_all(unit, {each.name for each in work}):
+        if self._buffer_layout.makes_all(unit, {each.name for each in work}):
             self._staging.spill("work", unit)
             return
         self._staging.load("param", unit)
-        made = [(self._home(each), each.made) for each in work if self._places.on_disk("param", each.name)]
-        self._swap.compute(ActionKey(ActionKind.COMPUTE, "merge", unit), partial(copy_all, made))
+        made = [(self._home(each), each.made) for each in work if self._buffer_layout.on_disk("param", each.name)]
+        self._executor.compute(ActionKey(ActionKind.COMPUTE, "merge", unit), partial(copy_all, made))
         self._staging.spill("param", unit)
 
     def _home(self, work: PendingWriteback) -> torch.Tensor:
-        return self._swap.view(self._places.at[work.name, "param"], work.made.numel())
+        return self._executor.view(self._buffer_layout.at[work.name, "param"], work.made.numel())
 
     def _outdate(self, unit: str) -> None:
         """Its parameters off the device are about to change."""
         if self.incoming is not None:
             self.incoming.outdate(unit)
-        self._units[unit].settle()
+        self._units[unit].await_update()

@@ -1,4 +1,4 @@
-"""What moves when, as small frozen actions: planned, printed and sized without a device, then run by `swap`.
+"""What moves when, as small frozen actions: planned, printed and sized without a device, then run by `executor`.
 
     kind      lane        from -> to           meaning
     LOAD      disk in     disk -> host         states of a unit; parameters and activations, in lanes of their own

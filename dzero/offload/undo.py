@@ -22,38 +22,38 @@ from dzero.offload.schedule import ActionKey, ActionKind
 class Undo:
     """Early updates, unit by unit: each is started, then kept or taken back."""
 
-    def __init__(self, places: BufferLayout, swap: ScheduleExecutor, staging: DiskStaging) -> None:
-        self._places, self._swap, self._staging = places, swap, staging
+    def __init__(self, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging) -> None:
+        self._buffer_layout, self._executor, self._staging = buffer_layout, executor, staging
         self._undecided: set[str] = set()
 
     def has_room(self, unit: str) -> bool:
         """Whether this unit may be updated before the step is decided."""
-        return unit in self._places.early
+        return unit in self._buffer_layout.early
 
     def start(self, unit: str, work: Callable[[], None]) -> None:
         """Start an update that can be taken back."""
         self._undecided.add(unit)
         self._staging.load("grad", unit)
         self._staging.load("states", unit)
-        self._swap.compute(ActionKey(ActionKind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
+        self._executor.compute(ActionKey(ActionKind.COMPUTE, "ahead", unit), partial(self._save, unit, work))
         self._staging.spill("states", unit, early=True)
 
-    def keep(self, unit: str) -> None:
+    def commit(self, unit: str) -> None:
         """It is the update that is due."""
         self._undecided.discard(unit)
         self._staging.keep(unit)
 
-    def take_back(self, unit: str) -> None:
+    def rollback(self, unit: str) -> None:
         """Start to make it undone."""
         self._undecided.discard(unit)
         self._staging.drop(unit)
-        if self._places.overwritten(unit):
-            self._swap.compute(ActionKey(ActionKind.COMPUTE, "undo", unit), partial(self._restore, unit))
+        if self._buffer_layout.overwritten(unit):
+            self._executor.compute(ActionKey(ActionKind.COMPUTE, "undo", unit), partial(self._restore, unit))
 
     def take_all_back(self) -> None:
         """Start to make undone what was not decided yet."""
         for unit in [*self._undecided]:
-            self.take_back(unit)
+            self.rollback(unit)
 
     def _save(self, unit: str, then: Callable[[], None]) -> None:
         for saved, data in self._saved(unit):
@@ -66,7 +66,7 @@ class Undo:
 
     def _saved(self, unit: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         start = 0
-        for slot in self._places.overwritten(unit):
-            data = self._swap.leases[slot].data
-            yield self._swap.leases[f"undo {unit}"].data[start : start + data.numel()], data
+        for slot in self._buffer_layout.overwritten(unit):
+            data = self._executor.leases[slot].data
+            yield self._executor.leases[f"undo {unit}"].data[start : start + data.numel()], data
             start += aligned(data.numel())

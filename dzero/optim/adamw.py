@@ -58,7 +58,7 @@ class AdamW(MasterOptimizer):
         self._tiers: OffloadedStep[ParamState] = OffloadedStep(sharded, self.offload)
         self._ahead = SpeculativeStep(self.offload.undo)
         self.gradients.tell(self)
-        self._homes = StatePlacement(sharded, self.offload)
+        self._placement = StatePlacement(sharded, self.offload)
         self._stored: dict[nn.Parameter, ParamState] = {}
         owned = {param for group in self.param_groups for param in group["params"]}
         for unit in sharded.units:
@@ -87,10 +87,10 @@ class AdamW(MasterOptimizer):
         """
         shapes = {shape.name: shape for shape in unit.shape.params}
         initial: list[tuple[ParamState, InitialValues]] = []
-        homes, is_first = self._homes, not self._of(unit)
+        placement, is_first = self._placement, not self._of(unit)
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
-            if param in owned or (is_first and self.offload.places.on_disk("master", name)):
-                stored = ParamState.create(shapes[name], param, unit.layout, homes, self._moments_of(param))
+            if param in owned or (is_first and self.offload.buffer_layout.on_disk("master", name)):
+                stored = ParamState.create(shapes[name], param, unit.layout, placement, self._moments_of(param))
                 # The fp32 values of the others wait for a group that is added later.
                 initial.append((stored, stored.initial(unit.take_origin(name) if param in owned else None)))
                 if param in owned:
@@ -107,7 +107,7 @@ class AdamW(MasterOptimizer):
     def _follow(self, unit: Unit) -> None:
         values = [(stored, stored.values()) for stored in self._of(unit)]
         if values:
-            self.offload.visit(unit.shape.name, partial(_each, ParamState.follow, values))
+            self.offload.visit(unit.shape.name, partial(_each, ParamState.refresh_master, values))
 
     def _follow_edits(self, unit: Unit) -> None:
         values = [(stored, stored.values()) for stored in self._of(unit) if stored.work is not None]
@@ -117,7 +117,7 @@ class AdamW(MasterOptimizer):
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.take_edits()
         pending, how = self._plan(grads, factor)
-        done = self._ahead.settle(how, clipped=factor != 1.0 / self.scaler.scale)
+        done = self._ahead.resolve(how, clipped=factor != 1.0 / self.scaler.scale)
         updates = int(self._steps.max()) if len(self._steps) else 0
         if len(pending) == len(self._stored):
             self._steps += 1
@@ -156,11 +156,11 @@ class AdamW(MasterOptimizer):
         self._ahead.abandon()
         super()._skip()
 
-    def introduce(self) -> list[str]:
-        """As `MasterOptimizer.introduce`."""
+    def describe(self) -> list[str]:
+        """As `MasterOptimizer.describe`."""
         where = f"bound to cores {self._cores}" if self._cores else "not bound"
         updates = [f"offload: updates on {self._threads} host threads, {where}"]
-        return super().introduce() + (updates if self.offload.schedule.slots else [])
+        return super().describe() + (updates if self.offload.schedule.slots else [])
 
     def synchronize(self) -> None:
         """As `MasterOptimizer.synchronize`; between backward and step it takes back what was updated early."""
@@ -176,8 +176,8 @@ class AdamW(MasterOptimizer):
             self._ahead.start(unit, how, partial(self._run, how, [*pending.values()]))
         return bool(pending)
 
-    def take_back(self) -> None:
-        """As `EarlyUpdates.take_back`."""
+    def rollback(self) -> None:
+        """As `EarlyUpdates.rollback`."""
         self._ahead.abandon()
 
     def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, PendingUpdate[ParamState]], How]:
@@ -257,23 +257,25 @@ class AdamW(MasterOptimizer):
             self.offload.visit(unit.shape.name, partial(copy_all, copies))
             unit.is_edited = True  # where the model was not loaded as well, the working copies are what counts
 
-    def carried(self, unit: Unit) -> list[StateSpec]:
-        """As `MasterOptimizer.carried`."""
+    def portable_states(self, unit: Unit) -> list[StateSpec]:
+        """As `MasterOptimizer.portable_states`."""
         of_unit = self._of(unit)
-        states = [StateSpec(stored.name, key, *kind) for stored in of_unit for key, kind in stored.carried().items()]
+        states = [
+            StateSpec(stored.name, key, *kind) for stored in of_unit for key, kind in stored.portable_states().items()
+        ]
         if self.offload.held_back(unit.shape.name):
             states += [StateSpec(stored.name, "param", stored.dtype, stored.local.numel()) for stored in of_unit]
         return states
 
-    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
-        """As `MasterOptimizer.carry`."""
+    def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """As `MasterOptimizer.export_state`."""
 
         of_unit = self._of(unit)
         self.take_edits()
 
         def carry_all() -> None:
             for stored in of_unit:
-                for key, tensor in stored.carry():
+                for key, tensor in stored.export_state():
                     put(stored.name, key, tensor)
 
         if of_unit:
@@ -282,16 +284,16 @@ class AdamW(MasterOptimizer):
             for stored in of_unit:
                 put(stored.name, "param", stored.values())
 
-    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
-        """As `MasterOptimizer.take`."""
+    def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
+        """As `MasterOptimizer.import_state`."""
         taking = []
         for stored in self._of(unit):
-            master = (each := carried[stored.name]).tensors["master"]
+            master = (each := portable_states[stored.name]).tensors["master"]
             taking.append((stored, each, InitialValues(to_working(master, stored.dtype), master)))
 
         def take_all() -> None:
             for stored, each, initial in taking:
-                stored.take(initial, each.tensors, each.blocks)
+                stored.import_state(initial, each.tensors, each.blocks)
 
         if taking:
             self.offload.visit(unit.shape.name, take_all)
@@ -301,7 +303,7 @@ class AdamW(MasterOptimizer):
         unit.is_edited = False
         if taking and all("param" in each.tensors for _, each, _ in taking):
             self.offload.hold_back(unit.shape.name, work_of([stored for stored, _, _ in taking]))
-        if (bring := self._bringing(unit, carried)) is not None:
+        if (bring := self._bringing(unit, portable_states)) is not None:
             unit.pending = partial(_in_turn, unit.pending, bring)
 
     def scalars(self) -> dict[str, Any]:

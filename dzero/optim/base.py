@@ -227,7 +227,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
         why, self._refusal = self._refusal() if self._refusal is not None else "", None
         if why:
-            decision = replace(decision, finite=False, culprits=(why, *decision.culprits))
+            decision = replace(decision, finite=False, nonfinite_params=(why, *decision.nonfinite_params))
         grads = self.gradients.arriving()
         if not grads:
             self._without_gradients()
@@ -272,9 +272,9 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.gradients.drop()
         super().zero_grad(set_to_none)
 
-    def introduce(self) -> list[str]:
+    def describe(self) -> list[str]:
         """For the log: what lives off the device, and how that works. Nothing where all is on it."""
-        return self.offload.introduce()
+        return self.offload.describe()
 
     def synchronize(self) -> None:
         """Return when no update is on its way any more. Parameters read directly are then those of the last step.
@@ -293,18 +293,18 @@ class MasterOptimizer(torch.optim.Optimizer):
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
 
-    def carried(self, unit: Unit) -> list[StateSpec]:
-        """What `carry` gives for a unit, in that order."""
+    def portable_states(self, unit: Unit) -> list[StateSpec]:
+        """What `export_state` gives for a unit, in that order."""
         raise NotImplementedError
 
-    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+    def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
         """Give each state of a unit to `put(parameter, key, tensor)`, flat [shard], in a form that any layout can take.
 
         Between steps, after `await_updates`. The tensors are the states themselves: copy what is to stay as it is.
         """
         raise NotImplementedError
 
-    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
+    def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
         """Become what was carried, by parameter; the parameters too. Between steps, after `synchronize`."""
         raise NotImplementedError
 

@@ -2,7 +2,8 @@
 
 For every unit and reduction FSDP2 delivers the flat reduced buffer (`receive`), padded as it pads shards, and sets
 `.grad`. We keep slices of that buffer, in the table's gradient dtype. After the last microbatch `.grad` is a DTensor
-over what was kept (grad_views.py), and `settle` takes over what was done to it. By where a parameter's gradients live:
+over what was kept (grad_views.py), and `complete` takes over what was done to it. By where a parameter's gradients
+live:
 
                       first microbatch          later ones                    last one
     device            slices are kept           added to them                 averaged over the copies
@@ -71,7 +72,7 @@ class EarlyUpdates(Protocol):
     def begin(self, unit: str, grads: Named) -> bool:
         """Called when all gradients of a unit (its name) are there; return whether their update has begun."""
 
-    def take_back(self) -> None:
+    def rollback(self) -> None:
         """Undo the updates that have begun: their gradients are refused, or dropped."""
 
 
@@ -79,7 +80,7 @@ class UnitGrads:
     """The gradients of one unit, between their reduction and the update.
 
     `names`: of the trained parameters. `views`: gradients by name [local shard or part, flat]; `sums`: sums of squares
-    of this rank's chunks, complete after `settle`. copy: (rank, ranks) of the copies of a shard, each of which sums a
+    of this rank's chunks, complete after `complete`. copy: (rank, ranks) of the copies of a shard, each of which sums a
     chunk of it. makers: of `.grad`, by name.
     """
 
@@ -92,7 +93,7 @@ class UnitGrads:
         makers: Mapping[str, GradMaker],
     ) -> None:
         self._unit, self._sharded, self._copy, self._offloaded = unit, sharded, copy, OffloadedGrads(unit, offload)
-        self._swap = offload.swap
+        self._executor = offload.executor
         self._shapes: dict[str, ParamShape] = {p.name: p for p in unit.shape.params}
         self._hosted = self._offloaded.names
         self.names = unit.buffered
@@ -104,7 +105,7 @@ class UnitGrads:
         self._elems = [local_of(param).numel() for param in self._trained.values()]
         self._counts_zeros = sharded.layout.unused == "zeros"
         self.early: weakref.ref[EarlyUpdates] | None = None
-        self._added_on_host = self._hosted if offload.places.accumulates_on_host else set[str]()
+        self._added_on_host = self._hosted if offload.buffer_layout.accumulates_on_host else set[str]()
         self._phase, self.generation = GradPhase.EMPTY, 0
         self._forget()
         for shape in unit.shape.params:
@@ -162,7 +163,7 @@ class UnitGrads:
             )
         if self.phase is GradPhase.IN_USE:
             if self.early is not None and (early := self.early()) is not None:
-                early.take_back()
+                early.rollback()
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients after those of the step's last microbatch, whose update has "
                 "begun with offload.overlap=backward: of another backward, or of another use of the unit in one "
@@ -197,7 +198,7 @@ class UnitGrads:
 
     def drain(self) -> None:
         """As `GradConsumer.drain`."""
-        self._swap.drain()
+        self._executor.drain()
 
     @property
     def _is_complete(self) -> bool:
@@ -378,7 +379,7 @@ class UnitGrads:
             self._buffers[index], owned = shares.reduce(whole)
             self.views |= owned
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Complete `sums`, also for a unit that the last microbatch did not reach."""
         if not self._is_complete and self.views:
             self._hide()
@@ -411,7 +412,7 @@ class UnitGrads:
         return self._unit.mesh
 
     def whole_sums(self) -> torch.Tensor:
-        """Return the sums of squares of whole shards, fp64 [names] on the CPU or one device; after `settle`."""
+        """Return the sums of squares of whole shards, fp64 [names] on the CPU or one device; after `complete`."""
         sums, grads = SquareSums(self.names, self._device), self.values()
         for off_device in (False, True):
             some = {name: grad for name, grad in grads.items() if (name in self._hosted) == off_device}
@@ -426,11 +427,11 @@ class UnitGrads:
 
     @property
     def absent(self) -> list[str]:
-        """Trained parameters without gradient, after `settle`."""
+        """Trained parameters without gradient, after `complete`."""
         return [name for name in self._trained if name not in self.views]
 
     def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
-        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `settle`."""
+        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `complete`."""
         grad = self.values()[name]
         add(grad)
         self._offloaded.change(self.views[name], grad)

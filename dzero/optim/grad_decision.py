@@ -51,7 +51,7 @@ class StepDecision:
     finite: bool
     factor: float
     """Multiplies every gradient in fp32: 1 / loss scale and the clipping coefficient."""
-    culprits: tuple[str, ...]
+    nonfinite_params: tuple[str, ...]
     """Parameters with a non-finite averaged gradient, as `name (rank r)`: r holds the rows, whoever overflowed."""
 
 
@@ -59,7 +59,7 @@ class Gradients:
     """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
 
     def __init__(self, sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> None:
-        self._trail = sharded.ledger.trail
+        self._collective_log = sharded.ledger.collective_log
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
         parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
@@ -125,12 +125,12 @@ class Gradients:
         if self._is_complete:
             return
         for unit in self._units:
-            unit.settle()
+            unit.complete()
         if self._parts is not None:
             self._parts.complete()
         mine = self.mine
         absent = [name for unit in self._units for name in unit.absent if name in mine]
-        self._trail.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
+        self._collective_log.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
         self._is_complete = True
 
     def decide(self, *, scale: float, max_norm: float | None) -> StepDecision:
@@ -148,7 +148,7 @@ class Gradients:
         self._is_complete = False  # a step that ends here, without gradients, may be followed by others
         sums = self._own_sums()
         edited = any(unit.is_edited for unit in self._units)
-        totals, edited = self._data_parallel.add(sums, self._trail.checksum, is_edited=edited)
+        totals, edited = self._data_parallel.add(sums, self._collective_log.checksum, is_edited=edited)
         if edited:
             self._check_copies()
         totals, found = self._add_along_model(totals)
@@ -207,7 +207,7 @@ class Gradients:
         """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
         for unit in self._units[:1]:
             if unit.early is not None and (early := unit.early()) is not None:
-                early.take_back()
+                early.rollback()
         self._sharded.abandon_step(self.mine)
         self.clear()
 
@@ -218,7 +218,7 @@ class Gradients:
             unit.clear(mine)
         self._is_complete = False
         self._sharded.loans.clear()
-        self._trail.end_step()
+        self._collective_log.end_step()
 
 
 def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> list[UnitGrads] | None:

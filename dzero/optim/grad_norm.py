@@ -49,7 +49,7 @@ class DataParallelSums:
     def __init__(
         self, mesh: DeviceMesh, ledger: Ledger, is_sliced: Callable[[int, int], bool] = sums_are_sliced
     ) -> None:
-        self._mesh, self._ledger, self._trail, self._is_sliced = mesh, ledger, ledger.trail, is_sliced
+        self._mesh, self._ledger, self._collective_log, self._is_sliced = mesh, ledger, ledger.collective_log, is_sliced
         self._groups = {axis: mesh.get_group(axis) for axis in (REPLICATE, SHARD)}
         self._copies, self._shards = (group.size() for group in self._groups.values())
         self._ranks = self._copies * self._shards
@@ -160,9 +160,9 @@ class DataParallelSums:
             group = self._groups[SHARD if bool((shards != shards[0]).any()) else REPLICATE]
             raise RuntimeError(
                 f"ranks {sorted(differing)} ran the model's units in another order than rank {self._rank(0)}, or other "
-                f"modules of them: {self._trail.divergence(group)}\nEvery rank must run the same modules in the same "
-                "order in every microbatch (no branches on the data of one rank); where only some parameters of a unit "
-                "differ, zero.unused=zeros counts zeros for their gradients"
+                f"modules of them: {self._collective_log.divergence(group)}\nEvery rank must run the same modules in "
+                "the same order in every microbatch (no branches on the data of one rank); where only some parameters "
+                "of a unit differ, zero.unused=zeros counts zeros for their gradients"
             )
 
 

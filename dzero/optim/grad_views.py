@@ -4,7 +4,7 @@ After the last microbatch's reduction each trained parameter has one, as after a
 
     the gradient lives on     local tensor of `.grad`                     an operation on it
     device                    `WatchedTensor`, over the reduced buffer    runs on the buffer
-    host, disk                `OffDeviceShard`, behind it a `OffloadedGradStorage`         waits for it; what was written goes back there
+    host, disk                `OffDeviceShard`                          waits for it; what was written goes back there
 
 torch's version counters do not see every edit (foreach operations on DTensors bump none), so these tensors do: each
 operation that writes tells `GradUse.write`. What was found at reduce time, norms and finiteness, then no longer holds.

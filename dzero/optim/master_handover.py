@@ -68,7 +68,7 @@ def take_over(sharded: Sharded) -> None:
     if not left:
         return
     offload = left[0][2].offload
-    offload.swap.drain()  # queued work holds the optimizer that queued it
+    offload.executor.drain()  # queued work holds the optimizer that queued it
     gc.collect()  # a dropped optimizer and its scheduler refer to each other
     if any(unit.attached is not None for unit in sharded.units):
         return

@@ -33,16 +33,18 @@ class MasterParam:
     moments = ()
 
     @classmethod
-    def create(cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, homes: StatePlacement) -> MasterParam:
+    def create(
+        cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, placement: StatePlacement
+    ) -> MasterParam:
         """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
-        local, mesh = local_of(param), homes.mesh("master", name, param)
+        local, mesh = local_of(param), placement.mesh("master", name, param)
         origin = origin if still_of(origin, local) else None
         value = local if local.dtype == torch.float32 else local.float() if origin is None else origin.view(local.shape)
         if mesh is None:
             return cls(name, param, nn.Parameter(value), None, None)
-        master = homes.offload.view(name, "master", local.numel()).copy_(value.view(-1))
+        master = placement.offload.view(name, "master", local.numel()).copy_(value.view(-1))
         own = local.dtype == torch.float32
-        work = master if own else homes.offload.view(name, "work", local.numel())
+        work = master if own else placement.offload.view(name, "work", local.numel())
         return cls(name, param, nn.Parameter(master.view(local.shape)), work, mesh)
 
     @property
@@ -73,7 +75,7 @@ class MasterParam:
         """Its states are the class's, and stay with the master."""
         raise KeyError(key)
 
-    def follow(self) -> None:
+    def refresh_master(self) -> None:
         """Take a parameter that was loaded with other values as the new master."""
         local = self.local.to(self.master.device)
         if not self.is_param and not torch.equal(to_working(self.master.detach().view(-1), local.dtype), local):

@@ -115,7 +115,7 @@ class MatrixUpdates:
         if self._ranks == 1:
             return
         begun = Collective(kind, what, self._axis, elems, self._payload)
-        with span(f"{kind} {what}"), self._ledger.trail.within(begun, self._group):
+        with span(f"{kind} {what}"), self._ledger.collective_log.within(begun, self._group):
             for work in swap(self._group, send=send, receive=receive):
                 work.wait()
         sent = sum(each.nbytes for peer, each in enumerate(send) if peer != self._rank)

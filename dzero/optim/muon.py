@@ -118,10 +118,10 @@ class Muon(AdamW):
         super()._run(how, [each for each in pending if each.stored.name not in matrices])
         self._updates.run(matrices, how)
 
-    def introduce(self) -> list[str]:
-        """As `MasterOptimizer.introduce`; and whose rule is which."""
+    def describe(self) -> list[str]:
+        """As `MasterOptimizer.describe`; and whose rule is which."""
         others = len(self._rules) - len(self._matrices)
-        return [f"muon: {len(self._matrices)} matrices, {others} other parameters by adamw", *super().introduce()]
+        return [f"muon: {len(self._matrices)} matrices, {others} other parameters by adamw", *super().describe()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `AdamW.load_state_dict`. Raises ValueError where groups have other rules."""

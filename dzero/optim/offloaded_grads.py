@@ -22,7 +22,7 @@ class OffloadedGrads:
     def __init__(self, unit: Unit, offload: OffloadManager) -> None:
         self._unit, self._offload = unit.shape.name, offload
         self._trained = sum(shape.trainable for shape in unit.shape.params)
-        self.names = {shape.name for shape in unit.shape.params if offload.places.on_host("grad", shape.name)}
+        self.names = {shape.name for shape in unit.shape.params if offload.buffer_layout.on_host("grad", shape.name)}
         self.forget()
 
     def forget(self) -> None:
@@ -35,8 +35,8 @@ class OffloadedGrads:
 
         Where the slot is laid out like the buffer they go in one piece.
         """
-        homes = {name: self._offload.view(name, "grad", piece.numel()) for name, piece in pieces.items()}
-        moves = [(homes[name], piece) for name, piece in pieces.items()]
+        placement = {name: self._offload.view(name, "grad", piece.numel()) for name, piece in pieces.items()}
+        moves = [(placement[name], piece) for name, piece in pieces.items()]
         slot = self._offload.slot(next(iter(pieces)), "grad", buffer)
         ahead = slot.data_ptr() - buffer.data_ptr()
         alike = all(home.data_ptr() - piece.data_ptr() == ahead for home, piece in moves)
@@ -44,15 +44,15 @@ class OffloadedGrads:
             moves = [(slot, buffer)]
         self._offload.keep_grads(self._unit, moves, more=self._left)
         self._left = True
-        return homes
+        return placement
 
-    def add(self, homes: Mapping[str, torch.Tensor], pieces: Named) -> None:
+    def add(self, placement: Mapping[str, torch.Tensor], pieces: Named) -> None:
         """Start adding slices on the device to what is in the slots; `put_sums` gives the sums of what comes out."""
         if not pieces:
             return
         landing = {name: self._offload.view(name, "landing", piece.numel()) for name, piece in pieces.items()}
         self._offload.evict("landing", self._unit, [(landing[name], piece) for name, piece in pieces.items()])
-        accs = [homes[name] for name in landing]
+        accs = [placement[name] for name in landing]
         work = partial(cpu_kernels.accumulate, accs, [*landing.values()])
         self._additions.append(([*landing], self._offload.accumulate(self._unit, work)))
 
@@ -61,9 +61,9 @@ class OffloadedGrads:
         for names, addition in self._additions:
             sums.put(names, addition.result())
 
-    def read(self, homes: Named) -> Named:
-        """Return the gradients in `homes` once they have arrived; of those on disk copies."""
-        return self._offload.read_grads(self._unit, homes) if self._left else homes
+    def read(self, placement: Named) -> Named:
+        """Return the gradients in `placement` once they have arrived; of those on disk copies."""
+        return self._offload.read_grads(self._unit, placement) if self._left else placement
 
     def change(self, home: torch.Tensor, flat: torch.Tensor) -> None:
         """Let the gradient in `home` be `flat` [elems]; it may be what `read` returned, changed in place."""

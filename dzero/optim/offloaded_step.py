@@ -58,9 +58,9 @@ class OffloadedStep(Generic[States]):
     """Starts updates unit by unit."""
 
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
-        self._offload, self._places = offload, offload.places
+        self._offload, self._buffer_layout = offload, offload.buffer_layout
         self._units = update_order([unit.shape for unit in sharded.units])
-        off_device = self._places.on_host
+        off_device = self._buffer_layout.on_host
         self._away = frozenset(
             param.name
             for unit in self._units
@@ -85,7 +85,7 @@ class OffloadedStep(Generic[States]):
             for unit in (self._units if away else ())
         }
         for unit, of_unit in by_unit.items():
-            if on_host := [each for each in of_unit if self._places.updated_on_host(each.stored.name)]:
+            if on_host := [each for each in of_unit if self._buffer_layout.updated_on_host(each.stored.name)]:
                 if any(each.stored.name not in done for each in on_host):
                     self._start_on_host(unit, on_host, run)
                 else:
@@ -95,7 +95,7 @@ class OffloadedStep(Generic[States]):
         on_device = {
             unit: here
             for unit, of_unit in by_unit.items()
-            if (here := [each for each in of_unit if not self._places.updated_on_host(each.stored.name)])
+            if (here := [each for each in of_unit if not self._buffer_layout.updated_on_host(each.stored.name)])
         }
         self._update_on_device(on_device, run)
         self._offload.end_step()
@@ -106,10 +106,10 @@ class OffloadedStep(Generic[States]):
         moments: list[Move] = []
         for each in pending:
             name, elems = each.stored.name, each.grad.numel()
-            if not self._places.on_host("grad", name):
+            if not self._buffer_layout.on_host("grad", name):
                 grads.append((offload.view(name, "grad", elems), each.grad))
                 each.grad = grads[-1][0]
-            if not self._places.on_host("moments", name):
+            if not self._buffer_layout.on_host("moments", name):
                 each.moved = {key: offload.view(name, key, elems) for key in each.stored.moments}
                 moments += [(staged, each.stored.flat(key)) for key, staged in each.moved.items()]
         if grads:
@@ -140,10 +140,10 @@ class OffloadedStep(Generic[States]):
         grads: list[Move] = []
         moments: list[Move] = []
         for each in pending:
-            if self._places.on_host("grad", each.stored.name):
+            if self._buffer_layout.on_host("grad", each.stored.name):
                 grads.append((torch.empty_like(each.grad, device=each.stored.local.device), each.grad))
                 each.grad = grads[-1][0]
-            if self._places.on_host("moments", each.stored.name):
+            if self._buffer_layout.on_host("moments", each.stored.name):
                 device = each.stored.local.device
                 each.moved = {
                     key: torch.empty_like(each.stored.flat(key), device=device) for key in each.stored.moments

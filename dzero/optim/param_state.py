@@ -93,48 +93,54 @@ class ParamState:
         shape: ParamShape,
         param: nn.Parameter,
         layout: Layout,
-        homes: StatePlacement,
+        placement: StatePlacement,
         kept: tuple[str, ...] = MOMENTS,
     ) -> ParamState:
         """Without values, which `fill` gives."""
-        first, span = homes.span(shape, param, layout.shard)
+        first, span = placement.span(shape, param, layout.shard)
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
-        stored.offload = homes.offload
-        stored._create_master(layout, homes)
+        stored.offload = placement.offload
+        stored._create_master(layout, placement)
         for key in kept:
             elems = shape.shard_elems(layout.shard, layout.shares)
-            stored._create_moment(key, key == MOMENTS[0], elems, layout, homes)
+            stored._create_moment(key, key == MOMENTS[0], elems, layout, placement)
         return stored
 
-    def _create_master(self, layout: Layout, homes: StatePlacement) -> None:
-        local, mesh = self.local, homes.mesh("master", self.name, self.param)
+    def _create_master(self, layout: Layout, placement: StatePlacement) -> None:
+        local, mesh = self.local, placement.mesh("master", self.name, self.param)
         if mesh is None and self.dtype == torch.float32:
             return  # the parameter is its own master
         key = "remainder" if layout.remainder else "master"
-        master = homes.blank("master", self.name, key, local, layout.master.dtype)
+        master = placement.blank("master", self.name, key, local, layout.master.dtype)
         if mesh is not None and self.dtype == torch.float32:
             self.work = master  # a copy of the parameter between steps, so no state of its own
             return
-        self._show("master", key, master, homes)
+        self._show("master", key, master, placement)
         if mesh is not None:
-            self.work = homes.offload.view(self.name, "work", local.numel())
+            self.work = placement.offload.view(self.name, "work", local.numel())
 
-    def _create_moment(self, key: str, signed: bool, padded_elems: int, layout: Layout, homes: StatePlacement) -> None:
-        local, mesh = self.local, homes.mesh("moments", self.name, self.param)
+    def _create_moment(
+        self, key: str, signed: bool, padded_elems: int, layout: Layout, placement: StatePlacement
+    ) -> None:
+        local, mesh = self.local, placement.mesh("moments", self.name, self.param)
         if layout.moments.dtype != torch.uint8:
-            self._show("moments", key, homes.blank("moments", self.name, key, local, layout.moments.dtype), homes)
+            self._show(
+                "moments", key, placement.blank("moments", self.name, key, local, layout.moments.dtype), placement
+            )
             return
         device = local.device if mesh is None else torch.device("cpu")
         self.moments8[key] = eight = QuantizedMoment.zeros(local.numel(), padded_elems, signed=signed, device=device)
         if mesh is not None:
-            eight.place(*(homes.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
+            eight.place(*(placement.offload.view(self.name, f"{key}_{part}") for part in ("codes", "scale")))
         for part, tensor in eight.tensors.items():
-            self._show("moments", f"{key}_{part}", tensor, homes, by_row=True)
+            self._show("moments", f"{key}_{part}", tensor, placement, by_row=True)
 
-    def _show(self, kind: str, key: str, flat: torch.Tensor, homes: StatePlacement, *, by_row: bool = False) -> None:
-        mesh = homes.mesh(kind, self.name, self.param)
-        shown = homes.shown(kind, self.name, flat)
-        self.tensors[key] = homes.placed(kind, shown, self.name, self.param, by_row=by_row)
+    def _show(
+        self, kind: str, key: str, flat: torch.Tensor, placement: StatePlacement, *, by_row: bool = False
+    ) -> None:
+        mesh = placement.mesh(kind, self.name, self.param)
+        shown = placement.shown(kind, self.name, flat)
+        self.tensors[key] = placement.placed(kind, shown, self.name, self.param, by_row=by_row)
         if mesh is not None:
             self.off_device.add(key)
         if shown is not flat:
@@ -219,28 +225,31 @@ class ParamState:
             if key in self.moments8:
                 self.moments8[key].store(value)
 
-    def carried(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Dtype and elements of what `carry` gives, by key: the states as any layout can take them.
+    def portable_states(self) -> dict[str, tuple[torch.dtype, int]]:
+        """Dtype and elements of what `export_state` gives, by key: the states as any layout can take them.
 
         master                  fp32 [shard], from whichever kind of master
         exp_avg, exp_avg_sq     as they are kept [shard]
         exp_avg_codes, _scale   8-bit ones: uint8 [shard], and the fp32 scale of each 256 of them
         """
         elems = self.local.numel()
-        carried = {"master": (torch.float32, elems)}
+        portable_states = {"master": (torch.float32, elems)}
         for key in self.kept:
             if self.moments8:
-                carried |= {f"{key}_codes": (torch.uint8, elems), f"{key}_scale": (torch.float32, blocks_of(elems))}
+                portable_states |= {
+                    f"{key}_codes": (torch.uint8, elems),
+                    f"{key}_scale": (torch.float32, blocks_of(elems)),
+                }
             else:
-                carried[key] = (self.flat(key).dtype, elems)
-        return carried
+                portable_states[key] = (self.flat(key).dtype, elems)
+        return portable_states
 
-    def carry(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The states one by one, flat, where they are; called where updates find them."""
         yield "master", self._carried_master()
         for key in self.kept:
             if self.moments8:
-                for part, tensor in self.moments8[key].carry().items():
+                for part, tensor in self.moments8[key].export_state().items():
                     yield f"{key}_{part}", tensor
             else:
                 yield key, self.flat(key)
@@ -251,7 +260,7 @@ class ParamState:
         work = self.local if self.work is None else self.work
         return join(work, self.flat("remainder")) if "remainder" in self.tensors else work
 
-    def take(
+    def import_state(
         self, initial: InitialValues, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, KnownBlocks]
     ) -> None:
         """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
@@ -261,11 +270,11 @@ class ParamState:
         self._fill_master(initial)
         for key in self.kept:
             if self.moments8:
-                self.moments8[key].take(moments[key], blocks.get(key))
+                self.moments8[key].import_state(moments[key], blocks.get(key))
             else:
                 self.flat(key).copy_(moments[key])
 
-    def follow(self, local: torch.Tensor) -> None:
+    def refresh_master(self, local: torch.Tensor) -> None:
         """Take a parameter's `values`, where others were loaded, as the new master.
 
         A remainder is kept: it lies within the rounding of whatever parameter stands above it.

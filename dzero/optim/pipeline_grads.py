@@ -56,7 +56,7 @@ class PipelineGrads:
         mine, theirs = grad.contiguous(), torch.empty_like(grad)
         moves = [dist.P2POp(move, each, peer, self._group) for move, each in ((dist.isend, mine), (dist.irecv, theirs))]
         self._ledger.record("reduce", "exchange", PIPELINE, grad.dtype, grad.nbytes)
-        with self._ledger.trail.waiting():
+        with self._ledger.collective_log.waiting():
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
         ordered = (mine, theirs) if is_first else (theirs, mine)

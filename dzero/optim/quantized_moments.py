@@ -84,7 +84,7 @@ class QuantizedMoment:
         padded[: self.elems] = value
         self.state.copy_(padded)
 
-    def carry(self) -> dict[str, torch.Tensor]:
+    def export_state(self) -> dict[str, torch.Tensor]:
         """What is stored, without padding; see `put`."""
         blocks = blocks_of(self.elems)
         return {"codes": self.state.codes[: self.elems], "scale": self.state.scale[:blocks]}
@@ -95,11 +95,11 @@ class QuantizedMoment:
         self.state.codes[: self.elems] = codes
         self.state.scale[: scale.numel()] = scale
 
-    def take(self, value: torch.Tensor, blocks: KnownBlocks | None) -> None:
+    def import_state(self, value: torch.Tensor, blocks: KnownBlocks | None) -> None:
         """As `store`; but blocks that are known stay what they were, since encoding is not the inverse of decoding."""
         self.store(value)
         if blocks is not None:
             known = blocks.known.repeat_interleave(BLOCK_ELEMS)[: self.elems]
-            own = self.carry()
+            own = self.export_state()
             own["codes"].copy_(torch.where(known, blocks.codes, own["codes"].cpu()))
             own["scale"].copy_(torch.where(blocks.known, blocks.scale, own["scale"].cpu()))

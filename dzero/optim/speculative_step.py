@@ -37,21 +37,21 @@ class SpeculativeStep:
         self._undo.start(unit, run)
         self._started[unit] = how
 
-    def settle(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
+    def resolve(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
         """Parameters whose early update is the one that is due (`how`); all others are undone."""
         self._clipped.append(clipped)
         due: set[str] = set()
         for unit, early in self._started.items():
             if all(how.get(name) == value for name, value in early.items()):
                 due |= early.keys()
-                self._undo.keep(unit)
+                self._undo.commit(unit)
             else:
-                self._undo.take_back(unit)
+                self._undo.rollback(unit)
         self._started = {}
         return due
 
     def abandon(self) -> None:
         """Undo all: the step is not to count."""
         for unit in self._started:
-            self._undo.take_back(unit)
+            self._undo.rollback(unit)
         self._started = {}

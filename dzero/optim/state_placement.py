@@ -47,7 +47,7 @@ class StatePlacement:
     """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
 
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
-        self.offload, self._places = offload, offload.places
+        self.offload, self._buffer_layout = offload, offload.buffer_layout
         self._twins: dict[DeviceMesh, DeviceMesh] = {}
         layout, mesh = sharded.layout, sharded.mesh
         self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
@@ -63,7 +63,7 @@ class StatePlacement:
 
     def mesh(self, kind: str, name: str, param: nn.Parameter) -> DeviceMesh | None:
         """The mesh of a parameter's "master" or "moments"; None for the device's own. Collective for the first."""
-        if not self._places.on_host(kind, name):
+        if not self._buffer_layout.on_host(kind, name):
             return None
         mesh = self._mesh(param)
         if mesh not in self._twins:
@@ -83,12 +83,12 @@ class StatePlacement:
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Room for one state [like.numel()]; its values come with `ParamState.fill`."""
-        if self._places.on_host(kind, name):
+        if self._buffer_layout.on_host(kind, name):
             return self.offload.view(name, key, like.numel())
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
     def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
         """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
-        if not self._places.on_disk(kind, name):
+        if not self._buffer_layout.on_disk(kind, name):
             return view
         return OffDeviceShard.of(self.offload.on_disk(name, view), view.shape)

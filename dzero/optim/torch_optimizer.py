@@ -57,7 +57,7 @@ class TorchOptimizer(MasterOptimizer):
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
         rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
-        self._homes, self._in_use = StatePlacement(sharded, self.offload), Lock()
+        self._placement, self._in_use = StatePlacement(sharded, self.offload), Lock()
         self._mastered: dict[nn.Parameter, MasterParam] = {}
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
         groups = [self._mastered_group(group) for group in self.param_groups]
@@ -72,7 +72,7 @@ class TorchOptimizer(MasterOptimizer):
         unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
         for param in group["params"]:
             name = self._names[param]
-            made = MasterParam.create(name, param, unit_of[name].take_origin(name), self._homes)
+            made = MasterParam.create(name, param, unit_of[name].take_origin(name), self._placement)
             if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
                 unit_of[name].origin[name] = kept
             self._mastered[param] = made
@@ -115,17 +115,17 @@ class TorchOptimizer(MasterOptimizer):
     def _follow(self, unit: Unit) -> None:
         for param in unit.params.values():
             if param in self._mastered:
-                self._mastered[param].follow()
+                self._mastered[param].refresh_master()
 
     def _follow_edits(self, unit: Unit) -> None:
         for mastered in self._of(unit):
             if mastered.mesh is not None:
                 mastered.take_edits()
 
-    def introduce(self) -> list[str]:
-        """As `MasterOptimizer.introduce`."""
+    def describe(self) -> list[str]:
+        """As `MasterOptimizer.describe`."""
         updates = [f"offload: {type(self.inner).__name__} updates with torch's own operations, not in one pass"]
-        return super().introduce() + (updates if self.offload.schedule.slots else [])
+        return super().describe() + (updates if self.offload.schedule.slots else [])
 
     def _settle_groups(self) -> None:
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -182,26 +182,26 @@ class TorchOptimizer(MasterOptimizer):
                 }
         self._show_states()
 
-    def carried(self, unit: Unit) -> list[StateSpec]:
-        """As `MasterOptimizer.carried`."""
+    def portable_states(self, unit: Unit) -> list[StateSpec]:
+        """As `MasterOptimizer.portable_states`."""
         return [
             StateSpec(mastered.name, key, tensor.dtype, tensor.numel())
             for mastered in self._of(unit)
             for key, tensor in self._carried(unit, mastered)
         ]
 
-    def carry(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
-        """As `MasterOptimizer.carry`."""
+    def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
+        """As `MasterOptimizer.export_state`."""
         self.take_edits()
         for mastered in self._of(unit):
             mastered.follow_edits()
             for key, tensor in self._carried(unit, mastered):
                 put(mastered.name, key, tensor)
 
-    def take(self, unit: Unit, carried: Mapping[str, PortableState]) -> None:
-        """As `MasterOptimizer.take`."""
+    def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
+        """As `MasterOptimizer.import_state`."""
         for mastered in (of_unit := self._of(unit)):
-            master, each = mastered.master, carried[mastered.name]
+            master, each = mastered.master, portable_states[mastered.name]
             tensors = {key: value.view(master.shape) for key, value in each.tensors.items()}
             stale = tensors.pop("param", None)
             master.data.copy_(tensors.pop("master"))

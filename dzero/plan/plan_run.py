@@ -32,7 +32,7 @@ from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
 from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
 from dzero.plan.picture import pixels
-from dzero.plan.provenance import sources, stands_for
+from dzero.plan.provenance import auto_values, sources
 from dzero.plan.run_layout import layout_on, workers_of
 from dzero.plan.tables import tables as plan_tables
 from dzero.utils.terminal import Table
@@ -80,7 +80,7 @@ def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[l
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
-    told = [sources(config, settings, conf), stands_for(config, layout, kind, where)]
+    told = [sources(config, settings, conf), auto_values(config, layout, kind, where)]
     told += [
         *tables(layout, units),
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),

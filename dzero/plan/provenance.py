@@ -35,7 +35,7 @@ def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
     return Table("settings that are not the defaults", ("setting", "value", "from"), tuple(rows), left=3)
 
 
-def stands_for(config: RunConfig, layout: Layout, device_type: str, where: str) -> Table:
+def auto_values(config: RunConfig, layout: Layout, device_type: str, where: str) -> Table:
     """Tell what settings that choose by themselves come to, `where` (in words) devices are of that type."""
     backend = BACKENDS[device_type]
     exact = f"exact, over {backend}: fp32 sums in rank order, the same bits at every stage"

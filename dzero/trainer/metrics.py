@@ -34,12 +34,12 @@ class SharedLoss:
 
     Attributes:
         loss: The mean over the ranks, nats.
-        culprit: The last rank whose own loss is not finite, or None.
+        nonfinite_rank: The last rank whose own loss is not finite, or None.
         stop: Whether a rank was asked to stop after this step.
     """
 
     loss: float
-    culprit: int | None
+    nonfinite_rank: int | None
     stop: bool
 
 
@@ -141,8 +141,8 @@ class MetricsRecorder:
         @cache
         def read() -> SharedLoss:
             streams.synchronize(copied, holding=[values])
-            total, culprit, stopping, losses = on_host.tolist()
-            return SharedLoss(total / losses, int(culprit) if culprit >= 0 else None, stopping > 0)
+            total, nonfinite_rank, stopping, losses = on_host.tolist()
+            return SharedLoss(total / losses, int(nonfinite_rank) if nonfinite_rank >= 0 else None, stopping > 0)
 
         return read
 

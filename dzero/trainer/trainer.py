@@ -53,7 +53,7 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
         folder = _folder_of_rank_0(run_folder, device)
         with user_errors():
             trainer = Trainer(config, folder, device)
-        watch.follow(trainer.sharded.ledger.trail)
+        watch.follow(trainer.sharded.ledger.collective_log)
         if trainer.done_steps >= config.train.steps:
             trainer.close()
         else:
@@ -74,7 +74,7 @@ class Trainer:
         self.corpus: Corpus = load(config.data)
         self.assembled = assembled = BuiltModel(config, device, self.corpus.vocab_size)
         self.sharded, self.microbatches = assembled.sharded, assembled.microbatches
-        self.sharded.ledger.trail.check = config.launch.check_collectives
+        self.sharded.ledger.collective_log.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
@@ -118,7 +118,7 @@ class Trainer:
         )
         deadline_s = config.checkpoint.deadline_s if config.checkpoint.every is not None else None
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
-            for line in [self._introduce(), *self.optim.introduce(), *self.saves.notes]:
+            for line in [self._describe_run(), *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
             self.recorder.begin_run()
             held_out = None
@@ -147,7 +147,7 @@ class Trainer:
             loss = self._microbatches()
         read_shared = self.recorder.share(loss, stop=stop)
         self.recorder.before_update()
-        self.optim.refuse_step(lambda: self._nonfinite_loss(step, read_shared().culprit))
+        self.optim.refuse_step(lambda: self._nonfinite_loss(step, read_shared().nonfinite_rank))
         self.optim.step()
         shared = read_shared()
         self.schedule.step()
@@ -171,12 +171,12 @@ class Trainer:
                 total += local_of(loss.detach())
         return total
 
-    def _nonfinite_loss(self, step: int, culprit: int | None) -> str:
-        """Name the loss of rank `culprit`, if any: though not finite, it can have finite gradients, which would be
-        applied. Raises TrainingStopped where train.on_nan=stop."""
-        if culprit is None:
+    def _nonfinite_loss(self, step: int, nonfinite_rank: int | None) -> str:
+        """Name the loss of rank `nonfinite_rank`, if any: though not finite, it can have finite gradients, which would
+        be applied. Raises TrainingStopped where train.on_nan=stop."""
+        if nonfinite_rank is None:
             return ""
-        whose = f"the loss of rank {culprit}"
+        whose = f"the loss of rank {nonfinite_rank}"
         if self.config.train.on_nan == "stop":
             raise TrainingStopped(
                 f"step {step}: {whose} is not finite, and train.on_nan=stop. The step was not made; train.on_nan=skip "
@@ -200,7 +200,7 @@ class Trainer:
         self.assembled.balance.step(made=decision.finite)
         if decision.finite:
             return
-        where = ", ".join(decision.culprits[:3]) + (", ..." if len(decision.culprits) > 3 else "")
+        where = ", ".join(decision.nonfinite_params[:3]) + (", ..." if len(decision.nonfinite_params) > 3 else "")
         monitor.note(step, f"skipped, not finite: {where}")
         if self.optim.consecutive_skips > self.config.train.max_skipped_steps:
             raise TrainingStopped(
@@ -237,7 +237,7 @@ class Trainer:
             if lacks:
                 monitor.note(step, lacks)
 
-    def _introduce(self) -> str:
+    def _describe_run(self) -> str:
         layout, mesh = self.sharded.layout, self.config.mesh
         axes = f"{layout.replicate} replicate x {layout.shard} shard" + (f" x {mesh.tp} tp" if mesh.tp > 1 else "")
         axes += f" x {mesh.pp} pp, {mesh.pp_schedule}" if mesh.pp > 1 else ""

@@ -180,7 +180,7 @@ class Followed(Trainer):
                 masters[name] = self._rows.mine(name, tensor).to("cpu", torch.float32, copy=True)
 
         for unit in self.sharded.units:
-            self.optim.carry(unit, put)
+            self.optim.export_state(unit, put)
         return masters
 
     def _mark_all(self, what: str, unit: Unit, tensors: dict[str, torch.Tensor]) -> None:

@@ -107,7 +107,7 @@ class Verifier:
         with user_errors():
             trainer = Followed(rung.config, self._folder, self._device, self._layout, keep)
         if self._watch is not None:
-            self._watch.follow(trainer.sharded.ledger.trail)
+            self._watch.follow(trainer.sharded.ledger.collective_log)
         trace = trainer.follow(self._steps if keep is None else keep.step)
         del trainer
         gc.collect()  # it refers to itself, and what follows needs its memory

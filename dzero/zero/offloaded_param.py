@@ -37,7 +37,7 @@ class ParamHooks(Protocol):
     def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
         """The parameter's padded shard [elems] on the device."""
 
-    def settle(self) -> None:
+    def await_update(self) -> None:
         """Somebody is about to read or write host memory past FSDP2: wait for updates, forget what was fetched."""
 
     def write(self) -> None:
@@ -83,29 +83,29 @@ class OffDeviceTensor:
     dtype: torch.dtype
     elems: int
     device: torch.device
-    door: weakref.ref[ParamHooks] | None = None
+    hooks: weakref.ref[ParamHooks] | None = None
 
     @classmethod
     def of(
-        cls, name: str, flat: torch.Tensor, device: torch.device, door: weakref.ref[ParamHooks] | None = None
+        cls, name: str, flat: torch.Tensor, device: torch.device, hooks: weakref.ref[ParamHooks] | None = None
     ) -> OffDeviceTensor:
         """That of `flat` [elems], where it is."""
-        return cls(name, HostStorage(flat), flat.dtype, flat.numel(), device, door)
+        return cls(name, HostStorage(flat), flat.dtype, flat.numel(), device, hooks)
 
     @property
     def flat(self) -> torch.Tensor:
         """The elements [elems]; see `TensorStorage.get`."""
         return self.home.get()
 
-    def settle(self) -> None:
-        """See `ParamHooks.settle`."""
-        if self.door is not None and (door := self.door()) is not None:
-            door.settle()
+    def await_update(self) -> None:
+        """See `ParamHooks.await_update`."""
+        if self.hooks is not None and (hooks := self.hooks()) is not None:
+            hooks.await_update()
 
     def write(self) -> None:
         """See `ParamHooks.write`."""
-        if self.door is not None and (door := self.door()) is not None:
-            door.write()
+        if self.hooks is not None and (hooks := self.hooks()) is not None:
+            hooks.write()
 
     def move_to(self, home: TensorStorage) -> None:
         """Live there from now on."""
@@ -151,7 +151,7 @@ class OffDeviceShard(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The elements, as they are once updates in flight have ended."""
-        self.memory.settle()
+        self.memory.await_update()
         return self.within(self.memory.flat)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -200,7 +200,7 @@ class OffDeviceShard(torch.Tensor):
         if isinstance(first, OffDeviceShard) and func is torch.ops.aten.new_zeros.default:
             size = torch.Size(args[1])
             zeros = torch.zeros(size.numel(), dtype=kwargs.get("dtype") or first.dtype)
-            return cls.of(OffDeviceTensor.of(first.memory.name, zeros, first.memory.device, first.memory.door), size)
+            return cls.of(OffDeviceTensor.of(first.memory.name, zeros, first.memory.device, first.memory.hooks), size)
         changed = written(func, args, kwargs)
         if not any(isinstance(tensor, OffDeviceShard) for tensor in changed):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
@@ -222,10 +222,10 @@ class OffDeviceShard(torch.Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], None]:
         """FSDP2 is about to gather: this parameter's padded shard, on the device."""
-        door = None if self.memory.door is None else self.memory.door()
-        assert door is not None, f"{self.memory.name} is gathered, but belongs to no unit"
+        hooks = None if self.memory.hooks is None else self.memory.hooks()
+        assert hooks is not None, f"{self.memory.name} is gathered, but belongs to no unit"
         rows = -(-outer_size[0] // mesh.size())
-        return (door.bring(self.memory).view(rows, *outer_size[1:]),), None
+        return (hooks.bring(self.memory).view(rows, *outer_size[1:]),), None
 
     def fsdp_post_all_gather(
         self,
@@ -274,6 +274,6 @@ def _on_host(
             copies[tensor] = tensor.cpu()
         return copies.get(tensor, tensor)
     if tensor.memory not in opened:
-        tensor.memory.settle()
+        tensor.memory.await_update()
         opened[tensor.memory] = tensor.memory.flat
     return tensor.within(opened[tensor.memory])

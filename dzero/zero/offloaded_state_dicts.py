@@ -23,7 +23,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
     def show(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         """After `state_dict()`: what lies in host memory appears as that, without a copy; what is on disk is read by
         whoever looks at it, tensor by tensor."""
-        unit.settle()
+        unit.await_update()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, DTensor):
                 with torch.no_grad():

@@ -153,7 +153,7 @@ class Sharded:
         for claimant in [*self.claims]:
             claimant.drop()
         self.abandon_step(self.names)
-        self.ledger.trail.end_step()  # also where the optimizer of these gradients is gone on some ranks already
+        self.ledger.collective_log.end_step()  # also where some ranks' optimizer is gone already
 
     def end_step(self) -> None:
         """Called by the optimizer's step; see `MicrobatchCount.end`. Raises RuntimeError after a backward that
@@ -326,7 +326,7 @@ class _Sharder:
             self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
         ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
         on = torch.device(mesh.device_type)
-        self.ledger.trail.device = on if exist(on) else None
+        self.ledger.collective_log.device = on if exist(on) else None
         self.loans = Loans(on)
         self.values = ParamInit(layout, device, materialise, ends)
         self.units = units

@@ -113,7 +113,7 @@ class Unit:
     def __post_init__(self) -> None:
         for name, param in self.params.items():
             if (memory := memory_of(param)) is not None:
-                self.hosted[name], memory.door = memory, weakref.ref(self)
+                self.hosted[name], memory.hooks = memory, weakref.ref(self)
 
     def take_origin(self, name: str) -> torch.Tensor | None:
         """Return a parameter's origin, which is forgotten; None where it has none."""
@@ -154,7 +154,7 @@ class Unit:
                 self._brought = carrier.bring(self)
         return self._brought.pop(memory.name)
 
-    def settle(self) -> None:
+    def await_update(self) -> None:
         """Before host memory is read or written past FSDP2: wait for updates, forget what was brought."""
         self.arrive()
         self._brought = {}
@@ -192,7 +192,7 @@ class Unit:
     def _hold(self, memory: OffDeviceTensor) -> None:
         held = self.hosted[memory.name]
         if memory is not held:
-            self.settle()
+            self.await_update()
             memory.move_to(held.home)
             self.hosted[memory.name] = memory
 

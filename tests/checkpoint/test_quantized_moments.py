@@ -28,7 +28,7 @@ def stored(sharded: Sharded, optim: AdamW) -> Stored:
         found[f"{key} {name}"] = tensor.clone()
 
     for unit in sharded.units:
-        optim.carry(unit, keep)
+        optim.export_state(unit, keep)
     return {
         f"{key} {states.name}": (
             states.first,

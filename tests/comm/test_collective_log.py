@@ -33,11 +33,11 @@ def begin(rank: int, ledger: Ledger, elems: tuple[int, int], timeout_s: float = 
 
 def checked(rank: int, ranks: int) -> tuple[str, bool]:
     ledger = Ledger()
-    ledger.trail.check = True
+    ledger.collective_log.check = True
     try:
         begin(rank, ledger, (8, 8))
     except RuntimeError as refused:
-        return str(refused), ledger.trail.failed
+        return str(refused), ledger.collective_log.failed
     return "", False
 
 
@@ -55,7 +55,7 @@ def of_other_sizes(rank: int, ranks: int) -> tuple[str, bool]:
     try:
         begin(rank, ledger, (8, 16), timeout_s=1.0)
     except RuntimeError:
-        return ledger.trail.at[1], ledger.trail.failed
+        return ledger.collective_log.at[1], ledger.collective_log.failed
     return "it went through", False
 
 

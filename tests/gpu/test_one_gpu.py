@@ -304,5 +304,5 @@ def test_overflow_skips_and_names_the_parameter() -> None:
     optim.step()
     assert optim.last_decision is not None
     assert not optim.last_decision.finite
-    assert optim.last_decision.culprits
+    assert optim.last_decision.nonfinite_params
     assert all(torch.equal(before[name], whole(p)) for name, p in sharded.named_params().items())

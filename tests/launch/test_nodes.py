@@ -45,9 +45,9 @@ def nodes() -> Iterator[list[str]]:
 
 def command(address: str, *, first: bool, ranks: int) -> list[str]:
     """torchrun on one node; all but the last two words are the same on every node."""
-    meet = ["--rdzv-backend=c10d", "--rdzv-id=my_run", f"--rdzv-endpoint={NODES[0]}:29500"]
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-id=my_run", f"--rdzv-endpoint={NODES[0]}:29500"]
     here = [f"--rdzv-conf=is_host={int(first)}", f"--local-addr={address}"]
-    return ["--nnodes=2", f"--nproc-per-node={ranks}", "--max-restarts=3", *meet, *here]
+    return ["--nnodes=2", f"--nproc-per-node={ranks}", "--max-restarts=3", *rendezvous, *here]
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"

@@ -45,17 +45,21 @@ def stand(rank: int, ranks: int) -> str:
     told: list[str] = []
     with (
         mock.patch.object(streams, "device_module", return_value=module),
-        mock.patch.object(watching, "meet", return_value=(store, rank, ranks)),
+        mock.patch.object(watching, "rendezvous", return_value=(store, rank, ranks)),
         mock.patch.object(threading, "excepthook", lambda args: told.append(str(args.exc_value))),
         Watchdog(timedelta(seconds=TIMEOUT_S)) as watch,
     ):
-        trail = CollectiveLog()
-        trail.device = CPU
-        watch.follow(trail)
-        with trail.within(Collective.of("reduce_scatter", "layers.0", "shard", 64, torch.float32), dist.group.WORLD):
+        collective_log = CollectiveLog()
+        collective_log.device = CPU
+        watch.follow(collective_log)
+        with collective_log.within(
+            Collective.of("reduce_scatter", "layers.0", "shard", 64, torch.float32), dist.group.WORLD
+        ):
             pass
         if rank == 0:
-            with trail.within(Collective.of("all_gather", "layers.1", "shard", 64, torch.float32), dist.group.WORLD):
+            with collective_log.within(
+                Collective.of("all_gather", "layers.1", "shard", 64, torch.float32), dist.group.WORLD
+            ):
                 pass
             until_s = time.monotonic() + 20 * TIMEOUT_S
             while not told and time.monotonic() < until_s:

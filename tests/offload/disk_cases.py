@@ -36,8 +36,8 @@ def told(error: OSError) -> dict[str, Any]:
 
 
 def free(path: str) -> int:
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
+    pool = os.statvfs(path)
+    return pool.f_bavail * pool.f_frsize
 
 
 def mounted(folder: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def run(
         **precision,
     )
     optim = AdamW(sharded, lr=3e-3, max_norm=cell.max_norm, scaler=ScalerConfig(init=2.0**20, growth_interval=4))
-    optim.offload.swap.before = before
+    optim.offload.executor.before = before
     norms, losses, clipped = [], [], 0
     batches = small_decoders.batches(cell.net, steps=steps, ranks=cell.ranks, microbatches=cell.microbatches)
     for step, of_step in enumerate(batches):
@@ -143,9 +143,9 @@ def run(
     assert cell.max_norm is None or cell.precision == "fp16" or clipped == sum(step < steps for step in SPIKES)
     optim.synchronize()
     kept, params = snapshot(sharded, optim), params_of(sharded)
-    assert optim.offload.arena.high_water_bytes == optim.offload.schedule.host_bytes
+    assert optim.offload.memory_pool.high_water_bytes == optim.offload.schedule.host_bytes
     assert (optim.offload.schedule.host_bytes > 0) == (offload is not None)
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return {
         "losses": torch.tensor(losses, dtype=torch.float64),
         "norms": torch.tensor(norms, dtype=torch.float64).nan_to_num(-1.0),

@@ -96,7 +96,7 @@ def result(
 ) -> dict[str, Tensor]:
     interrupted = how.pop("interrupted", False)
     sharded, optim = net(offload, **how)
-    optim.offload.swap.before = before
+    optim.offload.executor.before = before
     train(sharded, optim, 4, interrupted=interrupted)
     kept = {**params_of(sharded), **{f"state {key}": value for key, value in snapshot(sharded, optim).items()}}
     if offload is not None:
@@ -189,7 +189,7 @@ def counted(rank: int, ranks: int, microbatches: int) -> None:
     assert use["FETCH"].moved_bytes <= every * (LAYERS - 1) // LAYERS
     assert optim.offload.host_bytes == LAYERS * BLOCK_BYTES  # the microbatches take turns
     assert held(optim) == 0
-    (line,) = optim.introduce()
+    (line,) = optim.describe()
     assert "what blocks keep of their inputs" in line
 
 
@@ -198,7 +198,7 @@ def counted_on_disk(rank: int, ranks: int, path: Path, microbatches: int, prefet
     offload = on_disk(path, prefetch_units=prefetch_units)
     sharded, optim = net(offload, stage=3, microbatches=microbatches, layers=DEEP)
     for _, block in find_blocks(sharded.model):
-        block.get_submodule("norm1").register_forward_pre_hook(lambda *_: optim.offload.swap.drain())
+        block.get_submodule("norm1").register_forward_pre_hook(lambda *_: optim.offload.executor.drain())
     train(sharded, optim, 3)
     use = {lane: use.moved_bytes / (3 * microbatches * BLOCK_BYTES) for lane, use in optim.offload.take_use().items()}
     turns = 2 + prefetch_units
@@ -206,7 +206,7 @@ def counted_on_disk(rank: int, ranks: int, path: Path, microbatches: int, prefet
     assert use == {lane: blocks for lane, blocks in want.items() if blocks > 0}
     assert optim.offload.host_bytes == min(turns, DEEP) * BLOCK_BYTES  # not of every block
     assert held(optim) == 0
-    where, what = optim.introduce()
+    where, what = optim.describe()
     assert where.startswith(f"offload: scratch space on {path} (100%)")
     assert "leaves the device, to disk; its host memory and scratch space are taken" in what
 
@@ -222,8 +222,8 @@ def held(optim: AdamW) -> int:
     """Seats in use."""
     moving = optim.offload.activations
     assert moving is not None
-    assert len(set(moving.room.free)) == len(moving.room.free)
-    return len(moving.room.seat_bytes) - len(moving.room.free)
+    assert len(set(moving.pool.free)) == len(moving.pool.free)
+    return len(moving.pool.seat_bytes) - len(moving.pool.free)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -241,10 +241,10 @@ def ordered(
     sharded, optim = net(offload, stage=3, layers=layers)
     inputs: list[Callable[[], object]] = []
     events: list[str] = []
-    optim.offload.swap.before = lambda key: events.append(f"{key.kind} {key.unit}")
+    optim.offload.executor.before = lambda key: events.append(f"{key.kind} {key.unit}")
 
     def at_work(index: int, x: Tensor) -> None:
-        optim.offload.swap.drain()
+        optim.offload.executor.drain()
         inputs.append(weakref.ref(x.untyped_storage()))
         events.append(f"block {index}")
 
@@ -287,7 +287,7 @@ def dropped(rank: int, ranks: int, offload: OffloadConfig, layers: int) -> list[
     assert held(optim) == 0
     assert optim.offload.host_bytes == (3 if offload.activations == "disk" else 2 * layers) * BLOCK_BYTES
     optim.step()
-    watched = {"optimizer": optim, "activations": optim.offload.activations, "swap": optim.offload.swap}
+    watched = {"optimizer": optim, "activations": optim.offload.activations, "swap": optim.offload.executor}
     watched |= {"model": sharded.model} | ({"store": store} if (store := optim.offload.staging.store) else {})
     references = {name: weakref.ref(value) for name, value in watched.items()}
     del sharded, optim, watched, store
@@ -310,19 +310,19 @@ def orphaned(rank: int, ranks: int, hosted: OffloadConfig, lanes: set[str]) -> N
     (batch,) = batches(1)[0]
     for offload in (None, hosted):
         sharded, optim = net(offload, layers=DEEP)
-        swap = optim.offload.swap
+        executor = optim.offload.executor
         loss = small_decoders.loss_fn(sharded.model, batch)
         optim.synchronize()
-        swap.take_use()
+        executor.take_use()
         del optim
         gc.collect()
         loss.backward()  # type: ignore[no-untyped-call]
         grads = {name: param.grad for name, param in sharded.named_params().items() if param.grad is not None}
         losses.append({name: grad.to_local().clone() for name, grad in grads.items()})  # type: ignore[attr-defined]
         if offload is not None:
-            assert swap.take_use().keys() == lanes
+            assert executor.take_use().keys() == lanes
         small_decoders.loss_fn(sharded.model, batch).backward()  # type: ignore[no-untyped-call]
-        assert swap.take_use() == {}
+        assert executor.take_use() == {}
     assert losses[0]
     assert unequal(*losses) == []
 
@@ -341,7 +341,7 @@ def failing(rank: int, ranks: int, offload: OffloadConfig, action: str) -> str:
         if str(key) == action:
             raise OSError("the cable is out")
 
-    optim.offload.swap.before = before
+    optim.offload.executor.before = before
     with pytest.raises(OffloadError) as told:
         train(sharded, optim, 2)
     return str(told.value)
@@ -406,11 +406,11 @@ class Scaled(nn.Module):
 
 def watched(root: Root, disk: Path | None = None) -> tuple[ActivationOffload, ScheduleExecutor]:
     """disk: there, behind two slots of host memory."""
-    swap = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
+    executor = ScheduleExecutor(OffloadSchedule(), HostMemoryPool(0), torch.device("cpu"))
     store = None if disk is None else DiskStore(DiskConfig(paths=[str(disk)]), {})
-    moving = ActivationOffload(ActivationPool(swap, pin=False, store=store), "cpu")
+    moving = ActivationOffload(ActivationPool(executor, pin=False, store=store), "cpu")
     moving.attach([*root.blocks])
-    return moving, swap
+    return moving, executor
 
 
 X, TABLE = torch.linspace(-1, 1, 64 * 64).view(64, 64), torch.linspace(1, 2, 64 * 64).view(64, 64)
@@ -429,9 +429,9 @@ def grads(root: Root, x: Tensor = X, *, retain: bool = False) -> dict[str, Tenso
 def test_blocks_beside_each_other_share_one_copy_and_tables_stay() -> None:
     root = Root(beside=True)
     want = grads(root)
-    _, swap = watched(root)
+    _, executor = watched(root)
     assert unequal(grads(root), want) == []
-    assert swap.take_use()["EVICT"].moved_bytes == X.nbytes
+    assert executor.take_use()["EVICT"].moved_bytes == X.nbytes
 
 
 class Around(nn.Module):
@@ -452,12 +452,12 @@ def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
     root, events = Root(), list[str]()
     root.blocks = nn.ModuleList(Around() for _ in range(4))
     want = grads(root)
-    _, swap = watched(root)
+    _, executor = watched(root)
     for block in root.blocks:
         block.register_forward_pre_hook(lambda *_: events.append("forward"))
     assert unequal(grads(root), want) == []
     assert events == 2 * 4 * ["forward"]  # recomputed
-    assert swap.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
+    assert executor.take_use()["EVICT"].moved_bytes == 4 * X.nbytes
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -465,13 +465,13 @@ def test_a_checkpoint_around_the_blocks_call_is_seen_from_outside_too() -> None:
 def test_a_second_backward_over_the_same_graph_brings_them_again(tmp_path: Path, beside: bool, on_disk: bool) -> None:
     root = Root(beside)
     want = grads(root, retain=True)
-    moving, swap = watched(root, tmp_path if on_disk else None)
-    root.after = lambda _: swap.drain()  # all but the newest have left before backward
+    moving, executor = watched(root, tmp_path if on_disk else None)
+    root.after = lambda _: executor.drain()  # all but the newest have left before backward
     assert unequal(grads(root, retain=True), want) == []
-    use = swap.take_use()
+    use = executor.take_use()
     assert use["FETCH" if not beside else "EVICT"].moved_bytes == (1 if beside else 2 * 3) * X.nbytes
     assert ("LOAD activation" in use) == (on_disk and not beside)
-    assert len(moving.room.free) == len(moving.room.seat_bytes)
+    assert len(moving.pool.free) == len(moving.pool.seat_bytes)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -492,23 +492,23 @@ def test_forwards_that_precede_their_backwards_keep_their_own(
         return found
 
     want = run()
-    moving, swap = watched(root, tmp_path if on_disk else None)
+    moving, executor = watched(root, tmp_path if on_disk else None)
     assert unequal(run(), want) == []
     assert unequal(run(), want) == []
-    assert ("LOAD activation" in swap.take_use()) == on_disk
-    assert len(moving.room.free) == len(moving.room.seat_bytes) == 12
+    assert ("LOAD activation" in executor.take_use()) == on_disk
+    assert len(moving.pool.free) == len(moving.pool.seat_bytes) == 12
 
 
 def test_slots_grow_with_the_batch_and_small_inputs_stay() -> None:
     root = Root()
-    moving, swap = watched(root)
+    moving, executor = watched(root)
     for rows, slots_bytes in ((32, 32 * 64 * 4), (64, 64 * 64 * 4), (16, 64 * 64 * 4)):
         grads(root, X[:rows])
-        assert moving.room.host_bytes == swap.schedule.host_bytes == 4 * slots_bytes
-    swap.drain()
-    swap.take_use()
+        assert moving.pool.host_bytes == executor.schedule.host_bytes == 4 * slots_bytes
+    executor.drain()
+    executor.take_use()
     grads(root, X[:15])  # 15 * 64 * 4 is less than LEAST_BYTES
-    assert swap.take_use() == {}
+    assert executor.take_use() == {}
 
 
 def test_what_is_changed_in_place_while_it_leaves_makes_backward_raise_and_later_does_not_matter() -> None:
@@ -516,18 +516,18 @@ def test_what_is_changed_in_place_while_it_leaves_makes_backward_raise_and_later
         root = Root()
         want = grads(root)
         root.saved.clear()
-        _, swap = watched(root)
+        _, executor = watched(root)
         if not late:
-            swap.before = lambda key: time.sleep(0.1)
+            executor.before = lambda key: time.sleep(0.1)
 
-        def change(block: int, root: Root, swap: ScheduleExecutor, late: bool, index: int, at: int) -> None:
+        def change(block: int, root: Root, executor: ScheduleExecutor, late: bool, index: int, at: int) -> None:
             if late:
-                swap.drain()  # the next save then sees that it has left
+                executor.drain()  # the next save then sees that it has left
             if block == at:
                 with torch.no_grad():
                     root.saved[index].add_(1.0)
 
-        root.after = partial(change, root=root, swap=swap, late=late, index=index, at=at)
+        root.after = partial(change, root=root, executor=executor, late=late, index=index, at=at)
         with nullcontext() if late else pytest.raises(RuntimeError, match="at version 1, expected version 0; change a"):
             assert unequal(grads(root), want) == []
 
@@ -550,7 +550,7 @@ def test_too_little_host_memory_is_told_before_it_is_taken(monkeypatch: pytest.M
     monkeypatch.setattr(activation_pool, "host_available_bytes", lambda: X.nbytes - 1)
     with pytest.raises(MemoryError, match=r"are available\. Take smaller microbatches \(train\.microbatch_sequences\)"):
         grads(root)
-    assert moving.room.host_bytes == 0
+    assert moving.pool.host_bytes == 0
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

@@ -216,14 +216,14 @@ def test_a_piece_that_is_not_on_disk_cannot_be_read(tmp_path: Path) -> None:
 
 def test_buffers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with DiskStore(DiskConfig(paths=[str(tmp_path)]), {"a": 2 * PAGE}) as store:
-        room = Buffers().take(8 * PAGE)
-        for wrong in (room[:PAGE], room[: 3 * PAGE], room[: 4 * PAGE : 2], room[: 2 * PAGE].view(torch.int8)):
+        pool = Buffers().take(8 * PAGE)
+        for wrong in (pool[:PAGE], pool[: 3 * PAGE], pool[: 4 * PAGE : 2], pool[: 2 * PAGE].view(torch.int8)):
             with pytest.raises(ValueError, match=r"piece 'a': the buffer is .*; give uint8 \[8192\], contiguous"):
                 store.write("a", wrong)
         with pytest.raises(ValueError, match="starts 8 bytes past a multiple of 4096: lease it from an Arena"):
-            store.write("a", room[8 : 8 + 2 * PAGE])
-        store.write("a", room[: 2 * PAGE].numpy()).result()
-        fixed = room[2 * PAGE : 4 * PAGE].numpy()
+            store.write("a", pool[8 : 8 + 2 * PAGE])
+        store.write("a", pool[: 2 * PAGE].numpy()).result()
+        fixed = pool[2 * PAGE : 4 * PAGE].numpy()
         fixed.flags.writeable = False
         store.write("a", fixed).result()
         with pytest.raises(ValueError, match="piece 'a': the buffer is read-only"):

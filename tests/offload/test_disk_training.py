@@ -64,7 +64,7 @@ def flipped(rank: int, ranks: int, path: str, piece: str) -> dict[str, Any]:
             while cause is not None and not isinstance(cause, DiskError):
                 cause = cause.__cause__
             causes.append(cause)
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     assert isinstance(causes[0], DiskError)
     return {"told": told, "piece": causes[0].piece, "offset": causes[0].offset == block.offset, "path": path}
 
@@ -98,7 +98,7 @@ def repaired(rank: int, ranks: int, offload: OffloadConfig | None) -> dict[str, 
     layers._modules.update({str(index): layer for index, layer in enumerate(whole)})
     optim.synchronize()
     kept |= {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return kept
 
 
@@ -120,7 +120,7 @@ def partly(rank: int, ranks: int, offload: OffloadConfig | None, param: str, lef
     train(sharded, optim, steps=2)
     optim.synchronize()
     kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return kept
 
 
@@ -147,8 +147,8 @@ def flipped_first_value(rank: int, ranks: int, offload: OffloadConfig, kind: str
     unit = sharded.units[1]
     home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.hosted.values())).home
     assert isinstance(home, SpilledTensor)
-    (byte,) = os.pread(home.room.fd, 1, home.offset + 1)
-    os.pwrite(home.room.fd, bytes([byte ^ 0x40]), home.offset + 1)
+    (byte,) = os.pread(home.pool.fd, 1, home.offset + 1)
+    os.pwrite(home.pool.fd, bytes([byte ^ 0x40]), home.offset + 1)
     with pytest.raises(DiskError) as told:
         AdamW(sharded)
     return f"{told.value} {told.value.errno}"
@@ -167,13 +167,13 @@ def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[
     sharded = sharded_net("even", stage=3, offload=offload)
     optim = AdamW(sharded, lr=1e-2, max_norm=30.0)
     undo, counts = optim.offload.undo, [0, 0]
-    keep, take_back = undo.keep, undo.take_back
+    commit, rollback = undo.commit, undo.rollback
 
     def counted(index: int, method: Callable[[str], None], unit: str) -> None:
         counts[index] += 1
         method(unit)
 
-    undo.keep, undo.take_back = partial(counted, 0, keep), partial(counted, 1, take_back)  # type: ignore[method-assign]
+    undo.commit, undo.rollback = partial(counted, 0, commit), partial(counted, 1, rollback)  # type: ignore[method-assign]
     norm = sharded.model.get_submodule("layers.1.norm2")
     for step in range(8):
         if step % 3 == 1:
@@ -186,7 +186,7 @@ def without_some(rank: int, ranks: int, offload: OffloadConfig | None) -> tuple[
         optim.step()
     optim.synchronize()
     kept = {**snapshot(sharded, optim), **{f"whole {name}": value for name, value in params_of(sharded).items()}}
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return kept, counts
 
 
@@ -217,12 +217,12 @@ def loaded(rank: int, ranks: int, path: str, folder: Path) -> list[str]:
         train(near, other, "uneven", steps=2, seed=9)
         other.synchronize()
         ends.append(snapshot(near, other))
-        other.offload.swap.close()
+        other.offload.executor.close()
     optim.load_state_dict(optim.state_dict())
     train(far, optim, "uneven", steps=2, seed=9)
     optim.synchronize()
     ends.append(snapshot(far, optim))
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return unequal(ends[0], ends[1]) + unequal(ends[0], ends[2])
 
 
@@ -292,7 +292,7 @@ def flawless(rank: int, ranks: int, path: str) -> None:
     optim = AdamW(sharded)
     train(sharded, optim, steps=1)
     optim.synchronize()
-    optim.offload.swap.close()
+    optim.offload.executor.close()
 
 
 def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> dict[str, torch.Tensor]:
@@ -303,11 +303,11 @@ def slowly(rank: int, ranks: int, offload: OffloadConfig | None, slow: str) -> d
     def before(key: ActionKey) -> None:
         time.sleep(0.03 if key.kind == ActionKind[slow] else 0.0)
 
-    optim.offload.swap.before = before
+    optim.offload.executor.before = before
     train(sharded, optim, steps=3)
     optim.synchronize()
     kept = {**snapshot(sharded, optim), **params_of(sharded)}
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return kept
 
 

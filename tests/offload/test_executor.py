@@ -18,7 +18,7 @@ LIMIT_S = 60
 
 
 @pytest.fixture
-def swap() -> Iterator[ScheduleExecutor]:
+def executor() -> Iterator[ScheduleExecutor]:
     """An action of each kind on each slot; units are called as their slots."""
     actions = tuple(OffloadAction(ActionKey(kind, "x", slot), (slot,)) for kind in ActionKind for slot in SLOTS)
     found = ScheduleExecutor(
@@ -30,50 +30,50 @@ def swap() -> Iterator[ScheduleExecutor]:
     found.close()
 
 
-def start(swap: ScheduleExecutor, kind: ActionKind, slot: str, work: Callable[[], object]) -> None:
-    swap.compute(ActionKey(kind, "x", slot), work)
+def start(executor: ScheduleExecutor, kind: ActionKind, slot: str, work: Callable[[], object]) -> None:
+    executor.compute(ActionKey(kind, "x", slot), work)
 
 
 @pytest.mark.parametrize("kind", [ActionKind.LOAD, ActionKind.SPILL])
-def test_units_come_from_disk_and_go_there_side_by_side(swap: ScheduleExecutor, kind: ActionKind) -> None:
+def test_units_come_from_disk_and_go_there_side_by_side(executor: ScheduleExecutor, kind: ActionKind) -> None:
     """Each waits for all: one after the other none would end."""
     together = Barrier(len(SLOTS), timeout=LIMIT_S)
     for slot in SLOTS:
-        start(swap, kind, slot, together.wait)
-    swap.drain()
+        start(executor, kind, slot, together.wait)
+    executor.drain()
 
 
 @pytest.mark.parametrize("kind", list(ActionKind))
 def test_a_slot_has_one_user_at_a_time_in_the_order_in_which_they_were_started(
-    swap: ScheduleExecutor, kind: ActionKind
+    executor: ScheduleExecutor, kind: ActionKind
 ) -> None:
     go, seen = Event(), list[str]()
-    start(swap, ActionKind.LOAD, "a", lambda: (go.wait(LIMIT_S), seen.append("first")))
-    start(swap, kind, "a", lambda: seen.append("second"))
-    start(swap, ActionKind.LOAD, "b", lambda: (seen.append("beside"), go.set()))
-    swap.drain()
+    start(executor, ActionKind.LOAD, "a", lambda: (go.wait(LIMIT_S), seen.append("first")))
+    start(executor, kind, "a", lambda: seen.append("second"))
+    start(executor, ActionKind.LOAD, "b", lambda: (seen.append("beside"), go.set()))
+    executor.drain()
     assert seen == ["beside", "first", "second"]
 
 
-def test_work_at_the_same_time_counts_once(swap: ScheduleExecutor) -> None:
+def test_work_at_the_same_time_counts_once(executor: ScheduleExecutor) -> None:
     together, never, began = Barrier(len(SLOTS), timeout=LIMIT_S), Event(), time.perf_counter()
     for slot in SLOTS:
-        start(swap, ActionKind.LOAD, slot, lambda: (together.wait(), never.wait(0.2)))
-    swap.drain()
-    assert 0.2 <= swap.take_use()["LOAD"].busy_s <= time.perf_counter() - began
+        start(executor, ActionKind.LOAD, slot, lambda: (together.wait(), never.wait(0.2)))
+    executor.drain()
+    assert 0.2 <= executor.take_use()["LOAD"].busy_s <= time.perf_counter() - began
 
 
-def test_a_wait_counts_for_the_lane_that_was_at_work(swap: ScheduleExecutor) -> None:
+def test_a_wait_counts_for_the_lane_that_was_at_work(executor: ScheduleExecutor) -> None:
     """FETCH waits for the slot, which LOAD fills; COMPUTE was at work before anybody waited."""
     never, last = Event(), ActionKey(ActionKind.FETCH, "x", "a")
-    start(swap, ActionKind.COMPUTE, "a", lambda: never.wait(0.1))
-    start(swap, ActionKind.LOAD, "a", lambda: never.wait(0.3))
-    start(swap, ActionKind.FETCH, "a", lambda: never.wait(0.05))
+    start(executor, ActionKind.COMPUTE, "a", lambda: never.wait(0.1))
+    start(executor, ActionKind.LOAD, "a", lambda: never.wait(0.3))
+    start(executor, ActionKind.FETCH, "a", lambda: never.wait(0.05))
     never.wait(0.15)
     began = time.perf_counter()
-    swap.wait(last)
+    executor.wait(last)
     waited_s = time.perf_counter() - began
-    use = swap.take_use()
+    use = executor.take_use()
     assert use["COMPUTE"].waited_s == 0.0
     assert use["LOAD"].waited_s > 2 * use["FETCH"].waited_s > 0.0
     assert use["LOAD"].waited_s + use["FETCH"].waited_s == pytest.approx(waited_s, abs=0.02)

@@ -13,16 +13,16 @@ from dzero.offload.memory_pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, HostMemo
 
 
 def test_leases_are_aligned_apart_and_within_the_budget() -> None:
-    arena = HostMemoryPool(3 * HUGE_PAGE_BYTES - 5)
-    assert arena.capacity_bytes == 3 * HUGE_PAGE_BYTES
-    first, second = arena.lease(10, "a"), arena.lease(HUGE_PAGE_BYTES, "b")
+    memory_pool = HostMemoryPool(3 * HUGE_PAGE_BYTES - 5)
+    assert memory_pool.capacity_bytes == 3 * HUGE_PAGE_BYTES
+    first, second = memory_pool.lease(10, "a"), memory_pool.lease(HUGE_PAGE_BYTES, "b")
     assert first.data.data_ptr() % HUGE_PAGE_BYTES == 0
     assert second.data.data_ptr() - first.data.data_ptr() == ALIGNMENT_BYTES
-    assert arena.leased_bytes == arena.high_water_bytes == aligned(10) + HUGE_PAGE_BYTES
+    assert memory_pool.leased_bytes == memory_pool.high_water_bytes == aligned(10) + HUGE_PAGE_BYTES
     second.data.fill_(7)
     assert int(first.data.max()) == 0
     with pytest.raises(MemoryError, match=r"c: 4\.00 MiB do not fit the arena of 6\.00 MiB, of which 2\.00 MiB"):
-        arena.lease(2 * HUGE_PAGE_BYTES, "c")
+        memory_pool.lease(2 * HUGE_PAGE_BYTES, "c")
 
 
 def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +34,8 @@ def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest
         bound[threading.get_ident()] = os.sched_getaffinity(0)
 
     monkeypatch.setattr(os, "sched_setaffinity", watched)
-    arena = HostMemoryPool(260 << 20, cores=[core])
-    first, second = arena.lease(130 << 20, "first"), arena.lease(130 << 20, "second")
+    memory_pool = HostMemoryPool(260 << 20, cores=[core])
+    first, second = memory_pool.lease(130 << 20, "first"), memory_pool.lease(130 << 20, "second")
     assert bound == {}
     view = first.view(torch.float32, 8)
     assert list(bound.values()) == [{core}]
@@ -44,33 +44,33 @@ def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest
     view.fill_(3)
     second.data[0] = 5
     bound.clear()
-    arena.settle()
+    memory_pool.settle()
     assert len(bound) == 1
     assert view.tolist() == [3] * 8  # was touched before
     bound.clear()
-    arena.settle()
+    memory_pool.settle()
     assert bound == {}
 
 
 def test_memory_is_taken_when_it_is_first_looked_at() -> None:
     before = rss_bytes()
-    arena = HostMemoryPool(256 << 20)
-    leases = [arena.lease(64 << 20, str(index)) for index in range(4)]
+    memory_pool = HostMemoryPool(256 << 20)
+    leases = [memory_pool.lease(64 << 20, str(index)) for index in range(4)]
     assert rss_bytes() - before < 32 << 20
     leases[1].view(torch.uint8, 1)
     assert 64 << 20 <= rss_bytes() - before < 96 << 20
-    arena.settle()
+    memory_pool.settle()
     assert 256 << 20 <= rss_bytes() - before < 288 << 20
 
 
 def test_what_is_given_back_can_be_leased_again_as_one_piece() -> None:
-    arena = HostMemoryPool(4 * HUGE_PAGE_BYTES)
-    leases = [arena.lease(HUGE_PAGE_BYTES, str(index)) for index in range(4)]
+    memory_pool = HostMemoryPool(4 * HUGE_PAGE_BYTES)
+    leases = [memory_pool.lease(HUGE_PAGE_BYTES, str(index)) for index in range(4)]
     for index in (2, 0, 1):
         leases[index].release()
-    assert arena.leased_bytes == HUGE_PAGE_BYTES
-    assert arena.lease(3 * HUGE_PAGE_BYTES, "whole").offset == 0
-    assert arena.high_water_bytes == 4 * HUGE_PAGE_BYTES
+    assert memory_pool.leased_bytes == HUGE_PAGE_BYTES
+    assert memory_pool.lease(3 * HUGE_PAGE_BYTES, "whole").offset == 0
+    assert memory_pool.high_water_bytes == 4 * HUGE_PAGE_BYTES
 
 
 def test_views_have_the_dtype_asked_for() -> None:
@@ -99,5 +99,5 @@ def test_too_little_host_memory_is_told_with_the_sum() -> None:
 
 
 def test_nothing_is_taken_for_nothing() -> None:
-    arena = HostMemoryPool(0)
-    assert arena.capacity_bytes == arena.high_water_bytes == 0
+    memory_pool = HostMemoryPool(0)
+    assert memory_pool.capacity_bytes == memory_pool.high_water_bytes == 0

@@ -72,7 +72,7 @@ def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], b
     )
     wrong = unequal(snapshot(first, optim), snapshot(second, other))
     for its in (optim, other):
-        its.offload.swap.close()
+        its.offload.executor.close()
     return wrong, late
 
 
@@ -88,10 +88,10 @@ def actions(rank: int, ranks: int, max_norm: float | None, undo_bytes: int) -> C
     sharded = sharded_net("even", offload=OffloadConfig(**HOST, overlap="backward", undo_bytes=undo_bytes))
     optim = AdamW(sharded, max_norm=max_norm)
     ran: Counter[str] = Counter()
-    optim.offload.swap.before = lambda key: ran.update([key.what])
+    optim.offload.executor.before = lambda key: ran.update([key.what])
     train(sharded, optim, steps=6)
     optim.synchronize()
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return ran
 
 
@@ -122,7 +122,7 @@ def second_backward(rank: int, ranks: int) -> list[str]:
             loss.backward()
         optim.synchronize()
         wrong += [f"stage {stage} {key}" for key in unequal(before, snapshot(sharded, optim))]
-        optim.offload.swap.close()
+        optim.offload.executor.close()
     return wrong
 
 
@@ -145,7 +145,7 @@ def in_between(rank: int, ranks: int, overlap: str) -> list[str]:
             optim.step()
             sharded.model.state_dict()
             seen.append({**snapshot(sharded, optim), **params_of(sharded)})
-        optim.offload.swap.close()
+        optim.offload.executor.close()
         runs.append(seen)
     for index, (got, want) in enumerate(zip(*runs, strict=True)):
         wrong += [f"{overlap} {index} {key}" for key in unequal(got, want)]
@@ -168,7 +168,7 @@ def failing(rank: int, ranks: int) -> list[str]:
         if str(key) == "COMPUTE update layers.1":
             raise OSError("the cable is out")
 
-    optim.offload.swap.before = before
+    optim.offload.executor.before = before
     said = []
     for _ in range(2):
         try:
@@ -176,7 +176,7 @@ def failing(rank: int, ranks: int) -> list[str]:
             optim.synchronize()
         except OffloadError as error:
             said.append(str(error))
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return said
 
 
@@ -188,11 +188,11 @@ def test_what_fails_in_a_thread_is_raised_with_its_cause(pool: Pool) -> None:
 
 def introduced(rank: int, ranks: int) -> None:
     optim = AdamW(sharded_net("even", offload=OffloadConfig(**HOST, overlap="delayed")))
-    (line,) = optim.offload.introduce()
+    (line,) = optim.offload.describe()
     assert "weights are one step old" in line
     assert "pageable host memory" in line
-    optim.offload.swap.close()
-    assert AdamW(sharded_net("even")).offload.introduce() == []
+    optim.offload.executor.close()
+    assert AdamW(sharded_net("even")).offload.describe() == []
 
 
 def test_what_lives_where_is_told(pool: Pool) -> None:
@@ -205,7 +205,7 @@ def dropped(rank: int, ranks: int, stage: int) -> list[bool]:
     for waits in (True, False):
         sharded = sharded_net("even", stage=stage, offload=OffloadConfig(**HOST))
         optim = AdamW(sharded, lr=1e-2)
-        optim.offload.swap.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
+        optim.offload.executor.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
         train(sharded, optim, steps=2)
         if waits:
             optim.synchronize()
@@ -228,7 +228,7 @@ def saved(rank: int, ranks: int) -> None:
     """Host states in torch.save, deepcopy, and through a submodule's state dict."""
     sharded = sharded_net("uneven", offload=OffloadConfig(**HOST))
     optim = AdamW(sharded, lr=1e-2)
-    optim.offload.swap.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
+    optim.offload.executor.before = lambda key: time.sleep(0.05 if key.kind == "FETCH" else 0)
     train(sharded, optim, "uneven", steps=2)
     block = sharded.model.get_submodule("layers.2")
     before = {name: local_of(value).clone() for name, value in block.state_dict().items()}

@@ -29,7 +29,7 @@ def run(name: str, stage: int, microbatches: int, param: str, offload: OffloadCo
     packed = optim.state_dict()
     kept = {key: value for key, value in snapshot(sharded, optim).items() if not key.endswith(".master")}
     optim.load_state_dict(packed)
-    optim.offload.swap.close()
+    optim.offload.executor.close()
     return {"losses": torch.tensor(losses), **params_of(sharded), **{f"state {k}": v for k, v in kept.items()}}
 
 

@@ -136,10 +136,10 @@ def astray(rank: int, _: int, copies: int) -> list[tuple[str, dict[tuple[str, st
     for others in ASTRAY:
         ledger = Ledger()
         sums = DataParallelSums(make_mesh("cpu", replicate=copies), ledger, always)
-        ledger.trail.note("the same")
-        ledger.trail.note("other" if rank in others else "one")
+        ledger.collective_log.note("the same")
+        ledger.collective_log.note("other" if rank in others else "one")
         with pytest.raises(RuntimeError) as refused:
-            sums.add(torch.ones(2, dtype=torch.float64), ledger.trail.checksum)
+            sums.add(torch.ones(2, dtype=torch.float64), ledger.collective_log.checksum)
         told.append((str(refused.value), booked(ledger.take())))
     return told
 

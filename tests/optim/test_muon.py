@@ -91,7 +91,7 @@ def stages(rank: int, ranks: int, run: Run) -> list[dict[str, Any]] | None:
     for stage in range(4):
         kinds = {"param": run.precision, "master": run.master}
         sharded = sharded_net(run.net, stage=stage, microbatches=run.microbatches, **kinds)
-        sharded.ledger.trail.check = run.ranks == 2
+        sharded.ledger.collective_log.check = run.ranks == 2
         optim, norms = optimizer(sharded, run), []
         for of_step in small_decoders.batches(run.net, steps=STEPS, ranks=ranks, microbatches=run.microbatches):
             backward(sharded, optim, of_step[rank])
@@ -253,13 +253,13 @@ def skip(rank: int, ranks: int, stage: int) -> tuple[str, ...]:
     optim.step()
     assert optim.last_decision is not None
     assert unequal(snapshot(sharded, optim), before) == []
-    culprits = optim.last_decision.culprits
+    nonfinite_params = optim.last_decision.nonfinite_params
     backward(sharded, optim, third[rank])
     optim.step()
     changed = unequal(snapshot(sharded, optim), before)
     assert {f"layers.{n}.qkv.weight.exp_avg" for n in range(3)} <= {*changed}
     assert all(torch.isfinite(each.float()).all() for each in snapshot(sharded, optim).values())
-    return culprits
+    return nonfinite_params
 
 
 def spoil(module: torch.nn.Module, into: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> Any:
@@ -300,7 +300,7 @@ def without(rank: int, ranks: int) -> tuple[list[str], list[str]]:
     """What changed in a step with all matrix_gather, and in one without the second."""
     torch.manual_seed(0)
     sharded = shard(Branching(), ZeroConfig(stage=2))
-    sharded.ledger.trail.check = True
+    sharded.ledger.collective_log.check = True
     optim, changes = Muon(sharded, lr=LR), []
     for second in (True, False):
         before = snapshot(sharded, optim)

@@ -149,7 +149,7 @@ def chosen(rank: int, ranks: int) -> tuple[list[list[tuple[str, float, list[str]
     ):
         optim = build_optimizer(shard(Mixed(), ZeroConfig(stage=2)), config)
         found.append([(g["rule"], g["weight_decay"], g["lr"], optim._names_of(g)) for g in optim.param_groups])
-        lines += optim.introduce()
+        lines += optim.describe()
     return found, lines
 
 

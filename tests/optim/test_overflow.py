@@ -55,10 +55,10 @@ def skip(rank: int, ranks: int, stage: int, microbatches: int, kind: str, precis
             handle.remove()
         optim.step()
         assert optim.last_decision is not None
-        skipped.append((optim.skipped_steps, optim.consecutive_skips, optim.last_decision.culprits))
+        skipped.append((optim.skipped_steps, optim.consecutive_skips, optim.last_decision.nonfinite_params))
         row = int(drawn[step][1][0][0, 0])  # the poisoned output belongs to this token: a rank sums so many of 64
         shard, copy = divmod(row // (64 // ranks), ranks // 2) if "replicate" in precision else (row // 32, 0)
-        assert optim.last_decision.culprits == (f"embed.weight (rank {copy * 2 + shard})",)
+        assert optim.last_decision.nonfinite_params == (f"embed.weight (rank {copy * 2 + shard})",)
         assert not optim.last_decision.finite
         assert unequal(snapshot(sharded, optim), before) == []
         assert optim.gradients.named() == {}
@@ -117,7 +117,7 @@ def test_every_rank_skips_counts_and_goes_on(runs: list[list[dict[str, Any]]]) -
 
 def test_culprits_are_the_parameter_and_the_one_rank_that_holds_the_bad_row(runs: list[list[dict[str, Any]]]) -> None:
     """So the other rank's own gradients were finite, and it skipped all the same."""
-    named = {culprits for row in runs[0] for _, _, culprits in row["skipped"]}
+    named = {nonfinite_params for row in runs[0] for _, _, nonfinite_params in row["skipped"]}
     assert named <= {("embed.weight (rank 0)",), ("embed.weight (rank 1)",)}
 
 
@@ -170,7 +170,7 @@ def whole_on_each(rank: int, _: int, kind: str) -> tuple[Any, ...]:
         decision = optim.last_decision
         assert decision is not None
         kept = unequal(snapshot(sharded, optim), before) == []
-        told.append((decision.finite, math.isfinite(decision.norm), decision.culprits, kept))
+        told.append((decision.finite, math.isfinite(decision.norm), decision.nonfinite_params, kept))
     return *told, optim.skipped_steps
 
 

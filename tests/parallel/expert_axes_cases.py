@@ -156,11 +156,11 @@ def overflowed(rank: int, ranks: int, config: RunConfig) -> tuple[tuple[str, ...
     before = everything(made)
     made.step(0)
     assert made.optim.last_decision is not None
-    culprits, after = made.optim.last_decision.culprits, everything(made)
+    nonfinite_params, after = made.optim.last_decision.nonfinite_params, everything(made)
     still.clear()
     made.step(1)
     same = all(torch.equal(value, after[name]) for name, value in before.items())
-    return culprits, same, made.optim.last_decision.finite
+    return nonfinite_params, same, made.optim.last_decision.finite
 
 
 def overflowing(forward: Callable[..., Tensor], still: list[bool]) -> Callable[..., Tensor]:

@@ -93,8 +93,10 @@ def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) 
 def test_an_overflow_in_one_expert_of_one_rank_is_skipped_by_all(pool: Pool, line: str) -> None:
     config = config_of(f"{line} precision=fp16 scaler.init=1024")
     told, layers = pool.run(overflowed, 4, config, timeout_s=300), (1,) if config.mesh.pp > 1 else (0, 1)
-    for culprits, same, next_is_made in told:
-        assert {name.split(" ")[0] for name in culprits} == {f"layers.{index}.ffn.experts.down" for index in layers}
+    for nonfinite_params, same, next_is_made in told:
+        assert {name.split(" ")[0] for name in nonfinite_params} == {
+            f"layers.{index}.ffn.experts.down" for index in layers
+        }
         assert same
         assert next_is_made
 

@@ -17,7 +17,7 @@ from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.overrides import composed
 from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
 from dzero.plan.plan_run import explained, layout_of, tell_plan
-from dzero.plan.provenance import sources, stands_for
+from dzero.plan.provenance import auto_values, sources
 from dzero.zero.cost_model import expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -155,7 +155,7 @@ def test_every_setting_says_where_it_was_made() -> None:
     assert found["train.accumulate"] == ("2", "the command line")
     assert found["zero.stage"] == ("2", "the command line"), "given, though it is the default"
     assert "optim.lr" not in found
-    auto = {row[0]: row[2] for row in stands_for(config, layout_of(config, "cpu"), "cpu", "here").rows}
+    auto = {row[0]: row[2] for row in auto_values(config, layout_of(config, "cpu"), "cpu", "here").rows}
     assert auto["precision.grad"] == "fp32 where gradients are kept"
     assert auto["offload.overlap"] == "forward"
 

@@ -140,7 +140,7 @@ def _memory(simulation: Simulation) -> list[Any]:
             simulation.memory.give_back(start, start + self.data.nbytes, access, thread.clock)
         release(self)
 
-    def arena(self: HostMemoryPool, *args: Any, **kwargs: Any) -> None:
+    def memory_pool(self: HostMemoryPool, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self._memory.numel():
             simulation.memory.add_arena(self._memory.data_ptr(), self._memory.numel())
@@ -153,7 +153,7 @@ def _memory(simulation: Simulation) -> list[Any]:
         mock.patch.object(torch.Tensor, "record_stream", record_stream),
         mock.patch.object(torch.Tensor, "tolist", waited(to_list)),
         mock.patch.object(torch.Tensor, "cpu", waited(to_cpu)),
-        mock.patch.object(HostMemoryPool, "__init__", arena),
+        mock.patch.object(HostMemoryPool, "__init__", memory_pool),
         mock.patch.object(Lease, "release", released),
     ]
 

@@ -70,9 +70,9 @@ class Memory:
         start, count = storage.data_ptr(), storage.nbytes()
         if not count:
             return None
-        for arena in self._arenas:
-            if arena.start <= start < arena.end:
-                return arena
+        for memory_pool in self._arenas:
+            if memory_pool.start <= start < memory_pool.end:
+                return memory_pool
         self.bury()
         if start not in self._blocks:
             self._know(storage, Block(start, start + count, Space.DEVICE, "memory from before"), clock)
@@ -80,9 +80,9 @@ class Memory:
 
     def give_back(self, start: int, end: int, access: Access, clock: Clock) -> None:
         """Note that page-locked memory is given back: whatever touched it must be over."""
-        for arena in self._arenas:
-            if arena.start <= start < arena.end:
-                self.touch(arena, replace(access, start=start, end=end), clock)
+        for memory_pool in self._arenas:
+            if memory_pool.start <= start < memory_pool.end:
+                self.touch(memory_pool, replace(access, start=start, end=end), clock)
 
     def bear(
         self, storage: torch.UntypedStorage, space: Space, stream: Agent, name: str, clock: Callable[[], Clock]

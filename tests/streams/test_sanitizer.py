@@ -153,8 +153,8 @@ def test_loans_are_waited_for_one_later() -> None:
 
 def test_a_pools_task_comes_after_what_was_done_before_it_and_its_result_after_it() -> None:
     def program(takes: bool) -> None:
-        arena = HostMemoryPool(4096)
-        shared = arena.lease(4096, "shared").view(torch.float32, 8)
+        memory_pool = HostMemoryPool(4096)
+        shared = memory_pool.lease(4096, "shared").view(torch.float32, 8)
         with ThreadPoolExecutor(1) as pool:
             shared.add_(1)
             future = pool.submit(shared.add_, 1)

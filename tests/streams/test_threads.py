@@ -27,13 +27,15 @@ def test_every_lane_uses_the_device_of_its_rank() -> None:
     keys = [ActionKey(kind, "work", "unit") for kind in kinds]
     actions = tuple(OffloadAction(key, ("slot",)) for key in keys)
     with Simulation().running(), mock.patch.object(streams, "set_device", set_device):
-        arena = HostMemoryPool(4096)
-        swap = ScheduleExecutor(OffloadSchedule((BufferSlot("slot", 4096),), actions[:2]), arena, torch.device("cpu"))
-        swap.add((), actions[2:], None)
+        memory_pool = HostMemoryPool(4096)
+        executor = ScheduleExecutor(
+            OffloadSchedule((BufferSlot("slot", 4096),), actions[:2]), memory_pool, torch.device("cpu")
+        )
+        executor.add((), actions[2:], None)
         futures: list[Future[None]] = [
-            swap.compute(key, lambda: worked.append(threading.current_thread().name)) for key in keys
+            executor.compute(key, lambda: worked.append(threading.current_thread().name)) for key in keys
         ]
         wait(futures)
-        swap.close()
+        executor.close()
     assert len(set(worked)) == len(kinds)
     assert {name: chosen.get(name) for name in worked} == dict.fromkeys(worked, torch.device("cpu", 0))

@@ -246,11 +246,11 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
 
 def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
     port = free_port()
-    meet = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     small = ["train.steps=2", *SHORT, f"data.path={text}"]
     with ThreadPoolExecutor() as nodes:
         launched = [
-            nodes.submit(command, tmp_path / name, *small, launcher=("-m", "torch.distributed.run", *meet))
+            nodes.submit(command, tmp_path / name, *small, launcher=("-m", "torch.distributed.run", *rendezvous))
             for name in ("here", "there")
         ]
         ended = [node.result() for node in launched]

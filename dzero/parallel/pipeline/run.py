@@ -95,7 +95,7 @@ class Pipeline:
         check_microbatches(schedule, microbatches, parts.ranks)
         self._parts, self._group, self._ledger, self._hidden, self._device = parts, group, ledger, hidden, device
         self._run, self._loss, self._added, self._microbatches = run, loss, added, microbatches
-        ledger.trail.of_parts = True
+        ledger.collective_log.of_parts = True
         self._tokens: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._take: Callable[[Tensor], Tensor] = _same
@@ -131,7 +131,7 @@ class Pipeline:
                 return self._loss(part.module, x, targets)
             x = self._run(part.module, x)
             self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
-            with self._ledger.trail.waiting():
+            with self._ledger.collective_log.waiting():
                 dist.send(x.contiguous(), self._peer(part.index + 1), group=self._group)
         return None
 
@@ -162,12 +162,12 @@ class Pipeline:
 
     def begin(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
         """`moves`, for which this rank waits before it computes again."""
-        self._ledger.trail.moves = self._ledger.trail.moves or bool(moves)
+        self._ledger.collective_log.moves = self._ledger.collective_log.moves or bool(moves)
         return moves
 
     def compute(self) -> None:
         """What was waited for has come."""
-        self._ledger.trail.moves = False
+        self._ledger.collective_log.moves = False
 
     @torch.no_grad()
     def _check_passing(self, empty: nn.Module) -> None:
@@ -184,7 +184,7 @@ class Pipeline:
 
     def _receive(self, sender: int) -> Tensor:
         x = self._hidden.on(self._device)
-        with self._ledger.trail.waiting():
+        with self._ledger.collective_log.waiting():
             dist.recv(x, self._peer(sender), group=self._group)
         return x
 
