@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from dzero.models.moe import Experts
-from dzero.parallel.pipeline.split import ModelStages, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, split_pipeline
 from dzero.parallel.tensor.plans import plan_for
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -42,7 +42,7 @@ def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
         parallelize_module(model, mesh["tp"], plan_for(model, cut.tp, "tp")[0])
     if cut.cp > 1:
         _gather_keys(model, mesh.get_group("cp"))
-    parts = cut_parts(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
+    parts = split_pipeline(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
     keep = {"mp_policy": POLICY, "reshard_after_forward": stage == 3}
     if cut.ep > 1:
         _share_experts(model, cut, keep)

@@ -17,7 +17,7 @@ from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parall
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, split_pipeline
 from dzero.zero.sequences import parallelize_context
 
 
@@ -26,7 +26,7 @@ def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
     mesh = make_mesh("cpu", tp=cut.tp, pp=cut.pp)
     losses: Any = parallelize(model, mesh["tp"]).loss if cut.tp > 1 else nullcontext
     experts = parallelize_experts(model, mesh, cut.ep) if cut.ep > 1 else None
-    parts = cut_parts(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
+    parts = split_pipeline(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
     sharded = shard(
         model,
         ZeroConfig(stage=stage),

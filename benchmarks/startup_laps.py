@@ -31,11 +31,11 @@ def main() -> None:
     import torch  # noqa: F401
 
     lap("warm process: import torch")
-    from dzero.plan.preflight import prepared
+    from dzero.plan.preflight import prepare_run
     from dzero.trainer.trainer import Trainer
 
     lap("warm process: import the trainer")
-    run, _ = prepared(run, sys.argv[1:])
+    run, _ = prepare_run(run, sys.argv[1:])
     lap("check: does it fit this machine")
     ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(ours, MASTER_PORT="29517", GLOO_SOCKET_IFNAME="lo")

@@ -19,7 +19,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
 from dzero.parallel.pipeline.schedule import HiddenStates, order_of
-from dzero.parallel.pipeline.split import ModelStages, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, split_pipeline
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.layout import Layout
@@ -95,7 +95,7 @@ class Scenario:
 
     def cut(self, model: nn.Module, part: int) -> ModelStages | None:
         """Leave of `model` what the rank with that part of a pipeline has; None where there is one part."""
-        return cut_parts(model, part, self.mesh.pp, tokens=self.tokens) if self.mesh.pp > 1 else None
+        return split_pipeline(model, part, self.mesh.pp, tokens=self.tokens) if self.mesh.pp > 1 else None
 
     def order(self, part: int) -> list[tuple[str, int]]:
         """Of forwards and backwards, by microbatch."""

@@ -13,7 +13,7 @@ import torch
 from dzero.checkpoint.errors import CheckpointDamaged
 from dzero.checkpoint.format import FileIndex, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, told
+from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
 from dzero.offload.direct_io import Direction, make_direct, transfer
 
 THREADS = 4
@@ -113,7 +113,7 @@ class BlockReader:
 
     def _fill(self, block: torch.Tensor, rank: int, number: int, begin: int) -> None:
         data, path, sums = block.numpy(), self._folder.path / data_name(rank), self._indexes[rank].sums
-        with told(path):
+        with reported_as_checkpoint_error(path):
             transfer(Direction.READ, self._fds[rank], begin, data)
         if (found := digest(data.data)) != sums[number]:
             raise CheckpointDamaged(
@@ -128,7 +128,7 @@ class BlockReader:
         self.check_size(rank)
         path, fd = self._folder.path / data_name(rank), self._folder.open(data_name(rank), os.O_RDONLY)
         self._undo.callback(os.close, fd)
-        with told(path):
+        with reported_as_checkpoint_error(path):
             make_direct(fd, Direction.READ)
         self._fds[rank] = fd
 

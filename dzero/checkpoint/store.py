@@ -74,7 +74,7 @@ class Directory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        with told(self.path):
+        with reported_as_checkpoint_error(self.path):
             if self.path.is_symlink():
                 named = f"a symbolic link is not followed: name the folder itself, {os.path.realpath(self.path)}"
                 raise CheckpointDamaged(str(self.path), named)
@@ -88,7 +88,7 @@ class Directory:
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a regular file."""
-        with told(self.path / name):
+        with reported_as_checkpoint_error(self.path / name):
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=self.fd)
             try:
                 _regular(os.fstat(fd))
@@ -99,13 +99,13 @@ class Directory:
 
     def size(self, name: str) -> int:
         """Bytes of a regular file."""
-        with told(self.path / name):
+        with reported_as_checkpoint_error(self.path / name):
             return _regular(os.stat(name, dir_fd=self.fd, follow_symlinks=False)).st_size
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """A small file. Raises CheckpointError for one beyond `most_bytes`."""
         fd = self.open(name, os.O_RDONLY)
-        with told(self.path / name), os.fdopen(fd, "rb") as file:
+        with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size > most_bytes:
                 size = os.fstat(fd).st_size
                 raise CheckpointDamaged(
@@ -117,17 +117,17 @@ class Directory:
         """A small file, on disk when this returns; whoever reads `name` sees all of it or what was there before."""
         temporary = name + PARTIAL
         fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with told(self.path / name), os.fdopen(fd, "wb") as file:
+        with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(fd)
-        with told(self.path / name):
+        with reported_as_checkpoint_error(self.path / name):
             os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         self.sync()
 
     def sync(self) -> None:
         """Its entries are on disk when this returns."""
-        with told(self.path):
+        with reported_as_checkpoint_error(self.path):
             os.fsync(self.fd)
 
 
@@ -172,7 +172,7 @@ class CheckpointStore:
         taken = [STEP.fullmatch(entry.name.removesuffix(PARTIAL).removesuffix(GOING)) for entry in self._entries()]
         attempts = [int(match[2] or 1) for match in taken if match and int(match[1]) == step]
         name = f"step_{step:08d}" + (f"_{max(attempts) + 1}" if attempts else "")
-        with told(self.path / (name + PARTIAL)):
+        with reported_as_checkpoint_error(self.path / (name + PARTIAL)):
             os.mkdir(self.path / (name + PARTIAL))
         return name
 
@@ -187,7 +187,11 @@ class CheckpointStore:
 
     def publish(self, name: str) -> None:
         """Everything in the partial folder is on disk: give it its name."""
-        with told(self.path / name), Directory(self.partial(name)) as partial, Directory(self.path) as folder:
+        with (
+            reported_as_checkpoint_error(self.path / name),
+            Directory(self.partial(name)) as partial,
+            Directory(self.path) as folder,
+        ):
             partial.sync()
             os.rename(name + PARTIAL, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
@@ -199,7 +203,7 @@ class CheckpointStore:
 
     def remove(self, name: str) -> None:
         """Rename it first, so that nobody finds half of it."""
-        with told(self.path / name), Directory(self.path) as folder:
+        with reported_as_checkpoint_error(self.path / name), Directory(self.path) as folder:
             os.rename(name, name + GOING, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
             shutil.rmtree(name + GOING, dir_fd=folder.fd)
@@ -208,7 +212,7 @@ class CheckpointStore:
         """Remove what runs that died left half-written or half-removed; call it under `locked`."""
         left = [entry for entry in self._entries() if LEFT.fullmatch(entry.name)]
         for entry in left:
-            with told(entry.path):
+            with reported_as_checkpoint_error(entry.path):
                 (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
         return [entry.name for entry in left]
 
@@ -230,7 +234,7 @@ class CheckpointStore:
                 ) from error
             try:
                 word = uuid.uuid4().hex
-                with told(self.path / LOCK):
+                with reported_as_checkpoint_error(self.path / LOCK):
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, word.encode(), 0)
                     os.fsync(fd)
@@ -246,7 +250,7 @@ class CheckpointStore:
             return folder.read(LOCK, MOST_LOCK_BYTES).decode(errors="replace")
 
     def _entries(self) -> list[os.DirEntry[str]]:
-        with told(self.path), suppress(FileNotFoundError), os.scandir(self.path) as entries:
+        with reported_as_checkpoint_error(self.path), suppress(FileNotFoundError), os.scandir(self.path) as entries:
             return [*entries]
         return []
 
@@ -264,7 +268,7 @@ def _make(path: Path) -> None:
     """A folder and those above it, their names on disk."""
     if not os.path.lexists(path):
         _make(path.parent)
-        with told(path), suppress(FileExistsError):
+        with reported_as_checkpoint_error(path), suppress(FileExistsError):
             path.mkdir()
         with Directory(path.parent.resolve()) as above:  # links above are the user's own
             above.sync()
@@ -272,7 +276,7 @@ def _make(path: Path) -> None:
 
 def is_there(path: Path) -> bool:
     """Whether there is a file, a folder or a link. Raises CheckpointError where this user may not know."""
-    with told(path), suppress(FileNotFoundError, NotADirectoryError):
+    with reported_as_checkpoint_error(path), suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(path)
         return True
     return False
@@ -301,7 +305,7 @@ def checkpoint_at(path: Path | str) -> Path:
 
 
 @contextmanager
-def told(path: Path | str) -> Iterator[None]:
+def reported_as_checkpoint_error(path: Path | str) -> Iterator[None]:
     """Errors of the system as CheckpointError, with the file and what to do."""
     try:
         yield

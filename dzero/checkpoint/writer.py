@@ -21,7 +21,7 @@ import torch
 
 from dzero.checkpoint.format import DTYPES, FileIndex, StoredBox, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, told
+from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 
 THREADS = 4
@@ -62,7 +62,7 @@ class ShardWriter:
         self._under_way: list[Future[str]] = []
         self._buffer, self._filled = self._buffers.free.get(), 0
         try:
-            with told(self._path):
+            with reported_as_checkpoint_error(self._path):
                 if self._index.file_bytes:
                     os.posix_fallocate(self._fd, 0, whole_pages(self._index.file_bytes))
                 make_direct(self._fd)
@@ -95,7 +95,7 @@ class ShardWriter:
         if self._filled:
             self._send()
         sums = tuple(future.result() for future in self._under_way)
-        with told(self._path):
+        with reported_as_checkpoint_error(self._path):
             os.ftruncate(self._fd, self._index.file_bytes)
             os.fsync(self._fd)
         self.abandon()
@@ -129,7 +129,7 @@ class ShardWriter:
     def _write(self, number: int, block: torch.Tensor, count: int) -> str:
         try:
             offset, data = number * self._buffers.block_bytes, block[:count].numpy()
-            with told(self._path):
+            with reported_as_checkpoint_error(self._path):
                 transfer(Direction.WRITE, self._fd, offset, data)
             return digest(data.data)
         finally:

@@ -6,16 +6,16 @@ import argparse
 
 from dzero.config import CONF
 from dzero.overrides import composed, spelt_out
-from dzero.plan.auto import chosen
-from dzero.plan.plan_run import explained
+from dzero.plan.auto import resolve_auto
+from dzero.plan.plan_run import explain_run
 from dzero.utils.terminal import show
 
 
 def run(options: argparse.Namespace) -> None:
     """Print units, placements, and a step's work in order."""
     settings = spelt_out(options.settings)
-    config = chosen(composed(settings, CONF), settings)
-    shown, off_device = explained(config, settings, CONF)
+    config = resolve_auto(composed(settings, CONF), settings)
+    shown, off_device = explain_run(config, settings, CONF)
     show(shown)
     if off_device:
         print("\nslots and actions off the device, in order\n  " + "\n  ".join(off_device), flush=True)

@@ -11,7 +11,7 @@ from dzero.optim.build import check_options
 from dzero.overrides import composed
 from dzero.plan.auto import choose
 from dzero.plan.picture import check_file, draw
-from dzero.plan.plan_run import hardware_of, onto_board, planned
+from dzero.plan.plan_run import forecast_run, hardware_of, onto_board
 from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
 from dzero.utils.terminal import show
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{choice.line}\n", flush=True)
         found = choice.ranking.best[0].forecast
     else:
-        found = planned(config, hardware_of(config))
+        found = forecast_run(config, hardware_of(config))
     show(tables(found))
     if options.picture is not None:
         draw(found, options.picture)

@@ -32,7 +32,7 @@ def train(warm: WarmProcess | None) -> None:
             settled, folder = config.resolve(composed), Path(this_run.runtime.output_dir)
             if this_run.mode is RunMode.MULTIRUN:
                 settled = config.saving_apart(settled, folder)
-            prepare = "dzero.plan.preflight:prepared", settled, list(this_run.overrides.task)
+            prepare = "dzero.plan.preflight:prepare_run", settled, list(this_run.overrides.task)
             run, workers = warm.call(*prepare) if warm is not None else found(prepare[0])(*prepare[1:])
             save_s = 0.0 if run.checkpoint.every is None else run.checkpoint.deadline_s
             start("dzero.trainer.trainer:train", run, folder, workers=workers, warm=warm, save_s=save_s)

@@ -10,7 +10,7 @@ from threading import Lock
 
 from dzero.offload.direct_io import Bytes, Direction, TransferError, make_direct, transfer, whole_pages
 from dzero.offload.scratch_dir import ScratchDir
-from dzero.utils.scratch_paths import DiskError, telling
+from dzero.utils.scratch_paths import DiskError, reported_as_disk_error
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DiskFile:
                 self._write_first_page()
 
     def _write_first_page(self) -> None:
-        with telling(self.path, "writing a first page"):
+        with reported_as_disk_error(self.path, "writing a first page"):
             self.is_direct = self._direct and make_direct(self.fd)
 
     def move(self, direction: Direction, offset: int, data: Bytes, piece: str) -> None:

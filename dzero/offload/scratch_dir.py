@@ -28,7 +28,7 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from dzero.hardware import format_bytes
-from dzero.utils.scratch_paths import FOLDER, DiskError, open_path, telling
+from dzero.utils.scratch_paths import FOLDER, DiskError, open_path, reported_as_disk_error
 
 NAME = re.compile(r"dzero-\d+-\d+-[0-9a-f]{16}")
 LOCK = os.O_RDWR | os.O_NOFOLLOW
@@ -58,7 +58,7 @@ class ScratchDir:
             self._parent = open_path(self.path)
             undo.callback(os.close, self._parent)
             _sweep(self._parent)
-            with telling(self.path, "making a private directory for scratch data"):
+            with reported_as_disk_error(self.path, "making a private directory for scratch data"):
                 self.name, folder, self._lock = self._claim(name, undo)
             self.fd = self._make_file(folder, undo)
             self._reserve(0)
@@ -111,7 +111,7 @@ class ScratchDir:
 
     def _make_file(self, folder: int, undo: ExitStack) -> int:
         """An open file. Its name goes at once, its blocks with `undo`."""
-        with telling(self.path, "making the scratch file"):
+        with reported_as_disk_error(self.path, "making the scratch file"):
             fd = os.open("data", NEW, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
             undo.callback(os.ftruncate, fd, 0)  # closing is not enough: a forked child may have it open

@@ -54,15 +54,15 @@ def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
     config = replace(config, auto=False)
     hardware = _hardware(config)
     defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}
-    ranking = search(candidates_of(config, pinned(config, given), hardware), subject_of(config, hardware))
+    ranking = search(candidates_of(config, given_settings(config, given), hardware), subject_of(config, hardware))
     if not ranking.best:
         raise RunError(nothing_fits(ranking, defaults))
     best = ranking.best[0]
-    chosen = with_settings(config, best.candidate.settings)
-    return AutoChoice(config=chosen, ranking=ranking, defaults=defaults, line=headline(best, defaults))
+    resolve_auto = with_settings(config, best.candidate.settings)
+    return AutoChoice(config=resolve_auto, ranking=ranking, defaults=defaults, line=headline(best, defaults))
 
 
-def chosen(config: RunConfig, given: Sequence[str]) -> RunConfig:
+def resolve_auto(config: RunConfig, given: Sequence[str]) -> RunConfig:
     """`config` itself, or what its `zero=auto` stands for, which rank 0 then tells. Raises as `choose`."""
     if not config.auto:
         return config
@@ -117,7 +117,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
     return candidates
 
 
-def pinned(config: RunConfig, given: Sequence[str]) -> set[str]:
+def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
     """Searched settings that stay as they are."""
     keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
     searched = next(space(1))

@@ -31,7 +31,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.dispatch import parallelize_experts
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
-from dzero.parallel.pipeline.split import ModelStages, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, split_pipeline
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -85,7 +85,9 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
                 ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
             several, tokens = mesh.parts_of_a_rank, config.train.sequence_tokens
-            parts = cut_parts(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
+            parts = (
+                split_pipeline(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
+            )
         if tensor is not None:
             inside.enter_context(tensor.loss())
         yield RankView(parts, ledger, {} if experts is None else experts.modules)

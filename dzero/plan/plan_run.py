@@ -32,7 +32,7 @@ from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
 from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
 from dzero.plan.picture import pixels
-from dzero.plan.provenance import auto_values, sources
+from dzero.plan.provenance import auto_values, settings_table
 from dzero.plan.run_layout import layout_on, workers_of
 from dzero.plan.tables import tables as plan_tables
 from dzero.utils.terminal import Table
@@ -73,14 +73,14 @@ def target_of(config: RunConfig) -> tuple[str, str]:
     return kind, f"this machine's {'GPUs' if kind == 'cuda' else 'processor'}"
 
 
-def explained(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
+def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
     """What a run with these settings is and does; and its actions off the device, a line each."""
     kind, where = target_of(config)
     layout = layout_of(config, kind)
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
-    told = [sources(config, settings, conf), auto_values(config, layout, kind, where)]
+    told = [settings_table(config, settings, conf), auto_values(config, layout, kind, where)]
     told += [
         *tables(layout, units),
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
@@ -134,13 +134,13 @@ def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
     return Table(f"{what} in a step, in forward and backward", header, rows, left=3)
 
 
-def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
+def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
     """What a run with these settings needs of `hardware`.
 
     Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
     """
     check_foreseen(config)
-    tell_if_slow(config)
+    announce_long_layout(config)
     ranks, train = ranks_of(config), config.train
     layout, found = layout_of(config, hardware.device_type), list[Forecast]()
     for part in parts_of(config):
@@ -164,7 +164,7 @@ def planned(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None 
     return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace, bound=slowest.bound)
 
 
-def tell_if_slow(config: RunConfig) -> None:
+def announce_long_layout(config: RunConfig) -> None:
     """Say on stderr that a model of very many layers takes a while to be laid out."""
     layers = config.model.layers or 0
     if layers > MANY_LAYERS and is_first_of_node():
@@ -196,7 +196,7 @@ def hardware_of(config: RunConfig) -> HardwareConfig:
     return (known or measured(ranks)).hardware
 
 
-def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
+def forecast_running(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
     """The same of a run, by one of its ranks: on the hardware that its settings name, if it is of this kind, else here.
 
     Nothing is measured, and no random number is taken.
@@ -209,10 +209,10 @@ def planned_under_way(config: RunConfig, ranks: int, device_type: str, vocab_siz
         hardware = unmeasured(local, device_type)
     mesh, block = replace(config.mesh, dp=config.mesh.readers(ranks)), replace(config.block, compile=None)
     with torch.random.fork_rng(devices=[]):
-        return planned(replace(config, mesh=mesh, block=block), hardware, vocab_size)
+        return forecast_run(replace(config, mesh=mesh, block=block), hardware, vocab_size)
 
 
-def tell_plan(
+def log_plan(
     board: TensorBoardSink, step: int, config: RunConfig, ranks: int, device_type: str, vocab_size: int
 ) -> tuple[int | None, str | None]:
     """The plan of a run under way, onto its board: the device's peak that it predicts, and a line on what is lacking.
@@ -225,7 +225,7 @@ def tell_plan(
             "python -m dzero plan, with the same settings, makes it"
         )
     try:
-        forecast = planned_under_way(config, ranks, device_type, vocab_size)
+        forecast = forecast_running(config, ranks, device_type, vocab_size)
         return forecast.peak_bytes, onto_board(board, forecast, step)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]

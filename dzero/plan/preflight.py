@@ -35,9 +35,9 @@ from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.optim.build import check_options, moments_of
-from dzero.plan.auto import candidates_of, chosen, subject_of, value_of
+from dzero.plan.auto import candidates_of, resolve_auto, subject_of, value_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
-from dzero.plan.plan_run import MANY_LAYERS, layout_of, ranks_of, tell_if_slow
+from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout, layout_of, ranks_of
 from dzero.plan.run_layout import workers_of
 from dzero.plan.search_tables import words
 from dzero.utils.scratch_paths import make_folder
@@ -55,13 +55,13 @@ class UnforeseenError(Exception):
     """What a model needs cannot be told before it runs; the message says what went wrong."""
 
 
-def prepared(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int]:
-    """Return what will be trained, as `settled`, and by how many workers where this machine starts them."""
-    config = settled(config, given)
+def prepare_run(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int]:
+    """Return what will be trained, as `resolve_run`, and by how many workers where this machine starts them."""
+    config = resolve_run(config, given)
     return config, 0 if launched() else workers_of(config)
 
 
-def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
+def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
     """What will be trained. given: the settings of the command line. Raises RunError where it cannot fit.
 
     Under torchrun all ranks find the same, and the first of a node says it.
@@ -72,8 +72,8 @@ def settled(config: RunConfig, given: Sequence[str]) -> RunConfig:
             check_scratch(config.offload)
             if config.launch.check_memory:
                 check_least(config)
-            tell_if_slow(config)
-            config = chosen(config, given)
+            announce_long_layout(config)
+            config = resolve_auto(config, given)
             check_scratch(config.offload)  # which zero=auto may have chosen
             if config.launch.check_memory:
                 check_memory(config)

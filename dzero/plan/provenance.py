@@ -18,7 +18,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 COMMAND_LINE, EXPERIMENT = "the command line", "experiment"
 
 
-def sources(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
+def settings_table(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
     """Every setting that was given, or is not the default of its dataclass, and where it was set."""
     given = {line.lstrip("+~").partition("=")[0] for line in settings}
     files = _from_files(settings, conf)

@@ -34,7 +34,7 @@ from dzero.parallel.expert.bias import BiasUpdate
 from dzero.parallel.expert.dispatch import expected_experts, parallelize_experts
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages, cut_parts
+from dzero.parallel.pipeline.split import ModelStages, split_pipeline
 from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
 from dzero.zero.init_params import Materialise
 from dzero.zero.sequences import parallelize_context
@@ -99,7 +99,7 @@ class BuiltModel:
 
     def _cut_layers(self, config: RunConfig, model: nn.Module) -> ModelStages:
         axis = self.mesh[PIPELINE]
-        return cut_parts(
+        return split_pipeline(
             model,
             axis.get_local_rank(),
             axis.size(),

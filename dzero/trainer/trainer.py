@@ -32,7 +32,7 @@ from dzero.monitor.profile import Profiler
 from dzero.monitor.records import RunSummary
 from dzero.monitor.sinks import Monitor
 from dzero.optim.build import build_optimizer
-from dzero.plan.plan_run import tell_plan
+from dzero.plan.plan_run import log_plan
 from dzero.plan.run_layout import check_ranks
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import RunCheckpoints
@@ -232,7 +232,7 @@ class Trainer:
         if monitor.board is not None and self.config.monitor.plan:
             ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
             with self.recorder.aside():
-                told = tell_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
+                told = log_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
             self.recorder.planned_bytes, lacks = told
             if lacks:
                 monitor.note(step, lacks)

@@ -28,7 +28,7 @@ class DiskError(OSError, RunError):
 
 
 @contextmanager
-def telling(path: str, doing: str) -> Iterator[None]:
+def reported_as_disk_error(path: str, doing: str) -> Iterator[None]:
     """Every OSError inside says what was being done, and where."""
     try:
         yield
@@ -47,7 +47,7 @@ def make_folder(path: str) -> None:
     if not os.path.lexists(path):
         repair = "make it, or name another in offload.disk.paths"
         with (
-            telling(
+            reported_as_disk_error(
                 path, f"making this scratch directory ({os.path.dirname(path)} must exist and be writable: {repair})"
             ),
             suppress(FileExistsError),
@@ -59,7 +59,7 @@ def make_folder(path: str) -> None:
 def try_folder(path: str) -> None:
     """Raises DiskError for a scratch path that is no directory, or in which no file can be made."""
     os.close(open_path(path))
-    with telling(path, "making a file in this scratch directory"), tempfile.TemporaryFile(dir=path):
+    with reported_as_disk_error(path, "making a file in this scratch directory"), tempfile.TemporaryFile(dir=path):
         pass
 
 
@@ -69,5 +69,5 @@ def open_path(path: str) -> int:
     if os.path.islink(path):
         target = os.path.realpath(path)
         raise DiskError(errno.ELOOP, path, f"a symbolic link is not followed: name the directory itself, {target}")
-    with telling(path, "a scratch path must be a directory that exists: make it, or name another"):
+    with reported_as_disk_error(path, "a scratch path must be a directory that exists: make it, or name another"):
         return os.open(path, FOLDER)

@@ -26,7 +26,7 @@ from dzero.errors import RunError, user_errors
 from dzero.launch.launcher import start
 from dzero.launch.watchdog import Watchdog
 from dzero.overrides import composed
-from dzero.plan.auto import chosen
+from dzero.plan.auto import resolve_auto
 from dzero.plan.run_layout import check_all_here, workers_of
 from dzero.utils.terminal import show
 from dzero.verify.compare import Difference, by_how_much, first_difference, gap
@@ -44,7 +44,7 @@ def verify(settings: Sequence[str]) -> int:
     try:
         asked = composed(settings, CONF, VerifyRun)
         check_all_here([asked])
-        run = chosen(asked, settings)
+        run = resolve_auto(asked, settings)
         assert isinstance(run, VerifyRun)
         with tempfile.TemporaryDirectory(prefix="dzero-verify-") as folder:
             start(work, run, Path(folder), workers=workers_of(run))

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from dzero.hardware import format_bytes
-from dzero.utils.scratch_paths import DiskError, make_folder, open_path, telling
+from dzero.utils.scratch_paths import DiskError, make_folder, open_path, reported_as_disk_error
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ParamSlot
@@ -30,7 +30,7 @@ class InitSpillFile:
         os.close(open_path(path))
         self.path, self._end = os.path.abspath(path), 0
         what = f"{format_bytes(needed_bytes)} of scratch space for first values, which states take over afterwards"
-        with telling(self.path, what):
+        with reported_as_disk_error(self.path, what):
             file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (it lives as long as this)
             weakref.finalize(self, file.close)
             self.fd = file.fileno()
@@ -87,7 +87,7 @@ class SpilledTensor:
         found = torch.empty(self.shape, dtype=self.dtype)
         data = _bytes(found)
         done = 0
-        with telling(self.room.path, f"reading the first values of {self.name}"):
+        with reported_as_disk_error(self.room.path, f"reading the first values of {self.name}"):
             while done < len(data):
                 moved = os.preadv(self.room.fd, [data[done:]], self.offset + done)
                 if not moved:
@@ -101,7 +101,7 @@ class SpilledTensor:
     def put(self, flat: torch.Tensor) -> None:
         """Written, and its checksum kept in memory."""
         data, done = _bytes(flat.detach().cpu().contiguous()), 0
-        with telling(self.room.path, f"writing the first values of {self.name}"):
+        with reported_as_disk_error(self.room.path, f"writing the first values of {self.name}"):
             while done < len(data):
                 done += os.pwritev(self.room.fd, [data[done:]], self.offset + done)
         self.digest = xxhash.xxh3_64_intdigest(data)

@@ -244,7 +244,7 @@ def shard(
     is_unit: picks the units instead of `zero.units` or the default.
     device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
         `sharded.model.to_empty` gives them that.
-    parts: what `cut_parts` returned for this model and the axis pp of the mesh.
+    parts: what `split_pipeline` returned for this model and the axis pp of the mesh.
     experts: what `parallelize_experts` made of the model, over the same mesh.
 
     Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
@@ -260,7 +260,7 @@ def shard(
     if pipeline_ranks != (parts.ranks if parts else 1):
         raise ValueError(
             f"a mesh with pp={pipeline_ranks}, and a model cut for {parts.ranks if parts else 1}: pass shard() both "
-            "dzero.make_mesh(..., pp=) and what cut_parts() returned for as many ranks"
+            "dzero.make_mesh(..., pp=) and what split_pipeline() returned for as many ranks"
         )
     layout = Layout.of(
         zero,

@@ -13,7 +13,7 @@ from dzero.config import RunConfig
 from dzero.hardware import format_bytes
 from dzero.overrides import composed
 from dzero.plan.auto import choose
-from dzero.plan.plan_run import explained, planned
+from dzero.plan.plan_run import explain_run, forecast_run
 from dzero.plan.preflight import needed
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -50,7 +50,7 @@ def test_the_peak_and_what_is_passed_on_along_cp_are_predicted(pool: Pool, line:
     assert run.mesh.ranks is not None
     assert run.hardware is not None
     told = pool.run(measured, run.mesh.ranks, run, timeout_s=300)
-    moved, memory = planned(run, run.hardware).moved, needed(run)
+    moved, memory = forecast_run(run, run.hardware).moved, needed(run)
     predicted = memory.peak.total_bytes + memory.staging
     for peak, passed in told:
         booked = sum(passed, Traffic())
@@ -63,7 +63,7 @@ def test_a_step_reads_as_many_tokens_as_its_readers_do() -> None:
     """Four data-parallel ranks, two to a sequence: 2 readers x 2 sequences x 128 tokens."""
     run = settled("mesh.dp=2", "hardware=h100_80g")
     assert run.hardware is not None
-    forecast = planned(run, run.hardware)
+    forecast = forecast_run(run, run.hardware)
     assert forecast.layout.world == 4
     assert forecast.step_tokens == 2 * 2 * 128
     timeline = forecast.timeline()
@@ -74,7 +74,7 @@ def test_a_step_reads_as_many_tokens_as_its_readers_do() -> None:
 def test_explain_tells_what_attention_passes_on() -> None:
     """3 blocks, 2 microbatches; to the other rank: keys and values of 2 x 64 tokens, 2 heads of 32 dims, in bf16."""
     settings = ["mesh.dp=1", "train.accumulate=2", "zero.stage=2"]
-    tables, _ = explained(settled(*settings), [*SMALL, *settings], CONF)
+    tables, _ = explain_run(settled(*settings), [*SMALL, *settings], CONF)
     sent = format_bytes(3 * 2 * 2 * (2 * 64 * 2 * 32) * 2)
     assert tables[-1].rows == tuple((kind, "cp", "bfloat16", "6", sent) for kind in ("all_gather", "reduce_scatter"))
 

@@ -15,7 +15,7 @@ from dzero.estimate.transfers import moves_of
 from dzero.overrides import composed
 from dzero.plan.auto import choose
 from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
-from dzero.plan.plan_run import layout_of, planned
+from dzero.plan.plan_run import forecast_run, layout_of
 from dzero.plan.preflight import needed
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -56,7 +56,7 @@ def test_the_peak_and_what_tokens_move_are_predicted(pool: Pool, line: str) -> N
     assert run.mesh.ranks is not None
     assert run.hardware is not None
     told = pool.run(measured, run.mesh.ranks, run, timeout_s=300)
-    moved, memory = planned(run, run.hardware).moved, needed(run)
+    moved, memory = forecast_run(run, run.hardware).moved, needed(run)
     predicted = memory.peak.total_bytes + memory.staging
     for peak, routed in told:
         assert (moved.calls.get("ep", 0), moved.axes.get("ep", 0)) == (routed.calls, routed.sent_bytes)
@@ -67,7 +67,7 @@ def test_the_peak_and_what_tokens_move_are_predicted(pool: Pool, line: str) -> N
 def test_a_plan_has_a_lane_for_tokens_that_move() -> None:
     run = settled("mesh.dp=16", "mesh.ep=4", "hardware=h100_80g")
     assert run.hardware is not None
-    forecast = planned(run, run.hardware)
+    forecast = forecast_run(run, run.hardware)
     timeline = forecast.timeline()
     assert timeline is not None
     assert timeline.busy_s()["ep"] == pytest.approx(forecast.pace.seconds["ep"])
@@ -90,7 +90,7 @@ def test_experts_are_reduced_over_the_link_between_those_that_have_the_same() ->
     """16 ranks of two nodes, 8 of which share experts: the two that have the same are of different nodes."""
     run = settled("mesh.dp=16", "mesh.ep=8", "model.experts=8", "hardware=h100_80g", "zero.stage=2")
     assert run.hardware is not None
-    forecast = planned(run, run.hardware)
+    forecast = forecast_run(run, run.hardware)
     own, beside = forecast.layout, forecast.costs.beside
     assert link_of(own, run.hardware, "shard", beside).rate == run.hardware.link(16, world=16)
     assert link_of(own, run.hardware, of_experts("shard"), beside).rate == run.hardware.link(2, stride=8, world=16)

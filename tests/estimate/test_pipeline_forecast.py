@@ -14,7 +14,7 @@ from dzero.estimate.measure_hardware import unmeasured
 from dzero.mesh_config import MeshConfig
 from dzero.models.config import ModelConfig
 from dzero.parallel.config import BlockConfig
-from dzero.plan.plan_run import planned
+from dzero.plan.plan_run import forecast_run
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 
 MODEL = {"hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 128, "tied": True}
@@ -45,7 +45,7 @@ def test_the_fullest_part_is_planned_and_its_moves_are_exact(
     settings = [f"mesh.pp_schedule={schedule}", f"zero.stage={stage}", f"block.activation_checkpoint={recompute}"]
     settings += ["mesh.pp=2", "mesh.dp=2", f"train.accumulate={microbatches}", "train.sequence_tokens=64"]
     config = settled(tmp_path, *sizes, *settings, "model.vocab_size=256", "train.microbatch_sequences=2")
-    found = planned(config, unmeasured(4, "cpu"))
+    found = forecast_run(config, unmeasured(4, "cpu"))
     fullest = max(parts, key=lambda part: part.peak.total)
     assert found.peak_bytes == pytest.approx(fullest.peak.total, rel=0.1)
     for axis in ("shard", "pp"):
@@ -57,4 +57,4 @@ def test_the_fullest_part_is_planned_and_its_moves_are_exact(
 def test_what_several_parts_of_a_rank_hold_is_not_foreseen(tmp_path: Path) -> None:
     config = settled(tmp_path, "mesh.pp=2", "mesh.pp_schedule=interleaved", "train.accumulate=2", "model.layers=4")
     with pytest.raises(RunError, match=r"what mesh.pp_schedule=interleaved holds at once is not foreseen; .*1f1b"):
-        planned(config, unmeasured(2, "cpu"))
+        forecast_run(config, unmeasured(2, "cpu"))

@@ -25,7 +25,7 @@ from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.hardware import format_bytes
 from dzero.overrides import composed
-from dzero.plan.auto import candidates_of, choose, default_of, pinned, subject_of, with_settings
+from dzero.plan.auto import candidates_of, choose, default_of, given_settings, subject_of, with_settings
 from dzero.plan.search_tables import nothing_fits, ranking_tables, words
 from dzero.utils.terminal import plain
 from dzero.zero.offload_config import KINDS, DiskConfig
@@ -82,7 +82,7 @@ def searched() -> tuple[RunConfig, list[Candidate], Callable[[HardwareConfig], S
     config, anywhere = replace(run_of(*FREE), auto=False), node(64)
     subject = subject_of(config, anywhere)
     costs = cache(subject.costs)
-    candidates = candidates_of(config, pinned(config, [*SMALL, *FREE]), anywhere)
+    candidates = candidates_of(config, given_settings(config, [*SMALL, *FREE]), anywhere)
     return config, candidates, lambda hardware: replace(subject, costs=costs, hardware=hardware)
 
 
@@ -231,7 +231,7 @@ def test_what_is_given_stays_and_the_step_keeps_its_sequences(
     searched: Searched, given: list[str], device_mib: int
 ) -> None:
     config, hardware = replace(run_of(*given), auto=False), node(device_mib)
-    fixed = pinned(config, given)
+    fixed = given_settings(config, given)
     candidates = candidates_of(config, fixed, hardware)
     asked = [line.partition("=") for line in given if line not in FREE]
     for candidate in candidates:

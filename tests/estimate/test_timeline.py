@@ -14,7 +14,7 @@ from dzero.estimate.forecast import Forecast
 from dzero.estimate.step_time import COMPUTE, DISK, HOST_LINK, UPDATE
 from dzero.estimate.timeline import BACK, OUT, Bar, Timeline
 from dzero.overrides import composed
-from dzero.plan.plan_run import planned
+from dzero.plan.plan_run import forecast_run
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=3", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
@@ -41,7 +41,7 @@ RUNS = [
 def foreseen(run: str, hardware: str = "h100_80g") -> tuple[Forecast, Timeline]:
     config = composed([*SMALL, *run.split(), "mesh.dp=4", f"hardware={hardware}"], CONF)
     assert config.hardware is not None
-    forecast = planned(config, replace(config.hardware, devices_per_node=4))
+    forecast = forecast_run(config, replace(config.hardware, devices_per_node=4))
     timeline = forecast.timeline()
     assert timeline is not None
     return forecast, timeline

@@ -17,7 +17,7 @@ from dzero.estimate.fake_group import fake_group
 from dzero.mesh import make_mesh
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
-from dzero.parallel.pipeline.split import cut_parts
+from dzero.parallel.pipeline.split import split_pipeline
 from dzero.parallel.tensor.parallelize import parallelize
 from dzero.parallel.tensor.plans import plan_for
 from dzero.plan.run_layout import workers_of
@@ -124,7 +124,7 @@ def test_a_part_costs_what_a_token_uses_of_its_experts() -> None:
     )
     with torch.device("meta"):
         model = MoE(shape)
-    assert [part.blocks for part in cut_parts(model, 0, 2).own] == [3]
+    assert [part.blocks for part in split_pipeline(model, 0, 2).own] == [3]
 
 
 def test_a_mixture_is_cut_by_tp_once_its_experts_are_shared() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from dzero.models.llama import Llama
 from dzero.parallel.divisibility import check_microbatches
-from dzero.parallel.pipeline.split import PipelinePlan, balanced, cut_parts
+from dzero.parallel.pipeline.split import PipelinePlan, balanced, split_pipeline
 
 FP32 = 1e-5
 """Relative: of losses and norms of every step, and of the length of each parameter at the end. Sums are cut elsewhere;
@@ -142,7 +142,7 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
     found: dict[str, list[int]] = {}
     for rank in range(2):
         model = model_of(Piped(stage=0, tied=True))
-        parts = cut_parts(model, rank, 2, parts_of_a_rank=2)
+        parts = split_pipeline(model, rank, 2, parts_of_a_rank=2)
         for name, param in model.named_parameters():
             assert param.shape == whole[parts.aliases.get(name, name)].shape
             found.setdefault(parts.aliases.get(name, name), []).append(rank)
@@ -155,13 +155,15 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"8 parts of a model of 4 blocks; take at most 2 ranks"):
-        cut_parts(model_of(Piped(stage=0)), 0, 4, parts_of_a_rank=2)
+        split_pipeline(model_of(Piped(stage=0)), 0, 4, parts_of_a_rank=2)
     with pytest.raises(ValueError, match=r"no parts are known for Linear, only for \['Llama'"):
-        cut_parts(nn.Linear(2, 2), 0, 2)
+        split_pipeline(nn.Linear(2, 2), 0, 2)
     with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):
-        cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
+        split_pipeline(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
     with pytest.raises(ValueError, match=r"the plan names \['embd'\], which Llama has not as modules"):
-        cut_parts(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embd",), ("norm", "head"), SHAPE.hidden_size))
+        split_pipeline(
+            model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embd",), ("norm", "head"), SHAPE.hidden_size)
+        )
     frozen = model_of(Piped(stage=0))
     frozen.layers[2:].requires_grad_(False)
     for name in ("norm", "head"):
@@ -169,12 +171,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"every parameter of part 1 of 2 is frozen \(\['layers.2', 'layers.3', 'norm',"
     ):
-        cut_parts(frozen, 0, 2)
+        split_pipeline(frozen, 0, 2)
     with torch.device("meta"):
         model = Llama(SHAPE)
         model.layers[2].ffn.up.weight = model.layers[0].ffn.up.weight
     with pytest.raises(ValueError, match=r"only the first part and the last may share .*layers.0.ffn.up.weight"):
-        cut_parts(model, 0, 4)
+        split_pipeline(model, 0, 4)
     with pytest.raises(ValueError, match=r"mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microb.* at least 4"):
         check_microbatches("1f1b", 3, 4)
     with pytest.raises(ValueError, match=r"take a multiple of 2"):

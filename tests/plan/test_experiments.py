@@ -8,7 +8,7 @@ import pytest
 
 from dzero.estimate.forecast import DEVICE
 from dzero.overrides import composed
-from dzero.plan.plan_run import explained, planned
+from dzero.plan.plan_run import explain_run, forecast_run
 
 CONF = Path(__file__).parents[2] / "conf"
 EXAMPLES = {  # ranks; the axes along which bytes move
@@ -28,7 +28,7 @@ def test_it_fits_its_nodes(name: str) -> None:
     settings = [f"experiment={name}", "hardware=h100_80g"]
     config = composed(settings, CONF)
     assert config.hardware is not None
-    found = planned(config, config.hardware)
+    found = forecast_run(config, config.hardware)
     ranks, axes = EXAMPLES[name]
     assert (found.layout.world, set(found.moved.axes)) == (ranks, axes)
     assert found.fits
@@ -42,7 +42,7 @@ def test_it_fits_its_nodes(name: str) -> None:
 
 def test_a_setting_of_one_is_told_with_its_file() -> None:
     settings = ["experiment=gpus_512", "train.accumulate=2"]
-    tables, _ = explained(composed(settings, CONF), settings, CONF)
+    tables, _ = explain_run(composed(settings, CONF), settings, CONF)
     found = {key: (value, source) for key, value, source in tables[0].rows}
     assert found["mesh.tp"] == ("8", "conf/experiment/gpus_512.yaml")
     assert found["train.accumulate"] == ("2", "the command line")

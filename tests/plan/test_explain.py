@@ -16,8 +16,8 @@ from dzero.hardware import format_bytes
 from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.overrides import composed
 from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
-from dzero.plan.plan_run import explained, layout_of, tell_plan
-from dzero.plan.provenance import auto_values, sources
+from dzero.plan.plan_run import explain_run, layout_of, log_plan
+from dzero.plan.provenance import auto_values, settings_table
 from dzero.zero.cost_model import expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -68,7 +68,7 @@ def test_those_of_experts_that_ranks_share_do_so_too(settings: str) -> None:
 
 def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> None:
     settings = ["model=tiny_moe", "mesh.dp=2", "mesh.ep=2", "train.microbatch_sequences=1", "train.sequence_tokens=64"]
-    tables, _ = explained(composed(settings, CONF), settings, CONF)
+    tables, _ = explain_run(composed(settings, CONF), settings, CONF)
     told = {row[2]: row[3:] for row in tables[-1].rows}
     assert tables[-1].title.startswith("what tokens move to experts, all chosen alike,")
     assert told["int64"] == ("4", format_bytes(4 * 4 * 8)), "counts of 4 experts for the other rank, in 4 layers"
@@ -82,7 +82,7 @@ def test_what_tokens_move_to_experts_is_told_for_choices_that_are_alike() -> Non
 def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, sends: int, blocks: str) -> None:
     """Of 4 blocks in 2 parts, or in 4 of which it has the first and the third: each sends on, and back what it got."""
     settings = ["mesh.dp=2", "mesh.pp=2", f"mesh.pp_schedule={schedule}", "train.accumulate=2", "zero.stage=2"]
-    told, _ = explained(composed([*SEQUENCE, *settings], CONF), settings, CONF)
+    told, _ = explain_run(composed([*SEQUENCE, *settings], CONF), settings, CONF)
     assert "the first rank of the pipeline" in told[-1].title
     rows = {row[0]: row[1:] for row in told[-1].rows}
     hidden, tied = 2 * 64 * 192 * 2, 256 * 192 // 2 * 4
@@ -95,7 +95,7 @@ def test_what_a_pipeline_passes_on_is_told_of_its_first_rank(schedule: str, send
 @pytest.mark.parametrize("mesh", ["mesh.cp=2", "mesh.tp=2"])
 def test_a_run_whose_ranks_share_is_told_how_to_get_its_plan(mesh: str) -> None:
     config = composed([*SEQUENCE, mesh, "mesh.dp=1"], CONF)
-    peak, lacks = tell_plan(cast(TensorBoardSink, None), 1, config, 2, "cpu", 256)
+    peak, lacks = log_plan(cast(TensorBoardSink, None), 1, config, 2, "cpu", 256)
     assert peak is None
     assert lacks is not None
     assert "python -m dzero plan, with the same settings" in lacks
@@ -126,7 +126,7 @@ def test_blocks_of_one_size_are_told_in_one_line() -> None:
 
 def test_a_large_embedding_and_a_large_head_are_told_as_units() -> None:
     settings = ["model=llama_8b", "mesh.dp=8", "zero.stage=3"]
-    told, _ = explained(composed(settings, CONF), settings, CONF)
+    told, _ = explain_run(composed(settings, CONF), settings, CONF)
     units = next(each for each in told if each.title.startswith("units"))
     assert [row[0] for row in units.rows] == ["embedding", "layers.0 … layers.31", "head", "root"]
     step = next(each for each in told if each.title.startswith("collectives"))
@@ -148,7 +148,7 @@ def test_a_large_embedding_and_a_large_head_are_told_as_units() -> None:
 def test_every_setting_says_where_it_was_made() -> None:
     settings = ["model=llama_8b", "offload=host", "precision=bf16_remainder", "train.accumulate=2", "zero.stage=2"]
     config = composed(settings, CONF)
-    found = {row[0]: row[1:] for row in sources(config, settings, CONF).rows}
+    found = {row[0]: row[1:] for row in settings_table(config, settings, CONF).rows}
     assert found["model.layers"] == ("32", "conf/model/llama_8b.yaml")
     assert found["offload.master"] == ("host", "conf/offload/host.yaml")
     assert found["precision.master"] == ("remainder", "conf/precision/bf16_remainder.yaml")

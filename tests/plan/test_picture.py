@@ -24,7 +24,7 @@ from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.overrides import composed
 from dzero.plan.picture import draw, pixels
 from dzero.plan.picture_timeline import _Axis, _joined
-from dzero.plan.plan_run import onto_board, planned, planned_under_way, tell_plan
+from dzero.plan.plan_run import forecast_run, forecast_running, log_plan, onto_board
 
 CONF = Path(__file__).parent.parent.parent / "conf"
 SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_size=128", "model.vocab_size=256"]
@@ -37,7 +37,7 @@ def settled(*settings: str) -> RunConfig:
 def foreseen(settings: str) -> Forecast:
     config = settled("mesh.dp=4", *settings.split())
     assert config.hardware is not None
-    return planned(config, config.hardware)
+    return forecast_run(config, config.hardware)
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -124,7 +124,7 @@ def test_without_matplotlib_the_board_has_the_tables_and_one_line_says_why(
 
 
 def test_a_machine_that_was_never_measured_has_its_memory_drawn() -> None:
-    forecast = planned(settled("mesh.dp=2"), unmeasured(2, "cpu"))
+    forecast = forecast_run(settled("mesh.dp=2"), unmeasured(2, "cpu"))
     assert forecast.timeline() is None
     capacity = forecast.tiers["device"].capacity_bytes
     assert capacity is not None
@@ -135,13 +135,13 @@ def test_a_machine_that_was_never_measured_has_its_memory_drawn() -> None:
 def test_a_run_under_way_is_planned_without_touching_its_random_numbers() -> None:
     config = settled("block.activation_checkpoint=full", "block.compile=true")
     before = torch.get_rng_state()
-    forecast = planned_under_way(config, 2, "cpu", 256)
+    forecast = forecast_running(config, 2, "cpu", 256)
     assert forecast.layout.ranks == 2
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_plan_that_fails_is_told_in_a_line_and_raises_nothing(tmp_path: Path) -> None:
-    told = tell_plan(TensorBoardSink(tmp_path), 1, settled("train.global_sequences=8"), 3, "cpu", 256)
+    told = log_plan(TensorBoardSink(tmp_path), 1, settled("train.global_sequences=8"), 3, "cpu", 256)
     assert told == (None, ANY)
     assert str(told[1]).startswith("TensorBoard has no plan of this run: ValueError: train.global_sequences=8")
 

@@ -12,7 +12,7 @@ from dzero.errors import RunError
 from dzero.estimate.forecast import Forecast
 from dzero.overrides import composed
 from dzero.plan.picture import draw
-from dzero.plan.plan_run import planned
+from dzero.plan.plan_run import forecast_run
 from dzero.plan.run_layout import check_ranks
 from dzero.plan.tables import tables
 from dzero.utils.terminal import plain
@@ -24,7 +24,7 @@ SMALL = ["model.hidden_size=64", "model.layers=2", "model.heads=2", "model.ffn_s
 def forecast_of(*settings: str) -> Forecast:
     config = composed([*SMALL, *settings], CONF)
     assert config.hardware is not None
-    return planned(config, config.hardware)
+    return forecast_run(config, config.hardware)
 
 
 def test_a_run_that_fits_says_so_and_one_that_does_not_says_by_how_much() -> None:
@@ -49,7 +49,7 @@ def test_host_slots_of_8_billion_parameters_on_disk_have_one_turn_of_the_size_of
     Of an element 2 bytes of parameter, gradient and new parameter, 4 of master and 8 of moments."""
     config = composed(["model=llama_8b", "offload=infinity", "zero.stage=3", "mesh.dp=1", "hardware=h100_80g"], CONF)
     assert config.hardware is not None
-    found = planned(config, config.hardware).tiers["host"].total_bytes
+    found = forecast_run(config, config.hardware).tiers["host"].total_bytes
     by_hand = (2 + 2 + 2 + 4 + 8) * (128_256 * 4096 + 2 * 218_112_000)
     assert by_hand <= found < 1.01 * by_hand
 

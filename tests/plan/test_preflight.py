@@ -17,7 +17,7 @@ from dzero.estimate.forecast import tiers_of
 from dzero.hardware import format_bytes
 from dzero.overrides import composed
 from dzero.plan import preflight
-from dzero.plan.preflight import check_memory, needed, settled, suggestions, this_machine
+from dzero.plan.preflight import check_memory, needed, resolve_run, suggestions, this_machine
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -97,7 +97,7 @@ def test_what_no_setting_could_make_fit_is_told(host: object) -> None:
 def test_it_can_be_switched_off(host: object) -> None:
     host(MIB // 8)  # type: ignore[operator]
     config = run_of("launch.check_memory=false")
-    assert settled(config, []) == config
+    assert resolve_run(config, []) == config
 
 
 def test_a_model_that_cannot_be_foreseen_is_told_and_runs(
@@ -117,10 +117,10 @@ def test_under_torchrun_one_rank_of_a_node_tells(host: object, monkeypatch: pyte
     for key, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit):
-        settled(run_of(), [])
+        resolve_run(run_of(), [])
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(RunError, match="cannot fit"):
-        settled(run_of(), [])
+        resolve_run(run_of(), [])
 
 
 def test_a_model_of_transformers_is_checked_too() -> None:

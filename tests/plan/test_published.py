@@ -10,7 +10,7 @@ from in_process import dzero
 
 from dzero.estimate.forecast import Forecast
 from dzero.overrides import composed
-from dzero.plan.plan_run import planned
+from dzero.plan.plan_run import forecast_run
 
 CONF = Path(__file__).parents[2] / "conf"
 SEQUENCE = ["zero.stage=3", "train.sequence_tokens=8192", "train.microbatch_sequences=1"]
@@ -20,7 +20,7 @@ SEVENTY = ["model=llama_70b", "mesh.dp=64", "block.activation_checkpoint=full"]
 def foreseen(*settings: str) -> Forecast:
     config = composed([*SEQUENCE, *settings], CONF)
     assert config.hardware is not None
-    return planned(config, config.hardware)
+    return forecast_run(config, config.hardware)
 
 
 @pytest.mark.parametrize(

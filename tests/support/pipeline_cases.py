@@ -30,7 +30,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
-from dzero.parallel.pipeline.split import PipelinePlan, cut_parts
+from dzero.parallel.pipeline.split import PipelinePlan, split_pipeline
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.offload_config import DiskConfig
 
@@ -84,7 +84,7 @@ def build(run: Piped) -> Made:
     mesh = make_mesh("cpu", replicate=replicas, tp=run.tp, pp=run.pp)
     tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
     axis = mesh["pp"] if run.pp > 1 else None
-    parts = cut_parts(model, axis.get_local_rank(), run.pp, parts_of_a_rank=run.parts) if axis else None
+    parts = split_pipeline(model, axis.get_local_rank(), run.pp, parts_of_a_rank=run.parts) if axis else None
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     disk = DiskConfig(paths=[gettempdir()], block_bytes=8192) if run.offload == "disk" else DiskConfig()
     sharded = shard(
@@ -235,7 +235,7 @@ def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
     parts = None
     if ranks > 1:
         plan = PipelinePlan(first=("enter",), last=("leave",), width=16)
-        parts = cut_parts(model, mesh["pp"].get_local_rank(), ranks, plan=plan)
+        parts = split_pipeline(model, mesh["pp"].get_local_rank(), ranks, plan=plan)
     precision = PrecisionConfig(param="fp32")
     sharded = shard(model, ZeroConfig(stage=1), mesh=mesh, microbatches=2, parts=parts, precision=precision)
     optim, pipeline = AdamW(sharded, lr=1e-2), None

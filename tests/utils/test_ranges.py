@@ -15,7 +15,7 @@ from dzero import config, overrides
 from dzero.config import CONF, RunConfig
 from dzero.errors import RunError
 from dzero.models.build import build, count
-from dzero.plan.preflight import settled
+from dzero.plan.preflight import resolve_run
 from dzero.plan.run_layout import check_all_here
 from dzero.utils.ranges import divisors, whole
 
@@ -132,7 +132,7 @@ def test_sizes_that_no_memory_holds_are_refused_before_a_model_is_laid_out(setti
     (run,) = overrides.check([*settings.split(), "train.sequence_tokens=100000"], CONF)
     began_s = time.process_time()
     with pytest.raises(RunError, match=told):
-        settled(run, [])
+        resolve_run(run, [])
     assert time.process_time() - began_s < SLOW_S
 
 

@@ -53,7 +53,7 @@ class ModelStage:
 
 @dataclass(frozen=True)
 class ModelStages:
-    """What `cut_parts` left of a model on a rank of the pipeline.
+    """What `split_pipeline` left of a model on a rank of the pipeline.
 
     `own`: its parts, in order, of `count`. `names`: parameters of the whole model, each once. `aliases`: of a tied
     parameter that another part has first, its name there by its name here. `shared`: tied parameters that this rank
@@ -98,7 +98,7 @@ class ModelStages:
             module.to("meta")
 
 
-def cut_parts(
+def split_pipeline(
     model: nn.Module,
     rank: int,
     ranks: int,
@@ -255,7 +255,8 @@ def plan_for(model: nn.Module) -> PipelinePlan:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is model or _has_blocks(module))
     raise ValueError(
         f"mesh.pp: no parts are known for {' around '.join(kinds)}, only for {sorted(PLANS)}; take mesh.pp=1, or in a "
-        "loop of your own give cut_parts() a PipelinePlan, the modules before its blocks and after them by their names"
+        "loop of your own give split_pipeline() a PipelinePlan, the modules before its blocks and after them by their "
+        "names"
     )
 
 
