@@ -65,12 +65,12 @@ class Made:
         self.recorder.begin_step()
         with self.assembled.counted() if number == 0 else nullcontext():
             loss = self._backward(self.steps[number])
-        shared = self.recorder.share(loss, stop=False)
+        read_shared = self.recorder.share(loss, stop=False)
         self.recorder.before_update()
         self.optim.step()
         assert self.optim.last_decision is not None
         self.assembled.balance.step(made=self.optim.last_decision.finite)
-        return self.recorder.end_step(number + 1, shared.loss)
+        return self.recorder.end_step(number + 1, read_shared().loss)
 
     def _backward(self, microbatches: list[Tensor]) -> Tensor:
         made, total = self.assembled, torch.zeros(())
