@@ -123,7 +123,7 @@ def llama_step(
     kind = device.torch.type
     apply_blocks(model, BlockConfig(activation_checkpoint=options.checkpoint, compile=compiled), kind)
     fill = materialiser(config, model, seed=0, device=device.torch)
-    sharded = shard(model, ZeroConfig(stage=stage), mesh=make_mesh(kind), materialise=fill)
+    sharded = shard(model, ZeroConfig(stage=stage), mesh=make_mesh(kind), init=fill)
     optimizer = AdamW(sharded, lr=1e-4)
     generator = torch.Generator(device=device.torch).manual_seed(0)
     shape = (options.samples, options.tokens + 1)

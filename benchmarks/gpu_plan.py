@@ -149,7 +149,7 @@ def sharded_for(cell: Cell, device: torch.device) -> Sharded:
         precision=cell.precision,
         offload=cell.offload,
         mesh=make_mesh(device.type),
-        materialise=materialiser(cell.model, model, seed=0, device=device),
+        init=materialiser(cell.model, model, seed=0, device=device),
     )
 
 

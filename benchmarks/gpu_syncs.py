@@ -66,7 +66,7 @@ def step_of(
         precision=PrecisionConfig(param=precision),
         offload=OffloadConfig(**offload) if offload else None,
         mesh=make_mesh(kind),
-        materialise=materialiser(TINY, model, seed=0, device=device.torch),
+        init=materialiser(TINY, model, seed=0, device=device.torch),
     )
     optim = AdamW(sharded, lr=1e-3, max_norm=1.0)
     batch = torch.arange(66, device=device.torch).remainder(256).view(2, 33)

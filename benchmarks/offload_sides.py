@@ -123,7 +123,7 @@ def dzero_side(setting: Setting, **offload: Any) -> Side:
     if "disk" in offload.values():
         offload["disk"] = setting.disk
     where = OffloadConfig(**offload) if offload else None
-    sharded = shard(model, zero, offload=where, mesh=make_mesh(setting.device.type), materialise=fill)
+    sharded = shard(model, zero, offload=where, mesh=make_mesh(setting.device.type), init=fill)
     return Side(setting, sharded.model, AdamW(sharded, **ADAM, max_norm=setting.max_norm))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,33 +12,25 @@ from sides import ADAM
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero import AdamW, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, parallelize_experts, shard
+from dzero import AdamW, ParallelConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, shard
 from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages, split_pipeline
-from dzero.zero.sequences import parallelize_context
+from dzero.parallel.pipeline.split import ModelStages
 
 
 def build(model: nn.Module, stage: int, cut: Factoring, samples: int) -> Step:
     """See parallel_sides."""
     mesh = make_mesh("cpu", tp=cut.tp, pp=cut.pp)
-    losses: Any = parallelize(model, mesh["tp"]).loss if cut.tp > 1 else nullcontext
-    experts = parallelize_experts(model, mesh, cut.ep) if cut.ep > 1 else None
-    parts = split_pipeline(model, mesh["pp"].get_local_rank(), cut.pp) if cut.pp > 1 else None
+    own = parallelize(model, mesh, ParallelConfig(ep=cut.ep, cp=cut.cp))
+    losses, parts = own.loss, own.stages
     sharded = shard(
-        model,
+        own,
         ZeroConfig(stage=stage),
         precision=PrecisionConfig(grad="bf16"),  # as by hand; by itself it adds microbatches in fp32
-        mesh=mesh,
         microbatches=samples if cut.pp > 1 else 1,
-        parts=parts,
-        experts=experts,
     )
-    optim = AdamW(sharded, **ADAM)
-    context = None
-    if cut.cp > 1:
-        context = parallelize_context(sharded, mesh, cut.cp)
+    optim, context = AdamW(sharded, **ADAM), sharded.context
     if parts is not None:
         parts.forget()
         group = mesh.get_group("pp")

@@ -1,50 +1,126 @@
-"""dzero: the ZeRO family as DTensor placements. See README.md for the five lines a training loop needs.
+"""ZeRO stages 0 to 3 with offload, as DTensor placements on PyTorch's FSDP2.
 
-Names are imported when they are first used: the command line reads its settings without torch.
+    sharded = dzero.shard(model, stage=3, offload="host")      # any nn.Module, in place, over all ranks
+    optim = dzero.AdamW(sharded, lr=3e-4, max_norm=1.0)
+    for batch in batches:
+        loss_of(sharded.model, batch).backward()
+        optim.step()
+
+Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConfig`, `DiskConfig`, `ModelInit`
+Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
+               `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
+Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
+Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`
+Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
+
+Everything here is stable: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name, with a
+warning, for one minor release. Everything else in the package may change at any time. Names are imported when they are
+first used, so that the command line reads its settings without torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dzero.mesh import make_mesh
+    from dzero.checkpoint.checkpointer import Checkpointer
+    from dzero.checkpoint.config import CheckpointConfig
+    from dzero.checkpoint.dcp import DcpReader
+    from dzero.checkpoint.errors import CheckpointError
+    from dzero.errors import RunError
+    from dzero.mesh import make_mesh, take_mesh
+    from dzero.models.published import describe
+    from dzero.offload.executor import OffloadError
     from dzero.optim.adamw import AdamW
-    from dzero.parallel.expert.dispatch import parallelize_experts
-    from dzero.parallel.tensor.parallelize import parallelize
+    from dzero.optim.config import MuonConfig
+    from dzero.optim.loss_scaler import ScalerConfig
+    from dzero.optim.muon import Muon
+    from dzero.optim.torch_optimizer import TorchOptimizer
+    from dzero.parallel.expert.bias import BiasUpdate
+    from dzero.parallel.parallelize import ParallelConfig, ParallelModel, parallelize
+    from dzero.parallel.pipeline.run import Pipeline
+    from dzero.parallel.pipeline.schedule import HiddenStates
+    from dzero.parallel.pipeline.split import PipelinePlan
+    from dzero.parallel.tiling.loss import tile_loss
+    from dzero.parallel.tiling.tile import tile
+    from dzero.utils.scratch_paths import DiskError
     from dzero.zero.config import PrecisionConfig, ZeroConfig
-    from dzero.zero.offload_config import OffloadConfig
-    from dzero.zero.shard import Sharded, shard
+    from dzero.zero.offload_config import DiskConfig, OffloadConfig
+    from dzero.zero.shard import ModelInit, Sharded, shard
 
 __version__ = "0.1.0"
+_MODULES = {
+    "AdamW": "dzero.optim.adamw",
+    "BiasUpdate": "dzero.parallel.expert.bias",
+    "CheckpointConfig": "dzero.checkpoint.config",
+    "CheckpointError": "dzero.checkpoint.errors",
+    "Checkpointer": "dzero.checkpoint.checkpointer",
+    "DcpReader": "dzero.checkpoint.dcp",
+    "DiskConfig": "dzero.zero.offload_config",
+    "DiskError": "dzero.utils.scratch_paths",
+    "HiddenStates": "dzero.parallel.pipeline.schedule",
+    "ModelInit": "dzero.zero.shard",
+    "Muon": "dzero.optim.muon",
+    "MuonConfig": "dzero.optim.config",
+    "OffloadConfig": "dzero.zero.offload_config",
+    "OffloadError": "dzero.offload.executor",
+    "ParallelConfig": "dzero.parallel.parallelize",
+    "ParallelModel": "dzero.parallel.parallelize",
+    "Pipeline": "dzero.parallel.pipeline.run",
+    "PipelinePlan": "dzero.parallel.pipeline.split",
+    "PrecisionConfig": "dzero.zero.config",
+    "RunError": "dzero.errors",
+    "ScalerConfig": "dzero.optim.loss_scaler",
+    "Sharded": "dzero.zero.shard",
+    "TorchOptimizer": "dzero.optim.torch_optimizer",
+    "ZeroConfig": "dzero.zero.config",
+    "describe": "dzero.models.published",
+    "make_mesh": "dzero.mesh",
+    "parallelize": "dzero.parallel.parallelize",
+    "shard": "dzero.zero.shard",
+    "take_mesh": "dzero.mesh",
+    "tile": "dzero.parallel.tiling.tile",
+    "tile_loss": "dzero.parallel.tiling.loss",
+}
 __all__ = [
     "AdamW",
+    "BiasUpdate",
+    "CheckpointConfig",
+    "CheckpointError",
+    "Checkpointer",
+    "DcpReader",
+    "DiskConfig",
+    "DiskError",
+    "HiddenStates",
+    "ModelInit",
+    "Muon",
+    "MuonConfig",
     "OffloadConfig",
+    "OffloadError",
+    "ParallelConfig",
+    "ParallelModel",
+    "Pipeline",
+    "PipelinePlan",
     "PrecisionConfig",
+    "RunError",
+    "ScalerConfig",
     "Sharded",
+    "TorchOptimizer",
     "ZeroConfig",
+    "describe",
     "make_mesh",
     "parallelize",
-    "parallelize_experts",
     "shard",
+    "take_mesh",
+    "tile",
+    "tile_loss",
 ]
-_HOMES = {
-    "AdamW": "dzero.optim.adamw",
-    "OffloadConfig": "dzero.zero.offload_config",
-    "PrecisionConfig": "dzero.zero.config",
-    "Sharded": "dzero.zero.shard",
-    "ZeroConfig": "dzero.zero.config",
-    "make_mesh": "dzero.mesh",
-    "parallelize": "dzero.parallel.tensor.parallelize",
-    "parallelize_experts": "dzero.parallel.expert.dispatch",
-    "shard": "dzero.zero.shard",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module."""
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'dzero' has no attribute {name!r}; it has {__all__}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

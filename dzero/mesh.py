@@ -145,8 +145,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names or ()
     if tuple(each for each in names if each in AXES) != AXES:
         raise ValueError(
-            f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them; or say which they are, e.g. "
-            f"shard(..., axes={{'shard': {(names or ('dp',))[0]!r}}})"
+            f"mesh axes {names}: expected {AXES}, as dzero.make_mesh builds them; or say which they are: "
+            f"dzero.take_mesh(mesh, {{'shard': {(names or ('dp',))[0]!r}}})"
         )
     return mesh if names == AXES else mesh[AXES]
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.mesh import TENSOR
 from dzero.mesh_config import MeshConfig
 from dzero.models.build import build
 from dzero.models.config import ModelConfig
 from dzero.models.moe import with_added
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.expert.dispatch import ExpertParallel, parallelize_experts
+from dzero.parallel.parallelize import ParallelConfig, ParallelModel, parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, order_of
-from dzero.parallel.pipeline.split import ModelStages, split_pipeline
-from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
+from dzero.parallel.pipeline.split import ModelStages
+from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
@@ -85,17 +83,10 @@ class Scenario:
         apply_blocks(model, replace(self.block, compile=False), "cpu")
         return model
 
-    def share(self, model: nn.Module, mesh: DeviceMesh) -> ExpertParallel | None:
-        """The experts of `model`, on meta, as the ranks of `mesh` share them; None where they do not."""
-        return parallelize_experts(model, mesh, self.mesh.ep) if self.mesh.ep > 1 else None
-
-    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> AbstractContextManager[None]:
-        """Cut `model`, on meta, as the ranks of `mesh` have it. What is returned is around its loss and backward."""
-        return parallelize(model, mesh[TENSOR]).loss() if self.mesh.tp > 1 else nullcontext()
-
-    def cut(self, model: nn.Module, part: int) -> ModelStages | None:
-        """Leave of `model` what the rank with that part of a pipeline has; None where there is one part."""
-        return split_pipeline(model, part, self.mesh.pp, tokens=self.tokens) if self.mesh.pp > 1 else None
+    def cut(self, model: nn.Module, mesh: DeviceMesh, part: int = 0) -> ParallelModel:
+        """Cut `model`, on meta, as the ranks of `mesh` with that part of the pipeline have it."""
+        config = ParallelConfig(ep=self.mesh.ep, tokens=self.tokens)
+        return parallelize(model, mesh, config, pipeline=(part, self.mesh.pp))
 
     def order(self, part: int) -> list[tuple[str, int]]:
         """Of forwards and backwards, by microbatch."""

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dzero.comm import dtensor_traffic, expert_exchange
@@ -43,13 +42,13 @@ from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.offload.schedule import OffloadSchedule
 from dzero.optim.adamw import AdamW
-from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.schedule import expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.zero.config import is_exact
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
-from dzero.zero.shard import Sharded, shard
+from dzero.zero.shard import ModelInit, Sharded, shard
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 from simulator.extrapolate import SHORT, repeat
@@ -111,11 +110,9 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
 def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
     """Of the rank in this process."""
     model, layout = scenario.build(), scenario.layout()
-    experts = scenario.share(model, mesh)
-    scenario.parallelize(model, mesh)
-    parts = scenario.cut(model, part)
-    assert parts is not None
-    shapes = _shapes_of(scenario, model, experts, parts)
+    cut = scenario.cut(model, mesh, part)
+    assert cut.stages is not None
+    shapes, parts = _shapes_of(scenario, cut), cut.stages
     told = _told(layout, shapes, _observe(scenario, mesh, part), parts.shared)
     moved = expected_pipeline(parts, scenario.hidden(parts), microbatches=scenario.accumulate)
     return replace(told, traffic=told.traffic | moved)
@@ -152,19 +149,17 @@ def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
     working = scenario.layout().param.dtype
     for param in model.parameters():
         param.data = param.data.to(working)  # now, so that no fp32 values wait for the masters
-    experts = scenario.share(model, mesh)
-    cut_logits = scenario.parallelize(model, mesh)
-    parts = scenario.cut(model, part)
-    sharded = _sharded_on_meta(scenario, model, mesh, parts, experts)
-    cut = scenario.mesh.tp > 1
-    counted = CountDTensorTraffic(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if cut else nullcontext()
+    cut = scenario.cut(model, mesh, part)
+    sharded, parts = _sharded_on_meta(scenario, cut), cut.stages
+    counts = cut.tensor is not None
+    counted = CountDTensorTraffic(mesh.get_group(TENSOR), TENSOR, sharded.ledger) if counts else nullcontext()
     # The optimizer asks for real memory only where states are off the device, and here all of them are on it.
     with FakeTensorMode(allow_non_fake_inputs=True), _NoValues(), StorageMeter() as meter:  # type: ignore[no-untyped-call]
         sharded.model.to_empty(device="cpu")
         optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
         absent = Absent(BufferLayout(scenario.layout(), sharded.shapes), sharded, optim, meter)
         loss: Any = scenario.loss_of(sharded.model, parts)
-        with cut_logits, counted:
+        with cut.loss(), counted:
             return observe(sharded, optim, _passes(scenario, parts, loss) if parts else loss, meter, absent.left)
 
 
@@ -188,34 +183,25 @@ def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor 
     return Passes(scenario.order(parts.own[0].index), forward, backward)
 
 
-def _sharded_on_meta(
-    scenario: Scenario, model: nn.Module, mesh: DeviceMesh, parts: ModelStages | None, experts: ExpertParallel | None
-) -> Sharded:
+def _sharded_on_meta(scenario: Scenario, cut: ParallelModel) -> Sharded:
     """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
     return shard(
-        model,
+        cut,
         replace(scenario.zero, reduction="exact" if exact else "native"),
         precision=scenario.precision,
-        mesh=mesh,
         microbatches=scenario.accumulate,
-        device=META,
-        parts=parts,
-        experts=experts,
+        init=ModelInit(device=META),
     )
 
 
 def _shapes(scenario: Scenario, mesh: DeviceMesh) -> list[UnitShape]:
-    model = scenario.build()
-    experts = scenario.share(model, mesh)
-    scenario.parallelize(model, mesh)
-    return _shapes_of(scenario, model, experts)
+    return _shapes_of(scenario, scenario.cut(scenario.build(), mesh))
 
 
-def _shapes_of(
-    scenario: Scenario, model: nn.Module, experts: ExpertParallel | None, parts: ModelStages | None = None
-) -> list[UnitShape]:
-    units = find_units(model, scenario.zero.units, experts=None if experts is None else experts.modules)
+def _shapes_of(scenario: Scenario, cut: ParallelModel) -> list[UnitShape]:
+    model, parts = cut.model, cut.stages
+    units = find_units(model, scenario.zero.units, experts=None if cut.experts is None else cut.experts.modules)
     units.append((ROOT, [model]))
     return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dzero.hardware import dtype_name, format_bytes, format_count
+from dzero.hardware import format_bytes
 from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.utils.terminal import Table
-from dzero.zero.layout import Layout, TableRow
-from dzero.zero.offload_config import KINDS
+from dzero.zero.describe import kinds_table, units_table
+from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
 
@@ -109,46 +109,15 @@ def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:
 
 def tables(layout: Layout, units: Sequence[UnitShape]) -> list[Table]:
     """What every kind of state is, the units, a step's collectives, and its actions off the device."""
-    return [table for table in (_kinds(layout), _units(layout, units), _step(layout, units)) if table.rows]
+    return [
+        table for table in (kinds_table(layout, units), units_table(layout, units), _step(layout, units)) if table.rows
+    ]
 
 
 def actions(layout: Layout, units: Sequence[UnitShape]) -> list[str]:
     """Slots and actions off the device, in order; nothing where every state is on it."""
     schedule = schedule_of(BufferLayout(layout, units))
     return [*schedule.lines()] if schedule.slots else []
-
-
-def _kinds(layout: Layout) -> Table:
-    rows = []
-    for kind in KINDS:
-        row: TableRow = getattr(layout, kind)
-        cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
-        cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_copies else cut
-        own = kind == "master" and layout.param.dtype == layout.master.dtype
-        dtype = "the parameter itself" if own else dtype_name(row.dtype)
-        part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""
-        rows.append((kind, cut, dtype, f"{row.tier}{part}"))
-    title = f"stage {layout.stage} on {layout.replicate} (replicate) x {layout.shard} (shard) ranks"
-    title += f", of {layout.model_ranks} (tp) each" if layout.model_ranks > 1 else ""
-    return Table(title, ("kind of state", "cut", "dtype", "lives on"), tuple(rows), left=4)
-
-
-def _units(layout: Layout, units: Sequence[UnitShape]) -> Table:
-    """Neighbours of one size as one row."""
-    rows: list[tuple[str, str, int, int, int]] = []
-    for unit in units:
-        size = len(unit.params), sum(p.elems for p in unit.params), unit.shard_elems(layout.of_unit(unit).shard)
-        if rows and rows[-1][2:] == size:
-            first, _, *_ = rows[-1]
-            rows[-1] = (first, unit.name, *size)
-        else:
-            rows.append((unit.name, unit.name, *size))
-    told = tuple(
-        (first if first == last else f"{first} … {last}", str(count), format_count(elems), format_count(shard))
-        for first, last, count, elems, shard in rows
-    )
-    header = ("unit (gathered, reduced and moved together)", "parameters", "elements", "of which a rank's shard")
-    return Table("units, each of", header, told)
 
 
 def _step(layout: Layout, units: Sequence[UnitShape]) -> Table:

@@ -23,16 +23,16 @@ from dzero.estimate.fake_group import fake_group
 from dzero.estimate.in_flight import InFlight
 from dzero.estimate.microbatch_costs import MicrobatchCosts, costs_of
 from dzero.hardware import dtype_of
-from dzero.mesh import CONTEXT, EXPERT, TENSOR, make_mesh
+from dzero.mesh import CONTEXT, EXPERT, make_mesh
 from dzero.models.build import build
 from dzero.models.llama import Llama
 from dzero.models.moe import with_added
 from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context.parallelize import ContextParallel
-from dzero.parallel.expert.dispatch import parallelize_experts
+from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
-from dzero.parallel.pipeline.split import ModelStages, split_pipeline
-from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
+from dzero.parallel.pipeline.split import ModelStages
+from dzero.parallel.tensor.parallelize import cross_entropy
+from dzero.plan.run_layout import parallel_of
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
@@ -78,19 +78,14 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
         if mesh.sharing > 1:
             inside.enter_context(fake_group(mesh.sharing))
         with user_errors():
-            experts = parallelize_experts(model, make_mesh("cpu", tp=mesh.tp), mesh.ep) if mesh.ep > 1 else None
-            ledger = Ledger() if experts is None else experts.ledger
-            tensor = parallelize(model, make_mesh("cpu", tp=mesh.tp)[TENSOR]) if mesh.tp > 1 else None
+            of_ranks = make_mesh("cpu", tp=mesh.tp) if mesh.sharing > 1 else None
+            cut = parallelize(model, of_ranks, parallel_of(config), pipeline=(part, mesh.pp))
+            ledger = Ledger() if cut.experts is None else cut.experts.ledger
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
-                ContextParallel(model, group, ledger, attention=mesh.cp_attention, exact=True)
-            several, tokens = mesh.parts_of_a_rank, config.train.sequence_tokens
-            parts = (
-                split_pipeline(model, part, mesh.pp, parts_of_a_rank=several, tokens=tokens) if mesh.pp > 1 else None
-            )
-        if tensor is not None:
-            inside.enter_context(tensor.loss())
-        yield RankView(parts, ledger, {} if experts is None else experts.modules)
+                cut.cut_sequences(ledger, exact=True, group=group)
+        inside.enter_context(cut.loss())
+        yield RankView(cut.stages, ledger, {} if cut.experts is None else cut.experts.modules)
 
 
 def parts_of(config: RunConfig) -> Sequence[int]:

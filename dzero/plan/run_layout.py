@@ -17,6 +17,7 @@ from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
 from dzero.optim.build import check_layout, check_rule_name, check_uncut
 from dzero.parallel.divisibility import check_microbatches
+from dzero.parallel.parallelize import ParallelConfig
 from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
 
@@ -67,6 +68,18 @@ def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
         check_microbatches(config.mesh.pp_schedule, layout.microbatches, config.mesh.pp)
     check_layout(config.optim, layout)
     return layout
+
+
+def parallel_of(config: RunConfig) -> ParallelConfig:
+    """Return how a run cuts its model."""
+    mesh = config.mesh
+    return ParallelConfig(
+        ep=mesh.ep,
+        stages_per_rank=mesh.parts_of_a_rank,
+        tokens=config.train.sequence_tokens,
+        cp=mesh.cp,
+        cp_attention=mesh.cp_attention,
+    )
 
 
 def check_ranks(config: RunConfig, world: int) -> None:

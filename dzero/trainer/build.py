@@ -29,15 +29,15 @@ from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE, added_of, with_added
 from dzero.parallel.blocks import apply_blocks
-from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.bias import BiasUpdate
-from dzero.parallel.expert.dispatch import expected_experts, parallelize_experts
+from dzero.parallel.expert.dispatch import expected_experts
+from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages, split_pipeline
-from dzero.parallel.tensor.parallelize import cross_entropy, parallelize
+from dzero.parallel.pipeline.split import ModelStages
+from dzero.parallel.tensor.parallelize import cross_entropy
+from dzero.plan.run_layout import parallel_of
 from dzero.zero.init_params import Materialise
-from dzero.zero.sequences import parallelize_context
 from dzero.zero.shard import Sharded, shard
 
 
@@ -67,49 +67,29 @@ class BuiltModel:
         materialise: Materialise = MetaInitializer(
             model, seed=config.train.seed, device=device, weights=blank(model, weights)
         )
-        self.experts = parallelize_experts(model, self.mesh, mesh.ep) if mesh.ep > 1 else None
-        self._tensor = parallelize(model, self.mesh[TENSOR]) if mesh.tp > 1 else None
-        for cut in (self.experts, self._tensor):
-            materialise = materialise if cut is None else cut.filling(materialise)
-        parts = self._cut_layers(config, model) if mesh.pp > 1 else None
+        self._parallel = parallelize(model, self.mesh, parallel_of(config))
+        self.experts, parts = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
         block = config.block if compiles else replace(config.block, compile=False)
         apply_blocks(model, block, device.type)
         self.counts_tensor = mesh.tp > 1 and not block.compiles(device.type)
         self.sharded = shard(
-            model,
+            self._parallel,
             config.zero,
             precision=config.precision,
             offload=config.offload,
-            mesh=self.mesh,
             microbatches=self.microbatches,
-            materialise=materialise,
-            parts=parts,
-            experts=self.experts,
+            init=materialise,
         )
         groups = {axis: self.sharded.mesh.get_group(axis) for axis in AXES}
         groups |= {axis: group for axis, group in self.sharded.model_groups.items() if axis == TENSOR}
         self.balance = BiasUpdate(self.sharded.model, groups, self.sharded.ledger)
         if weights:
             fill(self.sharded, weights)
-        self._context = self._cut_sequences(config) if mesh.cp > 1 else None
+        self._context = self.sharded.context
         self._tiled = config.block.loss_tiles > 1
         self.hidden = None if parts is None else self._hidden(config, parts)
         self.pipeline = None if self.hidden is None else self._pipeline(config, self.sharded, self.hidden)
-
-    def _cut_layers(self, config: RunConfig, model: nn.Module) -> ModelStages:
-        axis = self.mesh[PIPELINE]
-        return split_pipeline(
-            model,
-            axis.get_local_rank(),
-            axis.size(),
-            parts_of_a_rank=config.mesh.parts_of_a_rank,
-            tokens=config.train.sequence_tokens,
-        )
-
-    def _cut_sequences(self, config: RunConfig) -> ContextParallel:
-        mesh = config.mesh
-        return parallelize_context(self.sharded, self.mesh, mesh.cp, attention=mesh.cp_attention)
 
     def _hidden(self, config: RunConfig, parts: ModelStages) -> HiddenStates:
         train, mesh = config.train, config.mesh
@@ -161,7 +141,7 @@ class BuiltModel:
 
     def losses(self) -> AbstractContextManager[None]:
         """Around `loss` and its backward: logits may be cut along the vocabulary."""
-        return nullcontext() if self._tensor is None else self._tensor.loss()
+        return self._parallel.loss()
 
     def counted(self) -> AbstractContextManager[object]:
         """Inside, the ledger counts what cut matrices exchange, if `counts_tensor`: into compiled blocks it cannot

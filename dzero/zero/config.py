@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
@@ -28,8 +30,9 @@ class ZeroConfig:
     reshard_after_forward: bool | int = True
     """Stage 3: true frees a unit after forward, but for head and root, with which backward begins; false keeps it, N
     reshards it over N ranks (hpZ)."""
-    units: list[str] | None = None
-    """Class names of modules that are sharded and gathered together. null: blocks, large embedding and head."""
+    units: Any = None
+    """Class names of modules that are sharded and gathered together, or in Python a predicate of modules. null: blocks,
+    large embedding and head."""
     reduction: str = "auto"
     """exact (fp32 sums in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
     states_over: str = "shard"
@@ -46,6 +49,9 @@ class ZeroConfig:
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if isinstance(self.units, str):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, e.g. [{self.units}]")
+        is_names = isinstance(self.units, Sequence) and all(isinstance(each, str) for each in self.units)
+        if self.units is not None and not is_names and not callable(self.units):
+            raise ValueError(f"zero.units={self.units!r}: a list of class names, or in Python a predicate of modules")
         is_exact(self.reduction, "cpu")  # raises for an unknown one
         if self.reshard_after_forward is not True and self.stage != 3:
             raise ValueError(
@@ -86,3 +92,12 @@ class PrecisionConfig:
             )
         if self.grad not in ("auto", "fp32", self.param):
             raise ValueError(f"precision.grad={self.grad}: choose auto, fp32 or precision.param's {self.param}")
+
+
+PRECISIONS = {
+    "fp32": PrecisionConfig(param="fp32"),
+    "bf16": PrecisionConfig(param="bf16"),
+    "bf16_remainder": PrecisionConfig(param="bf16", master="remainder"),
+    "fp16": PrecisionConfig(param="fp16"),
+}
+"""The files of conf/precision, by name."""

@@ -109,7 +109,7 @@ def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Mo
             return
         raise RuntimeError(
             f"{name} is called outside of the model's forward, where its parameters are shards: call it in the model's "
-            "forward, or make it a unit of its own (zero.units, or is_unit= of shard())"
+            "forward, or make it a unit of its own (zero.units)"
         )
 
 

@@ -158,3 +158,13 @@ class OffloadConfig:
     def fraction(self, kind: str) -> float:
         """Of the kind's elements that are on `tier(kind)`."""
         return float(getattr(self, f"{kind}_fraction"))
+
+
+OFFLOADS = {
+    "none": OffloadConfig(),
+    "host": OffloadConfig(grad="host", master="host", moments="host"),
+    "host_all": OffloadConfig(param="host", grad="host", master="host", moments="host"),
+    "disk": OffloadConfig(grad="host", master="disk", moments="disk"),
+    "infinity": OffloadConfig(param="disk", grad="disk", master="disk", moments="disk"),
+}
+"""The files of conf/offload, by name."""

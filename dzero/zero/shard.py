@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -32,19 +32,23 @@ from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, ExactReduction, NativeReduction
 from dzero.hardware import give_back_freed_memory
-from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups, take_mesh
+from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD, data_mesh, make_mesh, model_groups
+from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import fill_tiles, find_tiles
 from dzero.streams import Loans, exist
-from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
+from dzero.utils.terminal import plain
+from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.deferred_grads import collect, follow_root, has_failed, unsharded_params
+from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, refuse_outside_forward
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.init_params import Materialise, ParamInit
 from dzero.zero.layout import Layout
 from dzero.zero.microbatch_count import MicrobatchCount
-from dzero.zero.offload_config import OffloadConfig
+from dzero.zero.offload_config import OFFLOADS, OffloadConfig
 from dzero.zero.offloaded_param import HostStorage, TensorStorage, put_on_host
 from dzero.zero.offloaded_state_dicts import hook_state_dicts
 from dzero.zero.partial_scalars import watch_numbers
@@ -93,6 +97,7 @@ class Sharded:
         self.loans = loans
         self.model_groups, self.parts = model_groups, parts
         self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
+        self.context: ContextParallel | None = None
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._reductions = 0
@@ -202,6 +207,11 @@ class Sharded:
         """The units' unsharded shapes."""
         return [unit.shape for unit in self.units]
 
+    def __repr__(self) -> str:
+        of = f"{type(self.model).__name__.removeprefix('FSDP')}, {len(self.units)} units, on {self.mesh.device_type}"
+        tables = [kinds_table(self.layout, self.shapes), units_table(self.layout, self.shapes)]
+        return f"Sharded({of})\n{plain(tables)}"
+
     def named_params(self) -> dict[str, nn.Parameter]:
         """Every parameter once, by its first name in the model, in the order of the units."""
         return {name: param for unit in self.units for name, param in unit.params.items()}
@@ -216,69 +226,113 @@ def _zero_grad(
     zero_grad(set_to_none)
 
 
-def shard(
-    model: nn.Module,
-    zero: ZeroConfig,
-    *,
-    precision: PrecisionConfig | None = None,
-    offload: OffloadConfig | None = None,
-    mesh: DeviceMesh | None = None,
-    axes: Mapping[str, str] | None = None,
-    microbatches: int = 1,
-    materialise: Materialise | None = None,
-    is_unit: Callable[[nn.Module], bool] | None = None,
-    device: torch.device | None = None,
-    parts: ModelStages | None = None,
-    experts: ExpertParallel | None = None,
-) -> Sharded:
-    """Cut `model` in place over the data-parallel `mesh`, unit by unit.
+@dataclass(frozen=True, kw_only=True)
+class ModelInit:
+    """How a model gets its values, and where its shards are made.
 
-    model: on the mesh's device or the CPU, or on meta together with `materialise`, which is called on each unit just
-        before that unit is cut, so that at most one unit is ever whole. Without it rank 0's values are broadcast.
-    precision: defaults to bf16 parameters with fp32 masters. offload: to every state on the device.
-    mesh: from `make_mesh`; defaults to all ranks on the shard axis (stage 0: on the replicate axis). Parameters that
-        are DTensors along its other axes (`parallelize`) are cut further.
-    axes: of a mesh of your own with data-parallel axes alone, its names of ours: {"shard": "dp"}, {"replicate": "dp"}
-        for stage 0, or both.
-    microbatches: per optimizer step; it decides where gradients accumulate.
-    is_unit: picks the units instead of `zero.units` or the default.
-    device: where the shards are made; the mesh's. On meta, without `materialise`, they get neither values nor memory:
-        `sharded.model.to_empty` gives them that.
-    parts: what `split_pipeline` returned for this model and the axis pp of the mesh.
-    experts: what `parallelize_experts` made of the model, over the same mesh.
-
-    Returns the handle that optimizers and loops use. Raises ValueError for a mesh, dtype or stage that do not fit.
+    Attributes:
+        materialise: Called on each unit's modules just before that unit is sharded, to give parameters on meta their
+            values, so that at most one unit is ever whole. None: rank 0's values are broadcast.
+        device: Where shards are made; None: the mesh's device. On meta, without `materialise`, they get neither values
+            nor memory, which `sharded.model.to_empty` gives them later.
     """
+
+    materialise: Materialise | None = None
+    device: torch.device | None = None
+
+
+def shard(
+    model: nn.Module | ParallelModel,
+    stage: int | ZeroConfig = 2,
+    *,
+    precision: str | PrecisionConfig | None = "bf16",
+    offload: str | OffloadConfig | None = "none",
+    mesh: DeviceMesh | None = None,
+    microbatches: int = 1,
+    init: Materialise | ModelInit | None = None,
+) -> Sharded:
+    """Shard a model's states in place over the data-parallel ranks, unit by unit. All ranks call this.
+
+        sharded = dzero.shard(model, stage=3, offload="host")
+        optim = dzero.AdamW(sharded, lr=3e-4)
+
+    Args:
+        model: The model on the mesh's device, the CPU, or meta (see `init`); or what `parallelize` made of it.
+        stage: The ZeRO stage 0 to 3, or a `ZeroConfig` with everything else about what is sharded.
+        precision: `fp32`, `bf16` (with fp32 masters), `bf16_remainder`, `fp16`, or a `PrecisionConfig`.
+        offload: `none`, `host`, `host_all`, `disk`, `infinity`, or an `OffloadConfig`.
+        mesh: From `make_mesh`, or from `take_mesh` for a mesh of your own; None: all ranks on the shard axis, at
+            stage 0 on the replicate axis. Not given where `parallelize` has one.
+        microbatches: Number of microbatches per optimizer step, which decides where gradients accumulate.
+        init: How a model on meta gets its values: `materialise` alone, or a `ModelInit`.
+
+    Returns:
+        The handle that optimizers and training loops use.
+
+    Raises:
+        TypeError: An argument of a type that is not listed here.
+        ValueError: A mesh, dtype or stage that does not fit the model or the ranks.
+    """
+    cut = model if isinstance(model, ParallelModel) else None
+    whole = model.model if isinstance(model, ParallelModel) else model
+    zero = ZeroConfig(stage=stage) if isinstance(stage, int) and not isinstance(stage, bool) else stage
+    if not isinstance(zero, ZeroConfig):
+        raise TypeError(f"stage={zero!r}: pass 0, 1, 2, 3, or a dzero.ZeroConfig")
+    if not isinstance(whole, nn.Module):
+        raise TypeError(f"model={type(whole).__name__}: pass an nn.Module, or what dzero.parallelize made of one")
+    precision = _named("precision", precision or "bf16", PRECISIONS, PrecisionConfig)
+    offload = _named("offload", offload or "none", OFFLOADS, OffloadConfig)
+    init = init if isinstance(init, ModelInit) else ModelInit(materialise=init)
+    if init.materialise is not None and not callable(init.materialise):
+        raise TypeError(f"init={init.materialise!r}: pass a function that fills a module, or a dzero.ModelInit")
+    if cut is not None and mesh not in (None, cut.mesh):
+        raise ValueError("mesh: the model was parallelized over a mesh already, which shard() takes; leave it out")
+    mesh = mesh if cut is None else cut.mesh
     if mesh is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = make_mesh(device_type, replicate=dist.get_world_size() if zero.stage == 0 else 1)
-    mesh = take_mesh(mesh, axes) if axes else mesh
-    data = data_mesh(mesh)
-    replicate, degree = data.size(0), data.size(1)
-    groups = model_groups(mesh)
+    stages, experts = (None, None) if cut is None else (cut.stages, cut.experts)
+    data, groups = data_mesh(mesh), model_groups(mesh)
     pipeline_ranks = groups[PIPELINE].size() if PIPELINE in groups else 1
-    if pipeline_ranks != (parts.ranks if parts else 1):
-        raise ValueError(
-            f"a mesh with pp={pipeline_ranks}, and a model cut for {parts.ranks if parts else 1}: pass shard() both "
-            "dzero.make_mesh(..., pp=) and what split_pipeline() returned for as many ranks"
-        )
+    if pipeline_ranks != (stages.ranks if stages else 1):
+        raise ValueError(f"a mesh with pp={pipeline_ranks}: cut the model by dzero.parallelize(model, mesh) first")
     layout = Layout.of(
         zero,
-        precision or PrecisionConfig(),
+        precision,
         offload,
-        replicate=replicate,
-        shard=degree,
+        replicate=data.size(0),
+        shard=data.size(1),
         microbatches=microbatches,
         exact=is_exact(zero.reduction, mesh.device_type),
         model_ranks=mesh.size() // (data.size() * pipeline_ranks),
         pipeline_ranks=pipeline_ranks,
         expert_ranks=1 if experts is None else experts.mesh[EXPERT].size(),
     )
-    refuse_cut(model)
-    scalars = widen(model)
-    units = units_of_roots(model, parts, zero.units, is_unit, None if experts is None else experts.modules)
-    values_on = device or _current_device(mesh.device_type)
-    return _Sharder(model, layout, data, groups, units, materialise, values_on, parts, experts, scalars).run()
+    refuse_cut(whole)
+    scalars = widen(whole)
+    names, predicate = (None, zero.units) if callable(zero.units) else (zero.units, None)
+    units = units_of_roots(whole, stages, names, predicate, None if experts is None else experts.modules)
+    materialise = init.materialise
+    if cut is not None and materialise is not None:
+        materialise = cut.filling(materialise)
+    values_on = init.device or _current_device(mesh.device_type)
+    sharder = _Sharder(whole, layout, data, groups, units, materialise, values_on, stages, experts, scalars)
+    sharded = sharder.run()
+    if cut is not None and cut.config.cp > 1:
+        sharded.context = cut.cut_sequences(sharded.ledger, exact=layout.exact)
+    return sharded
+
+
+Config = TypeVar("Config")
+
+
+def _named(argument: str, given: object, presets: Mapping[str, Config], kind: type[Config]) -> Config:
+    """Return the preset of that name, or `given` itself."""
+    if isinstance(given, kind):
+        return given
+    if isinstance(given, str) and given in presets:
+        return presets[given]
+    raise TypeError(f"{argument}={given!r}: choose one of {[*presets]}, or pass a dzero.{kind.__name__}")
 
 
 @dataclass(frozen=True)

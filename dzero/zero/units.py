@@ -63,7 +63,7 @@ def find_units(
     Raises ValueError for a class name that no unit has, and for a tied parameter that was tiled.
     """
     if class_names and is_unit:
-        raise ValueError(f"zero.units={class_names} and is_unit=: only one can choose the units")
+        raise ValueError(f"zero.units={class_names} and a predicate: only one can choose the units")
     if class_names:
         named = _by_class(model, class_names)
     else:

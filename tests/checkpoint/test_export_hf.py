@@ -57,7 +57,7 @@ def trained(
     model = build(config, VOCAB)
     materialise = materialiser(config, model, seed=0, device="cpu")
     apply_blocks(model, BlockConfig(tiles=tiles), "cpu")
-    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param=param), materialise=materialise)
+    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param=param), init=materialise)
     optim = AdamW(sharded, lr=1e-2)
     for _ in range(2):
         model(tokens()).float().logsumexp(-1).square().mean().backward()

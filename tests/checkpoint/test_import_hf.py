@@ -72,7 +72,7 @@ def started(rank: int, ranks: int, config: ModelConfig, kind: dict[str, Any], sc
         precision=PrecisionConfig(param=kind.get("param", "bf16"), master=kind.get("master", "fp32")),
         offload=OffloadConfig(**tiers),
         mesh=make_mesh("cpu", replicate=ranks if kind["stage"] == 0 else kind.get("replicate", 1)),
-        materialise=materialise,
+        init=materialise,
     )
     before = read_bytes()
     fill(sharded, weights)
@@ -139,7 +139,7 @@ def filled_late(rank: int, ranks: int, config: ModelConfig) -> None:
     model = build(config, VOCAB)
     weights = weights_of(config, model)
     fill_all = MetaInitializer(model, seed=0, device="cpu", weights=blank(model, weights))
-    sharded = shard(model, ZeroConfig(stage=3), materialise=fill_all)
+    sharded = shard(model, ZeroConfig(stage=3), init=fill_all)
     optim = AdamW(sharded)
     fill(sharded, weights)
     optim.synchronize()

@@ -23,7 +23,7 @@ from dzero.mesh import make_mesh
 from dzero.overrides import composed
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.plan.preflight import check_memory
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
@@ -60,7 +60,7 @@ def costs(run: Run, ranks: int | None = None) -> MicrobatchCosts:
     model = model_of(run)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     model.to(torch.bfloat16 if run.precision["param"] == "bf16" else torch.float32)
-    with fake_group(ranks or run.tp), parallelize(model, make_mesh("cpu", tp=run.tp)["tp"]).loss():
+    with fake_group(ranks or run.tp), parallelize_tensor(model, make_mesh("cpu", tp=run.tp)["tp"]).loss():
         return costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from training_loops import snapshot, unequal
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard, take_mesh
 
 
 class Chosen(nn.Module):
@@ -40,7 +40,7 @@ def model_of(stage: int) -> Sharded:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Chosen(), nn.Linear(8, 8))
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
-    return shard(model, ZeroConfig(stage=stage), mesh=mesh, is_unit=lambda module: isinstance(module, Chosen))
+    return shard(model, ZeroConfig(stage=stage, units=lambda module: isinstance(module, Chosen)), mesh=mesh)
 
 
 def step_of(sharded: Sharded, optim: AdamW) -> str:
@@ -142,7 +142,7 @@ def boxed(rank: int, ranks: int, stage: int) -> float:
     plain = copy.deepcopy(model)
     plain(x).x.square().sum().backward()
     precision, mesh = PrecisionConfig(param="fp32"), make_mesh("cpu")
-    sharded = shard(model, ZeroConfig(stage=stage), precision=precision, mesh=mesh, is_unit=lambda _: False)
+    sharded = shard(model, ZeroConfig(stage=stage, units=lambda _: False), precision=precision, mesh=mesh)
     sharded.model(x).x.square().sum().backward()
     gaps = []
     for name, param in plain.named_parameters():
@@ -458,17 +458,15 @@ def on_a_mesh_of_its_own(rank: int, ranks: int) -> list[dict[str, Tensor]]:
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "dp_replicate"))
     with pytest.raises(ValueError, match=r"name each of them once, as one of \('replicate', 'shard'\)"):
-        shard(build("Net"), ZeroConfig(stage=2), mesh=square, axes={"shard": "dp_shard"})
-    with pytest.raises(ValueError, match=r"or say which they are, e\.g\. shard\(\.\.\., axes=\{'shard': 'dp'\}\)"):
+        take_mesh(square, {"shard": "dp_shard"})
+    with pytest.raises(ValueError, match=r"or say which they are: dzero\.take_mesh\(mesh, \{'shard': 'dp'\}\)"):
         shard(build("Net"), ZeroConfig(stage=2), mesh=flat)
     for stage, mesh, axes in (
         (0, flat, {"replicate": "dp"}),
         (3, flat, {"shard": "dp"}),
         (2, square, {"replicate": "dp_replicate", "shard": "dp_shard"}),
     ):
-        sharded = shard(
-            build("Net"), ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), mesh=mesh, axes=axes
-        )
+        sharded = shard(build("Net"), stage, precision="fp32", mesh=take_mesh(mesh, axes))
         optim = AdamW(sharded)
         sharded.model(torch.full((2, 4), float(rank))).sum().backward()
         optim.step()

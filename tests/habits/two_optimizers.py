@@ -125,9 +125,7 @@ def sharded_judged(stage: int, units: str = "a unit each", microbatches: int = 1
     torch.manual_seed(0)
     mesh = make_mesh("cpu", replicate=dist.get_world_size() if stage == 0 else 1)
     options = {"precision": PrecisionConfig(param="fp32"), **options}
-    return shard(
-        Judged(), ZeroConfig(stage=stage), mesh=mesh, is_unit=UNITS[units], microbatches=microbatches, **options
-    )
+    return shard(Judged(), ZeroConfig(stage=stage, units=UNITS[units]), mesh=mesh, microbatches=microbatches, **options)
 
 
 def optimizers_of(sharded: Sharded) -> tuple[AdamW, TorchOptimizer]:

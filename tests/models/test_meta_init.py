@@ -126,7 +126,7 @@ def test_the_modules_of_torch_are_filled() -> None:
 def sharded_values(rank: int, ranks: int, config: ModelConfig, stage: int) -> dict[str, Tensor]:
     model = build(config, vocab_size=11)
     materialise = materialiser(config, model, seed=0, device="cpu")
-    shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), materialise=materialise)
+    shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(param="fp32"), init=materialise)
     return {n: p.full_tensor() if isinstance(p, DTensor) else p.data for n, p in model.named_parameters()}
 
 

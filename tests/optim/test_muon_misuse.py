@@ -26,7 +26,7 @@ from dzero.optim.config import MuonConfig, OptimConfig
 from dzero.optim.muon import Muon
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.plan.run_layout import check_all_here, check_ranks
 
 SETTINGS = {
@@ -74,8 +74,8 @@ def parallel_llama(zero: ZeroConfig, **degrees: int) -> Sharded:
     with torch.device("meta"):
         model = Llama(LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=4, ffn_size=48))
     mesh, materialise = make_mesh("cpu", tp=2, **degrees), MetaInitializer(model, seed=0, device="cpu")
-    fill = parallelize(model, mesh["tp"]).filling(materialise)
-    return shard(model, zero, mesh=mesh, materialise=fill)
+    fill = parallelize_tensor(model, mesh["tp"]).filling(materialise)
+    return shard(model, zero, mesh=mesh, init=fill)
 
 
 def adafactor(sharded: Sharded) -> TorchOptimizer:

@@ -15,11 +15,21 @@ from dispatch_counter import DispatchCounter
 from parity_cells import whole
 from torch import Tensor, nn
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import (
+    AdamW,
+    OffloadConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Sharded,
+    ZeroConfig,
+    make_mesh,
+    parallelize,
+    shard,
+)
 from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.comm.reduction import ExactReduction, NativeReduction
-from dzero.mesh import context_group, data_rank_of
+from dzero.mesh import data_rank_of
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.shapes import LlamaShape
@@ -29,7 +39,7 @@ from dzero.parallel.config import BlockConfig
 from dzero.parallel.context import attention
 from dzero.parallel.context.attention import ATTENTIONS
 from dzero.parallel.context.parallelize import ContextParallel
-from dzero.parallel.tensor.parallelize import TensorParallel, parallelize
+from dzero.parallel.tensor.parallelize import TensorParallel
 from dzero.zero.dtensors import local_of
 
 CHUNKS = {1: [0, 0], 2: [0, 1, 1, 0], 4: [0, 1, 2, 3, 3, 2, 1, 0]}
@@ -155,20 +165,18 @@ def build(run: Run) -> Made:
     model = model_on_meta()
     fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp * run.cp if run.stage == 0 else run.replicate, tp=run.tp)
-    tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
+    cut = parallelize(model, mesh, ParallelConfig(cp=run.cp, cp_attention=run.attention))
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute, loss_tiles=run.loss_tiles), "cpu")
     sharded = shard(
-        model,
+        cut,
         ZeroConfig(stage=run.stage),
         precision=PrecisionConfig(param="fp32"),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
-        mesh=mesh,
         microbatches=run.microbatches,
-        materialise=fill if tensor is None else tensor.filling(fill),
+        init=fill,
     )
-    group = context_group(mesh, run.cp)
-    context = ContextParallel(model, group, sharded.ledger, attention=run.attention, exact=sharded.layout.exact)
-    return sharded, AdamW(sharded, lr=LR, max_norm=CLIP), tensor, context
+    context = sharded.context or cut.cut_sequences(sharded.ledger, exact=sharded.layout.exact)
+    return sharded, AdamW(sharded, lr=LR, max_norm=CLIP), cut.tensor, context
 
 
 def batches(readers: int, microbatches: int) -> list[list[list[Tensor]]]:

@@ -16,10 +16,20 @@ from parity_cells import whole
 from tensor_cases import states
 from torch import Tensor, nn
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import (
+    AdamW,
+    OffloadConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Sharded,
+    ZeroConfig,
+    make_mesh,
+    parallelize,
+    shard,
+)
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
-from dzero.mesh import AXES, context_group, data_rank_of
+from dzero.mesh import AXES, data_rank_of
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
@@ -92,27 +102,20 @@ def build(run: Run) -> Made:
     model = model_on_meta(run)
     fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else run.replicate)
-    experts = parallelize_experts(model, mesh, run.ep) if run.ep > 1 else None
+    cut = parallelize(model, mesh, ParallelConfig(ep=run.ep, cp=run.cp))
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
-        model,
+        cut,
         ZeroConfig(stage=run.stage),
         precision=PrecisionConfig(param=run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
-        mesh=mesh,
         microbatches=run.microbatches,
-        materialise=fill if experts is None else experts.filling(fill),
-        experts=experts,
+        init=fill,
     )
     if run.forced:
         force(sharded.model)
-    context = None
-    if run.cp > 1:
-        context = ContextParallel(
-            sharded.model, context_group(mesh, run.cp), sharded.ledger, attention="all_gather", exact=True
-        )
     balance = BiasUpdate(sharded.model, {axis: mesh.get_group(axis) for axis in AXES}, sharded.ledger)
-    return Made(sharded, AdamW(sharded, lr=LR, eps=EPS, max_norm=CLIP), balance, experts, context)
+    return Made(sharded, AdamW(sharded, lr=LR, eps=EPS, max_norm=CLIP), balance, cut.experts, sharded.context)
 
 
 def force(model: nn.Module) -> None:
@@ -289,8 +292,7 @@ def by_own_module(rank: int, ranks: int, used: int) -> float:
     (sum(alone(each).square().mean() for each in tokens) / ranks).backward()  # type: ignore[union-attr]
     torch.manual_seed(rank)  # other values on every rank
     model, mesh = Hashed(used), make_mesh("cpu")
-    experts = parallelize_experts(model, mesh, 2)
-    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), mesh=mesh, experts=experts)
+    sharded = shard(parallelize(model, mesh, ParallelConfig(ep=2)), ZeroConfig(stage=3), precision="fp32")
     optim = AdamW(sharded)
     sharded.model(tokens[rank]).square().mean().backward()
     params, found = sharded.named_params(), optim.gradients.named()

@@ -18,7 +18,7 @@ from dzero.mesh import make_mesh
 from dzero.models.moe import MoE
 from dzero.models.shapes import MoEShape
 from dzero.parallel.pipeline.split import split_pipeline
-from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.parallel.tensor.plans import plan_for
 from dzero.plan.run_layout import workers_of
 
@@ -139,4 +139,4 @@ def test_a_mixture_is_cut_by_tp_once_its_experts_are_shared() -> None:
         plan_for(model, 3, "tp")
     told = r"says nothing of \['layers.0.ffn.experts.gate', .* experts are shared before \(parallelize_experts\)"
     with fake_group(2), pytest.raises(ValueError, match=told):
-        parallelize(model, make_mesh("cpu", tp=2)["tp"])
+        parallelize_tensor(model, make_mesh("cpu", tp=2)["tp"])

@@ -29,14 +29,14 @@ from tensor_cases import (
 )
 from torch import nn
 
-from dzero import PrecisionConfig, ZeroConfig, shard
+from dzero import ModelInit, PrecisionConfig, ZeroConfig, shard
 from dzero.checkpoint.export_hf import export, plan
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.store import checkpoint_at
 from dzero.estimate.fake_group import fake_group
 from dzero.mesh import make_mesh
 from dzero.models.llama import Llama
-from dzero.parallel.tensor.parallelize import parallelize
+from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.parallel.tensor.plans import plan_for
 
 FP32 = 1e-5
@@ -184,21 +184,21 @@ def test_8_bit_moments_of_fused_projections_are_refused() -> None:
     model, precision = gpt2(), PrecisionConfig(moments="int8")
     with fake_group(2):
         mesh = make_mesh("cpu", tp=2)
-        parallelize(model, mesh["tp"])
+        parallelize_tensor(model, mesh["tp"])
         with pytest.raises(ValueError, match=r"moments=int8: parameter .*c_attn.weight is cut in several places"):
-            shard(model, ZeroConfig(), precision=precision, mesh=mesh, device=torch.device("meta"))
+            shard(model, ZeroConfig(), precision=precision, mesh=mesh, init=ModelInit(device=torch.device("meta")))
 
 
 def test_a_plan_that_says_nothing_of_a_parameter_is_refused() -> None:
     told = r"tp=2: the plan says nothing of \['norm.weight'\]; where a rank sees a part"
     with fake_group(2), pytest.raises(ValueError, match=told):
-        parallelize(Mlp(), make_mesh("cpu", tp=2)["tp"], PLAN)
+        parallelize_tensor(Mlp(), make_mesh("cpu", tp=2)["tp"], PLAN)
 
 
 def test_a_plan_that_names_no_module_is_refused() -> None:
     told = r"tp=2: the plan names \['upp', 'layers\.\*\.down'\], which Mlp has not as modules"
     with fake_group(2), pytest.raises(ValueError, match=told):
-        parallelize(
+        parallelize_tensor(
             Mlp(), make_mesh("cpu", tp=2)["tp"], {"upp": PLAN["up"], "layers.*.down": PLAN["down"]}, alike=["*"]
         )
 

@@ -38,7 +38,7 @@ def sharded_for(config: RunConfig, ranks: int) -> Sharded:
         offload=config.offload,
         mesh=make_mesh("cpu", replicate=replicate, shard=degree),
         microbatches=config.train.microbatches(ranks),
-        materialise=fill,
+        init=fill,
     )
 
 

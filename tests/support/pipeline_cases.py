@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,17 @@ from tensor_cases import CLIP, STEPS, batches, loss_of, states
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, shard
+from dzero import (
+    AdamW,
+    OffloadConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    Sharded,
+    ZeroConfig,
+    make_mesh,
+    parallelize,
+    shard,
+)
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
@@ -30,7 +40,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline
-from dzero.parallel.pipeline.split import PipelinePlan, split_pipeline
+from dzero.parallel.pipeline.split import PipelinePlan
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.offload_config import DiskConfig
 
@@ -82,20 +92,17 @@ def build(run: Piped) -> Made:
     fill: Any = MetaInitializer(model, seed=0, device="cpu")
     replicas = run.dp if run.stage == 0 else run.replicate
     mesh = make_mesh("cpu", replicate=replicas, tp=run.tp, pp=run.pp)
-    tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
-    axis = mesh["pp"] if run.pp > 1 else None
-    parts = split_pipeline(model, axis.get_local_rank(), run.pp, parts_of_a_rank=run.parts) if axis else None
+    cut = parallelize(model, mesh, ParallelConfig(stages_per_rank=run.parts))
+    axis, parts = mesh["pp"] if run.pp > 1 else None, cut.stages
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     disk = DiskConfig(paths=[gettempdir()], block_bytes=8192) if run.offload == "disk" else DiskConfig()
     sharded = shard(
-        model,
+        cut,
         ZeroConfig(stage=run.stage),
         precision=PrecisionConfig(param=run.param),
         offload=OffloadConfig(**dict.fromkeys(("grad", "master", "moments"), run.offload), disk=disk),
-        mesh=mesh,
         microbatches=run.microbatches,
-        materialise=fill if tensor is None else tensor.filling(fill),
-        parts=parts,
+        init=fill,
     )
     optim = AdamW(sharded, lr=LR, max_norm=CLIP)
     hidden = HiddenStates((2, TOKENS // run.tp, SHAPE.hidden_size), sharded.layout.param.dtype)
@@ -114,7 +121,7 @@ def build(run: Piped) -> Made:
             run=forward,
             loss=lambda part, x, targets: cross_entropy(forward(part, x), targets),
         )
-    return Made(run, sharded, optim, pipeline, hidden, nullcontext if tensor is None else tensor.loss)
+    return Made(run, sharded, optim, pipeline, hidden, cut.loss)
 
 
 def forward(part: nn.Module, x: Tensor) -> Tensor:
@@ -232,12 +239,8 @@ def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
     """As the README has it; parameters after three steps of two microbatches, or why not."""
     torch.manual_seed(0)
     model, mesh = Own(outside), make_mesh("cpu", pp=ranks)
-    parts = None
-    if ranks > 1:
-        plan = PipelinePlan(first=("enter",), last=("leave",), width=16)
-        parts = split_pipeline(model, mesh["pp"].get_local_rank(), ranks, plan=plan)
-    precision = PrecisionConfig(param="fp32")
-    sharded = shard(model, ZeroConfig(stage=1), mesh=mesh, microbatches=2, parts=parts, precision=precision)
+    cut = parallelize(model, mesh, ParallelConfig(pipeline_plan=PipelinePlan(("enter",), ("leave",), width=16)))
+    sharded, parts = shard(cut, stage=1, microbatches=2, precision="fp32"), cut.stages
     optim, pipeline = AdamW(sharded, lr=1e-2), None
     if parts is not None:
         try:

@@ -37,16 +37,14 @@ def measured(scenario: Scenario) -> Observed:
     model = build(scenario.model, scenario.vocab_size)
     fill = materialiser(scenario.model, model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=scenario.mesh.degrees(dist.get_world_size(), stage=scenario.zero.stage)[0])
-    experts = scenario.share(model, mesh)
+    cut = scenario.cut(model, mesh)
     apply_blocks(model, scenario.block, "cpu")
     sharded = shard(
-        model,
+        cut,
         scenario.zero,
         precision=scenario.precision,
-        mesh=mesh,
         microbatches=scenario.accumulate,
-        materialise=fill if experts is None else experts.filling(fill),
-        experts=experts,
+        init=fill,
     )
     optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)
     with StorageMeter() as meter:
@@ -60,18 +58,17 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
     model = build(scenario.model, scenario.vocab_size)
     fill = materialiser(scenario.model, model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=scenario.degrees[0], shard=scenario.degrees[1], pp=scenario.mesh.pp)
-    parts = scenario.cut(model, mesh.get_local_rank("pp"))
+    cut = scenario.cut(model, mesh, mesh.get_local_rank("pp"))
+    parts = cut.stages
     assert parts is not None
     apply_blocks(model, scenario.block, "cpu")
     microbatches = scenario.accumulate
     sharded = shard(
-        model,
+        cut,
         scenario.zero,
         precision=scenario.precision,
-        mesh=mesh,
         microbatches=microbatches,
-        materialise=fill,
-        parts=parts,
+        init=fill,
     )
     parts.forget()
     optim = AdamW(sharded, max_norm=scenario.max_norm, threads=1)

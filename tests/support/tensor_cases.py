@@ -18,7 +18,7 @@ from parity_cells import master_of, whole
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, shard
+from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, make_mesh, parallelize, shard
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import data_rank_of
@@ -29,7 +29,7 @@ from dzero.models.published import describe
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
-from dzero.parallel.tensor.parallelize import TensorParallel, parallelize
+from dzero.parallel.tensor.parallelize import TensorParallel, parallelize_tensor
 from dzero.zero.dtensors import local_of
 
 STEPS, LR, CLIP = 20, 3e-3, 0.5
@@ -75,18 +75,17 @@ def build(run: Run) -> Made:
     model = model_of(run)
     fill: Any = MetaInitializer(model, seed=0, device="cpu")
     mesh = make_mesh("cpu", replicate=run.dp if run.stage == 0 else run.replicate, tp=run.tp)
-    tensor = parallelize(model, mesh["tp"]) if run.tp > 1 else None
+    cut = parallelize(model, mesh)
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
-        model,
+        cut,
         ZeroConfig(stage=run.stage, states_over=run.states_over),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
-        mesh=mesh,
         microbatches=run.microbatches,
-        materialise=fill if tensor is None else tensor.filling(fill),
+        init=fill,
     )
-    return sharded, AdamW(sharded, lr=LR, max_norm=CLIP), tensor
+    return sharded, AdamW(sharded, lr=LR, max_norm=CLIP), cut.tensor
 
 
 def batches(steps: int, ranks: int, microbatches: int) -> list[list[list[Tensor]]]:
@@ -209,7 +208,7 @@ def hf_trained(rank: int, ranks: int, kind: str, stage: int) -> tuple[list[float
     run = Run(dp=ranks // 2, tp=2, stage=stage)
     model = hf_model(kind)
     mesh = make_mesh("cpu", replicate=run.dp if stage == 0 else 1, tp=2)
-    tensor = parallelize(model, mesh["tp"])
+    tensor = parallelize_tensor(model, mesh["tp"])
     sharded = shard(model, ZeroConfig(stage=stage), precision=PrecisionConfig(**run.precision), mesh=mesh)
     optim = AdamW(sharded, lr=LR, max_norm=CLIP)
     losses, _ = steps_of(run, (sharded, optim, tensor), 5)
@@ -237,7 +236,7 @@ def misled(rank: int, ranks: int) -> str:
     """The norm sees a part of what the widening made, and the plan's author says that it does not."""
     torch.manual_seed(0)
     model, mesh = Mlp(), make_mesh("cpu", tp=2)
-    parallelize(model, mesh["tp"], PLAN, alike=["norm.*"])
+    parallelize_tensor(model, mesh["tp"], PLAN, alike=["norm.*"])
     sharded = shard(model, ZeroConfig(), precision=PrecisionConfig(param="fp32"), mesh=mesh)
     optim = AdamW(sharded)
     sharded.model(torch.randn(4, 8)).square().sum().backward()
@@ -252,14 +251,14 @@ def of_its_own(rank: int, ranks: int) -> dict[str, Tensor]:
     model, mesh = Mlp(), make_mesh("cpu", tp=2)
     model.shift = nn.Parameter(torch.rand(2))
     model.register_buffer("scale", torch.rand(3))
-    parallelize(model, mesh["tp"], PLAN, alike=["norm.*", "shift"])
+    parallelize_tensor(model, mesh["tp"], PLAN, alike=["norm.*", "shift"])
     sharded = shard(model, ZeroConfig(), precision=PrecisionConfig(param="fp32"), mesh=mesh)
     return {name: whole(param) for name, param in sharded.named_params().items()} | dict(sharded.model.named_buffers())
 
 
 def without_its_mesh(rank: int, ranks: int) -> str:
     model = Mlp()
-    parallelize(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["*"])
+    parallelize_tensor(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["*"])
     with pytest.raises(ValueError, match="tp") as told:
         shard(model, ZeroConfig(), mesh=make_mesh("cpu", shard=2))
     return str(told.value)
@@ -273,7 +272,7 @@ def kept_whole(rank: int, ranks: int) -> int:
     """Of a model with values: parameters that are whole and still alive once it is cut."""
     model = Mlp()
     whole = [weakref.ref(model.up.weight), weakref.ref(model.down.weight)]
-    tensor = parallelize(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["norm.*"])
+    tensor = parallelize_tensor(model, make_mesh("cpu", tp=2)["tp"], PLAN, alike=["norm.*"])
     gc.collect()
     assert tensor.loss() is not None
     return sum(each() is not None for each in whole)

@@ -48,7 +48,7 @@ def sharded_llama(
     apply_blocks(model, block or BlockConfig(), "cpu")
     kinds = PrecisionConfig(**{"param": "fp32", **precision})
     zero = ZeroConfig(stage=stage)
-    return shard(model, zero, precision=kinds, offload=offload, microbatches=microbatches, materialise=fill)
+    return shard(model, zero, precision=kinds, offload=offload, microbatches=microbatches, init=fill)
 
 
 def batch(seed: int = 3) -> tuple[Tensor, Tensor]:

@@ -194,7 +194,7 @@ def materialised(rank: int, ranks: int) -> list[str]:
                     generator = torch.Generator().manual_seed(p.numel())
                     setattr(child, name, nn.Parameter(torch.randn(p.shape, generator=generator)))
 
-    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), materialise=fill)
+    sharded = shard(model, ZeroConfig(stage=3), precision=PrecisionConfig(param="fp32"), init=fill)
     for p in params_of(sharded).values():
         generator = torch.Generator().manual_seed(p.numel())
         assert torch.equal(p, torch.randn(p.shape, generator=generator))

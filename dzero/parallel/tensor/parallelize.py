@@ -9,8 +9,8 @@
 Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice; what comes into them
 is gathered. Logits stay cut along the vocabulary, and `TensorParallel.loss` makes cross-entropy of them.
 
-`parallelize` takes torch's own plan, a style for each module by its name, for a model of any kind; without one the plan
-of `plans.py`, for the kinds listed there.
+`parallelize_tensor` takes torch's own plan, a style for each module by its name, for a model of any kind; without one
+the plan of `plans.py`, for the kinds listed there.
 
 A module that no style names computes with plain parameters. Where it sees all of its input, all ranks find the same
 gradients; where it sees a part, each would find a part of them, silently. So a plan names every module with parameters;
@@ -40,14 +40,14 @@ Plan = Mapping[str, ParallelStyle]
 
 
 class TensorParallel(CutParams):
-    """What `parallelize` did to a model."""
+    """What `parallelize_tensor` did to a model."""
 
     def loss(self) -> AbstractContextManager[None]:
         """Inside, torch's cross_entropy takes logits that are cut along the vocabulary; also around its backward."""
         return loss_parallel()
 
 
-def parallelize(
+def parallelize_tensor(
     model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, *, alike: Sequence[str] = ()
 ) -> TensorParallel:
     """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`, and after

@@ -1,0 +1,96 @@
+"""What `import dzero` offers: names, documentation, the presets of `shard`, and what it says of wrong arguments."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pool import Pool
+from torch import nn
+
+import dzero
+from dzero.zero.config import PRECISIONS
+from dzero.zero.offload_config import OFFLOADS
+
+CONF = Path(__file__).parents[1] / "conf"
+MOST_ARGUMENTS = 7
+
+
+@pytest.mark.parametrize("name", dzero.__all__)
+def test_every_public_name_is_there_and_documented(name: str) -> None:
+    thing = getattr(dzero, name)
+    assert inspect.getdoc(thing)
+    assert f"`{name}`" in (dzero.__doc__ or "")
+    assert (name in dir(dzero)) is True
+
+
+def test_nothing_else_is_shown() -> None:
+    assert sorted(dir(dzero)) == sorted([*dzero.__all__, "__version__"])
+    with pytest.raises(AttributeError, match="module 'dzero' has no attribute 'shards'; it has"):
+        dzero.shards  # noqa: B018
+
+
+def test_shard_takes_few_arguments() -> None:
+    assert len(inspect.signature(dzero.shard).parameters) <= MOST_ARGUMENTS
+
+
+@pytest.mark.parametrize(
+    ("group", "presets", "kind"),
+    [("precision", PRECISIONS, dzero.PrecisionConfig), ("offload", OFFLOADS, dzero.OffloadConfig)],
+)
+def test_presets_are_the_files_of_conf(group: str, presets: dict[str, Any], kind: type[Any]) -> None:
+    files = {path.stem: path for path in (CONF / group).glob("*.yaml")}
+    assert {*presets} == {*files}
+    for name, path in files.items():
+        assert presets[name] == kind(**OmegaConf.to_container(OmegaConf.load(path)))  # type: ignore[arg-type]
+
+
+WRONG = {
+    "stage='3': pass 0, 1, 2, 3, or a dzero.ZeroConfig": {"stage": "3"},
+    "precision='bf15': choose one of": {"precision": "bf15"},
+    "offload=3: choose one of": {"offload": 3},
+    "init=5: pass a function": {"init": 5},
+    "model=int: pass an nn.Module": {"model": 5},
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_wrong_types_say_what_to_pass(told: str) -> None:
+    with pytest.raises(TypeError, match=told):
+        dzero.shard(**{"model": nn.Linear(2, 2), **WRONG[told]})
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def trained(rank: int, ranks: int, short: bool) -> tuple[str, list[torch.Tensor]]:
+    """Return what is shown of a sharded model, and its parameters after two steps."""
+    if short:
+        sharded = dzero.shard(net(), stage=3, offload="host", precision="bf16")
+    else:
+        offload = dzero.OffloadConfig(grad="host", master="host", moments="host")
+        precision = dzero.PrecisionConfig(param="bf16")
+        sharded = dzero.shard(net(), dzero.ZeroConfig(stage=3), offload=offload, precision=precision)
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    for step in range(2):
+        sharded.model(torch.full((2, 8), 1.0 + rank + step)).square().sum().backward()
+        optim.step()
+    optim.synchronize()
+    return repr(sharded), [param.full_tensor() for param in sharded.named_params().values()]  # type: ignore[attr-defined]
+
+
+def test_names_do_what_the_configs_do_and_the_table_is_shown(pool: Pool) -> None:
+    (told, short), _ = pool.run(trained, 2, True)
+    (_, long), _ = pool.run(trained, 2, False)
+    assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
+    assert told.startswith("Sharded(Sequential, 3 units, on cpu)\nstage 3 on 1 (replicate) x 2 (shard) ranks\n")
+    elems = 2 * (8 * 8 + 8)
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert f"param 1/2 of each over the shard axis bf16 device {2 * elems // 2} B" in lines
+    assert f"moments 1/2 of each over the shard axis fp32 host {8 * elems // 2} B" in lines
