@@ -1,7 +1,7 @@
 """Make the README's pictures from the README's own commands.
 
-    python docs/pictures.py                       all of them
-    python docs/pictures.py plan help             those that are named
+    python docs/scripts/pictures.py                       all of them
+    python docs/scripts/pictures.py plan help             those that are named
 
     picture            made by                                              needs
     plan.png           the command of `## Plan`                             matplotlib
@@ -39,8 +39,8 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.text import Text
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = f"this picture needs one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)"
 COLUMNS = 100
@@ -78,12 +78,12 @@ def run(words: Sequence[str], folder: Path) -> str:
 def plan() -> None:
     """Draw what `## Plan` plans."""
     words = command_of("--picture plan.png")
-    run([str(DOCS / word) if word == "plan.png" else word for word in words], ROOT)
+    run([str(PICTURES / word) if word == "plan.png" else word for word in words], ROOT)
 
 
 def help_() -> None:
     """Draw the tool's own help."""
-    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), DOCS / "help.png")
+    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), PICTURES / "help.png")
 
 
 def run_and_board() -> None:
@@ -92,8 +92,8 @@ def run_and_board() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run(words, Path(folder))
         told = f"$ {shlex.join(words)}     # two CPU cores; paths shortened\n{without_paths(written)}"
-        (DOCS / "run.txt").write_text(told)
-        board(Path(folder) / "outputs", DOCS / "tensorboard.png")
+        (PICTURES / "run.txt").write_text(told)
+        board(Path(folder) / "outputs", PICTURES / "tensorboard.png")
 
 
 def without_paths(written: str) -> str:
