@@ -1,9 +1,9 @@
 """Pages of the site that are made from the code and the benchmarks' rows; mkdocs runs this (mkdocs.yml).
 
-    page                    made from
-    reference/settings.md   the configuration's dataclasses, as `dzero train --help` shows them
-    reference/modules.md    the first line of every module's docstring
-    results/                the tables, pictures and the log of benchmarks/
+page                    made from
+reference/settings.md   the configuration's dataclasses, as `dzero train --help` shows them
+reference/modules.md    the first line of every module's docstring
+results/                the tables, pictures and the log of benchmarks/
 """
 
 from __future__ import annotations
