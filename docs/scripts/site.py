@@ -25,7 +25,8 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\((?!https?:|#|[\w.-]+\.(?:md|png)(?:#[\w-]+)
 
 def settings() -> Iterator[str]:
     """Yield the lines of the page of all settings."""
-    yield "# Settings\n\nEvery setting of `train.py`, from the dataclasses that obey them. `dzero train --help` shows the same.\n"
+    yield "# Settings\n"
+    yield "Every setting of `train.py`, from the dataclasses that obey them; `dzero train --help` shows the same.\n"
     for group in groups():
         yield f"## {group.name}\n"
         yield f"{group.meaning}\n"
@@ -40,7 +41,8 @@ def settings() -> Iterator[str]:
 
 def modules() -> Iterator[str]:
     """Yield the lines of the page of all modules."""
-    yield "# Modules\n\nWhat each file of `dzero/` is, by its own first line. A package imports only from packages before it.\n"
+    yield "# Modules\n"
+    yield "What each file of `dzero/` is, by its own first line. `tests/test_architecture.py` holds the order of layers.\n"
     package = ""
     for path in sorted((ROOT / "dzero").rglob("*.py"), key=lambda path: (path.parent != ROOT / "dzero", path)):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
