@@ -221,7 +221,7 @@ def keep(folder: Path) -> None:
         (report.RESULTS / f"{Path(name).name}.md").write_text(text)
     for picture in folder.glob("*.png"):
         shutil.copyfile(picture, report.RESULTS / picture.name)
-    print(f"kept in {report.RESULTS}; now run `python docs/gpu_page.py`")
+    print(f"kept in {report.RESULTS}; now run `python docs/scripts/gpu_page.py`")
 
 
 def _table(steps: Sequence[Told]) -> str:

@@ -1,4 +1,4 @@
-"""docs/gpu.md says what has run on a GPU, and the README says it on its first screen."""
+"""docs/reference/gpu.md says what has run on a GPU, and the README says it on its first screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_SCREEN = 30
 
 @pytest.fixture(scope="module")
 def gpu_page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_page", ROOT / "docs" / "gpu_page.py")
+    spec = importlib.util.spec_from_file_location("gpu_page", ROOT / "docs" / "scripts" / "gpu_page.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -39,7 +39,7 @@ def write(folder: Path, question: str, *rows: dict[str, Any]) -> None:
 
 
 def test_the_committed_page_is_what_the_rows_say(gpu_page: ModuleType) -> None:
-    """`python docs/gpu_page.py` writes it anew."""
+    """`python docs/scripts/gpu_page.py` writes it anew."""
     assert gpu_page.PAGE.read_text() == gpu_page.page(gpu_page.RESULTS)
 
 

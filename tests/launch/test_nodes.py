@@ -1,4 +1,4 @@
-"""Two machines, as two network namespaces with a cable between them: what README says of several nodes, run."""
+"""Two machines, as two network namespaces with a cable between them: what the guide says of several nodes, run."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 SETTINGS = ["zero.stage=3", "checkpoint.every=10", "resume=auto"]
 
 
-def test_readme_shows_the_commands_that_are_run_here() -> None:
-    said = (ROOT / "README.md").read_text().replace(" \\\n", " ").split()
+def test_the_guide_shows_the_commands_that_are_run_here() -> None:
+    said = (ROOT / "docs" / "guides" / "faults.md").read_text().replace(" \\\n", " ").split()
     assert OWN_STORE in said
     for first in (True, False):
         for word in command(NODES[1 - first], first=first, ranks=8) + SETTINGS:

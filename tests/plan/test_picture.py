@@ -72,17 +72,17 @@ def test_every_layout_has_a_picture_of_sane_size(settings: str, tmp_path: Path) 
     assert 20_000 < len(png) < 400_000
 
 
-def test_the_readmes_picture_shows_what_its_command_plans(tmp_path: Path) -> None:
-    """`python docs/pictures.py plan` draws it anew."""
-    readme = (CONF.parent / "README.md").read_text().replace("\\\n", " ")
-    (command,) = (line.split() for line in readme.splitlines() if "--picture plan.png" in line)
+def test_the_guides_picture_shows_what_its_command_plans(tmp_path: Path) -> None:
+    """`python docs/scripts/pictures.py plan` draws it anew."""
+    guide = (CONF.parent / "docs" / "guides" / "plan.md").read_text().replace("\\\n", " ")
+    (command,) = (line.split() for line in guide.splitlines() if "--picture plan.png" in line)
     assert command[:4] == ["python", "-m", "dzero", "plan"]
     drawn = tmp_path / "plan.png"
     run = dzero(*command[3:-1], drawn)
     assert run.returncode == 0, run.stderr
-    with Image.open(drawn) as now, Image.open(CONF.parent / "docs" / "plan.png") as kept:
+    with Image.open(drawn) as now, Image.open(CONF.parent / "docs" / "pictures" / "plan.png") as kept:
         assert "lower bound" in now.info["Description"]
-        assert kept.info.get("Description") == now.info["Description"], "docs/plan.png shows another plan"
+        assert kept.info.get("Description") == now.info["Description"], "docs/pictures/plan.png shows another plan"
 
 
 def test_of_many_microbatches_the_first_and_the_last_are_drawn() -> None:

@@ -1,6 +1,6 @@
-"""Write docs/gpu.md: what has run on which GPU, from the rows in benchmarks/results.
+"""Write docs/reference/gpu.md: what has run on which GPU, from the rows in benchmarks/results.
 
-    python docs/gpu_page.py
+    python docs/scripts/gpu_page.py
 
 A row is of a GPU where its `hardware` names one, as benchmarks/report.py writes it. tests/test_gpu_page.py fails where
 the page is not what this makes.
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DOCS = Path(__file__).parent
-PAGE, RESULTS = DOCS / "gpu.md", DOCS.parent / "benchmarks" / "results"
+DOCS = Path(__file__).parents[1]
+PAGE, RESULTS = DOCS / "reference" / "gpu.md", DOCS.parent / "benchmarks" / "results"
 SESSION = "gpu_session"
 Row = dict[str, Any]
 
@@ -73,7 +73,7 @@ def page(results: Path) -> str:
         [
             "# What has run on a GPU",
             "",
-            "<!-- python docs/gpu_page.py writes this from the rows in benchmarks/results; do not edit it -->",
+            "<!-- python docs/scripts/gpu_page.py writes this from the rows in benchmarks/results; do not edit it -->",
             "",
             *(_table("what | GPU | date | torch | commit | found", ran) if ran else ["Nothing has run on a GPU yet."]),
             "",
@@ -86,9 +86,9 @@ def status(results: Path) -> str:
     """Return the README's line."""
     answers = [each for question in QUESTIONS for each in _answers(question, results) if each.outcome == "ok"]
     if not answers:
-        return "**GPU status: [nothing has run on a GPU yet](docs/gpu.md)**; all below was measured on CPUs."
+        return "**GPU status: [nothing has run on a GPU yet](docs/reference/gpu.md)**; all below was measured on CPUs."
     names = ", ".join(sorted({answer.row["hardware"]["gpu"]["name"] for answer in answers}))
-    return f"**GPU status: [{len(answers)} measurements on {names}](docs/gpu.md)**."
+    return f"**GPU status: [{len(answers)} measurements on {names}](docs/reference/gpu.md)**."
 
 
 def _waiting(questions: list[Question]) -> list[str]:
@@ -103,7 +103,7 @@ def _waiting(questions: list[Question]) -> list[str]:
         "",
         *_table("question | command", rows),
         "",
-        f"{told}[benchmarks/README.md](../benchmarks/README.md#the-first-ten-minutes-on-a-gpu) says how.",
+        f"{told}[benchmarks/README.md](../results/README.md#the-first-ten-minutes-on-a-gpu) says how.",
         "",
     ]
 

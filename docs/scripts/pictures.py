@@ -1,12 +1,12 @@
-"""Make the README's pictures from the README's own commands.
+"""Make the pages' pictures from the pages' own commands.
 
-    python docs/pictures.py                       all of them
-    python docs/pictures.py plan help             those that are named
+    python docs/scripts/pictures.py                       all of them
+    python docs/scripts/pictures.py plan help             those that are named
 
     picture            made by                                              needs
-    plan.png           the command of `## Plan`                             matplotlib
+    plan.png           the command of guides/plan.md                        matplotlib
     help.png           `dzero --help`, as a terminal shows it               chromium
-    run.txt            the first command of `## Two commands`               (a minute on two idle cores)
+    run.txt            the first command of README.md                       (a minute on two idle cores)
     tensorboard.png    TensorBoard on that run                              chromium
 
 A browser is used without network but for TensorBoard on this machine. tests/plan/test_picture.py fails where plan.png
@@ -39,8 +39,8 @@ from urllib.request import Request, urlopen
 from rich.console import Console
 from rich.text import Text
 
-DOCS = Path(__file__).parent
-ROOT = DOCS.parent
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = f"this picture needs one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)"
 COLUMNS = 100
@@ -54,21 +54,22 @@ CLOSED = f"<script>{STORE}</script><img src='{LATE}' style='display:none'>"
 
 
 def command_of(has: str, readme: str | None = None) -> list[str]:
-    """Return the words of the README's first command that contains `has`; `&&` begins another command.
+    """Return the words of the first command that contains `has`, in the README or a page; `&&` begins another command.
 
     Raises LookupError where there is none.
     """
-    text = (ROOT / "README.md").read_text() if readme is None else readme
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages) if readme is None else readme
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         for line in [] if language else block.replace("\\\n", " ").splitlines():
             for command in line.partition("  #")[0].split("&&"):
                 if has in command:
                     return shlex.split(command)
-    raise LookupError(f"no command in README.md contains {has!r}")
+    raise LookupError(f"no command in README.md or docs/ contains {has!r}")
 
 
 def run(words: Sequence[str], folder: Path) -> str:
-    """Return what a command of the README writes, with this checkout's dzero. Raises CalledProcessError."""
+    """Return what a command of a page writes, with this checkout's dzero. Raises CalledProcessError."""
     program = {"python": [sys.executable], "dzero": [sys.executable, "-m", "dzero"]}.get(words[0], [words[0]])
     line = [*program, *(str(ROOT / word) if word == "train.py" else word for word in words[1:])]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": str(COLUMNS)}
@@ -78,12 +79,12 @@ def run(words: Sequence[str], folder: Path) -> str:
 def plan() -> None:
     """Draw what `## Plan` plans."""
     words = command_of("--picture plan.png")
-    run([str(DOCS / word) if word == "plan.png" else word for word in words], ROOT)
+    run([str(PICTURES / word) if word == "plan.png" else word for word in words], ROOT)
 
 
 def help_() -> None:
     """Draw the tool's own help."""
-    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), DOCS / "help.png")
+    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), PICTURES / "help.png")
 
 
 def run_and_board() -> None:
@@ -92,8 +93,8 @@ def run_and_board() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run(words, Path(folder))
         told = f"$ {shlex.join(words)}     # two CPU cores; paths shortened\n{without_paths(written)}"
-        (DOCS / "run.txt").write_text(told)
-        board(Path(folder) / "outputs", DOCS / "tensorboard.png")
+        (PICTURES / "run.txt").write_text(told)
+        board(Path(folder) / "outputs", PICTURES / "tensorboard.png")
 
 
 def without_paths(written: str) -> str:

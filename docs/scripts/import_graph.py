@@ -1,7 +1,7 @@
 """Draw which packages and modules of dzero import which, layer by layer.
 
-    python docs/import_graph.py docs/imports.png
-    python docs/import_graph.py docs/imports_before.png --tree ../another/checkout
+    python docs/scripts/import_graph.py docs/pictures/imports.png
+    python docs/scripts/import_graph.py docs/pictures/imports_before.png --tree ../another/checkout
 
 A box is a package, or a module that is in none (dashed). The number below its name is that of its lines; an edge points
 from a box to what it imports, which is always in a row below.
@@ -26,7 +26,7 @@ PACKAGE_COLOUR, MODULE_COLOUR, EDGE_COLOUR = "#dbe7f3", "#f6e3c5", "#7f8c99"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path)
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parent.parent, help="the checkout that is drawn")
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="the checkout that is drawn")
     options = parser.parse_args()
     imports, lines, packages = graph(options.tree / "dzero")
     draw(options.picture, imports, lines, packages)
