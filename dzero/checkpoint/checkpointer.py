@@ -214,7 +214,7 @@ class Checkpointer:
         return {k.removeprefix(LOCAL): v for k, v in checkpoint.read_entries(rank, entries).items()}
 
     def finish(self) -> str | None:
-        """Wait for a save in progress and return its name, or None; raise `CheckpointError` if it failed."""
+        """Wait for a save in progress; return the checkpoint's name or None; raise `CheckpointError` if it failed."""
         return None if self._saver is None else self._saver.finish()
 
 

@@ -27,8 +27,7 @@ class CheckpointConfig:
     on_error: str = "stop"
     """Reaction to a checkpoint that cannot be written: `stop`, or `warn` and continue training."""
     deadline_s: float = 60.0
-    """Seconds from SIGTERM or SIGINT within which the save that they trigger must end; later the run ends without
-    it."""
+    """Seconds from SIGTERM or SIGINT within which the resulting save must end. After that the run ends without it."""
 
     def __post_init__(self) -> None:
         staging = whole(1 << 20, MOST_BYTES)

@@ -208,7 +208,7 @@ def _write(fd: int, data: memoryview[Any]) -> None:
 
 
 def _pieces(shape: tuple[int, ...]) -> list[Box]:
-    """Return boxes of whole rows, each small enough to be in memory."""
+    """Split a tensor into boxes of whole rows, each small enough to be in memory."""
     whole = Box.whole(shape)
     if not shape or not whole.elems:
         return [whole] if whole.elems else []

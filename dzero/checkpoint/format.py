@@ -55,7 +55,7 @@ class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a tensor, and its position in a rank's file.
 
     Attributes:
-        of: Name of the tensor of this `shape`; None if the box is a tensor of this rank alone.
+        of: Name of the tensor, which has this `shape`; None if the box is a tensor of this rank alone.
         start: First byte of the row-major box in the data section of the file.
         end: Byte after the last one.
     """

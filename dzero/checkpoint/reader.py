@@ -92,7 +92,7 @@ class Checkpoint:
         return [part.box for _, _, part in self._parts(name)]
 
     def meeting(self, name: str, box: Box) -> list[tuple[int, str, StoredBox]]:
-        """Return rank, entry and part of every part of a tensor that overlaps `box`."""
+        """Return (rank, entry, stored box) for every stored box of a tensor that overlaps `box`."""
         return [each for each in self._parts(name) if each[2].box.common(box) is not None]
 
     def _parts(self, name: str) -> list[tuple[int, str, StoredBox]]:

@@ -1,8 +1,8 @@
 """Boxes of a checkpoint's tensors that a rank's shards, or its replica shards (zero/replica_shards.py), correspond to.
 
 A checkpoint is independent of ranks and tiles: a parameter has the name and shape of the model as built. A rank's part
-of it is a box: FSDP2 splits dim 0, in a tiled module within the tile, and on an axis that splits the model itself
-within the part of that axis.
+of a parameter is a box. FSDP2 splits it along dim 0. In a tiled module the box is within a tile, and where a mesh axis
+splits the model, it is within this rank's part along that axis.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class HeldTensor:
     Attributes:
         name: Name of the tensor in the model as built.
         shape: Shape of the whole tensor.
-        boxes: Boxes that the rank holds. A fused parameter has one for each of its results of which the rank holds a
-            part.
+        boxes: Boxes that the rank holds. A fused parameter has one for each result that the rank holds part of.
         held: Shape of the part that the rank holds.
     """
 
@@ -68,7 +67,7 @@ class UntiledRows:
         self._tiles = {part: (name, cut, at) for name, cut, parts in tiled(model) for at, part in enumerate(parts)}
 
     def name(self, own: str) -> str:
-        """Return the name in the model as built of the parameter that `own` is or is a tile of."""
+        """Return the untiled name of the parameter `own`, which may be a tile."""
         return self._tiles[own][0] if own in self._tiles else own
 
     def held(self, shape: ParamShape, first: int, rows: int) -> HeldTensor:

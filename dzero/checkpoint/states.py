@@ -49,7 +49,7 @@ class CheckpointStates:
         self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, StoredBox]:
-        """Return the parts that `write` saves, by entry and in order; call it as `write`.
+        """Return the parts that `write` saves, by entry and in order; like `write`, call it between steps.
 
         Raises:
             ValueError: If another optimizer has the states of a parameter.

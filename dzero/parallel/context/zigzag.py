@@ -3,7 +3,7 @@
     n = 4    chunk   0  1  2  3  4  5  6  7
              rank    0  1  2  3  3  2  1  0
 
-Chunk c attends to c + 1 chunks, so the two chunks of every rank r attend to 2n + 1.
+Chunk c attends to c + 1 chunks, so the two chunks of every rank attend to 2n + 1 chunks in total.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class MicrobatchHooks(Protocol):
     """Contexts around the backward of one microbatch in stage `part` of this rank; `Sharded` implements them."""
 
     def microbatch(self, is_last: bool, part: int) -> AbstractContextManager[None]:
-        """Wrap a whole backward, which may be the stage's last one in the step."""
+        """Wrap a whole backward; `is_last` marks the last one of the stage in the step."""
 
     def input_gradients(self, part: int) -> AbstractContextManager[None]:
         """Wrap a backward that computes only the gradients of inputs."""

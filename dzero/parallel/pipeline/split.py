@@ -1,7 +1,7 @@
 """Split of a model into pipeline stages, and the part of the model that a rank keeps.
 
     stage       first            others             last
-    its modules those before     some blocks,       those after
+    modules     those before     some blocks,       those after
                 the blocks       as in all stages   the blocks
 
 Blocks (parallel/blocks.py) are assigned in order, so that the most expensive stage costs as little as possible. With

@@ -82,7 +82,7 @@ class FusedProjection(nn.Module):
 
 
 class FusedInput(PrepareModuleInput):
-    """Input style of an attention that splits the output of a `FusedColumnwiseConv1D` by `split_size`."""
+    """Input style of an attention with a `FusedColumnwiseConv1D`; it adapts the `split_size` of its output."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.split_size //= device_mesh.size()

@@ -119,7 +119,7 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
 
 
 def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    """Return those of Llama with norms of queries and keys [batch, time, heads, head_dim], split by heads."""
+    """Return sizes and plan of Llama, with norms of queries and keys [batch, time, heads, head_dim] split by heads."""
     sizes, plan = _hf_llama(model)
     of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}

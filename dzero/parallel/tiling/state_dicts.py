@@ -183,7 +183,7 @@ def part_of(whole: Tensor, cut: TileCut, index: int, like: Tensor) -> Tensor:
 
 
 def _gather(local: Tensor, rows: Sequence[tuple[int, int]], mesh: DeviceMesh) -> Tensor:
-    """Gather rows [0, last) on every rank, of which mesh rank r has `rows[r]`; moved as bytes of any dtype."""
+    """Gather on every rank the rows of all ranks, `rows[r]` of mesh rank r, as bytes of any dtype."""
     gathered = local.new_empty((rows[-1][1], *local.shape[1:]))
     low, high = rows[mesh.get_local_rank()]
     gathered[low:high] = local

@@ -183,7 +183,7 @@ def _cut(module: nn.Module, cuts: list[TileCut], n: int, recompute: bool) -> Non
 
 def _concatenated(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        """Compute [..., outputs] from x [..., inputs]."""
+        """Map x [..., inputs] to [..., outputs]."""
         return torch.cat([*_outputs(self, x)], dim=-1)
 
     return forward
@@ -191,7 +191,7 @@ def _concatenated(_: Forward) -> Forward:
 
 def _added(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        """Compute the shape of x [..., inputs], with partial sums in fp32."""
+        """Map x [..., inputs] to the same shape, with partial sums in fp32."""
         outputs = _outputs(self, x)
         first = next(outputs)
         total = first.float()
