@@ -1,4 +1,4 @@
-"""Reads the ranks' files: only the blocks that hold what is wanted, each verified before a byte of it is used."""
+"""Reads of the ranks' data files in blocks; each block is verified before any of its bytes are used."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from dzero.offload.direct_io import Direction, make_direct, transfer
 THREADS = 4
 
 Want = tuple[int, torch.Tensor]
-"""Where it starts in the file's data, and the uint8 tensor on the CPU to fill from there."""
+"""Start offset in the file's data section, and the uint8 CPU tensor to fill from there."""
 Block = tuple[int, int]
-"""Of which rank's file, and its number there."""
+"""Rank that wrote the file, and number of the block in that file."""
 
 
 class BlockReader:
-    """The files of `indexes`, by rank, in `folder`; each is opened, and its size checked, when it is first needed.
+    """Reader of the ranks' data files, which it opens and size-checks on first use.
 
-    buffers: to read through, free and as large as every block; None for own ones. Raises CheckpointError for a file
-    that is missing or of another size, and for a block that is damaged.
+    Methods raise `CheckpointError` if a file is missing or has another size, or if a block is damaged.
+
+    Args:
+        folder: Folder of the checkpoint.
+        indexes: Index of each file to read, by rank.
+        buffers: Unused buffers to read through, each at least as large as the largest block. None allocates own ones.
     """
 
     def __init__(self, folder: Directory, indexes: Mapping[int, FileIndex], buffers: IOBuffers | None = None) -> None:
@@ -45,7 +49,7 @@ class BlockReader:
         self._undo.close()
 
     def read(self, wanted: Mapping[int, Sequence[Want]]) -> None:
-        """Fill all of `wanted`, by rank; every block is read once."""
+        """Fill all tensors of `wanted`, by rank, reading every block once."""
         by_block: dict[Block, list[Want]] = {}
         for rank, wants in wanted.items():
             index = self._indexes[rank]
@@ -57,16 +61,16 @@ class BlockReader:
             pass
 
     def verify(self, rank: int) -> None:
-        """Read all of a file. Raises CheckpointError for the first block that is not what was written."""
+        """Read all of a rank's file and raise `CheckpointError` for the first damaged block."""
         for _ in self.verifying(rank):
             pass
 
     def verifying(self, rank: int) -> Iterator[int]:
-        """As `verify`, block by block; yields the bytes of each."""
+        """Verify a rank's file as `verify` does, and yield the bytes of each block."""
         return self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))}, keep=False)
 
     def _serve_all(self, by_block: Mapping[Block, Sequence[Want]], *, keep: bool) -> Iterator[int]:
-        """Copy what is wanted out of each block, and yield its bytes. keep: the last, where the next read goes on."""
+        """Copy the wanted bytes out of each block and yield its size; keep the last block if `keep`."""
         blocks = sorted(by_block)
         for rank in {rank for rank, _ in blocks}:
             self._open(rank)
@@ -82,13 +86,13 @@ class BlockReader:
                         self._buffers.free.put(self._kept[1])
                     self._kept = block, buffer
                 yield self._span(block)[1]
-        finally:  # after an error nobody reads on, from a file that is closed by then
+        finally:  # no thread may still read after an error, when the caller closes the files
             for end in ends:
                 end.cancel()
             wait(ends)
 
     def _serve(self, buffers: IOBuffers, block: Block, wanted: Sequence[Want], *, keep: bool) -> torch.Tensor | None:
-        """Copy what is wanted out of a block; the buffer it is in, if it is to be kept."""
+        """Copy the wanted bytes out of a block; return its buffer if the block is kept."""
         begin, count = self._span(block)
         if wanted and self._kept is not None and self._kept[0] == block:
             _copy(self._kept[1][:count], begin, wanted)
@@ -106,7 +110,7 @@ class BlockReader:
         return None
 
     def _span(self, block: Block) -> tuple[int, int]:
-        """Where it begins in its file, and its bytes."""
+        """Return the offset of a block in its file, and its bytes."""
         index = self._indexes[block[0]]
         begin = block[1] * index.block_bytes
         return begin, min(index.block_bytes, index.file_bytes - begin)
@@ -133,7 +137,7 @@ class BlockReader:
         self._fds[rank] = fd
 
     def check_size(self, rank: int) -> None:
-        """Raises CheckpointError for a file that is missing, or of another size."""
+        """Raise `CheckpointError` if a rank's file is missing or its size is not that in its index."""
         said = self._indexes[rank].file_bytes
         if (size := self._folder.size(data_name(rank))) != said:
             what = f"{size} bytes, its index says {said}: it was cut short, or is another file; take another checkpoint"
@@ -141,7 +145,7 @@ class BlockReader:
 
 
 def _copy(block: torch.Tensor, begin: int, wanted: Sequence[Want]) -> None:
-    """Out of the file's bytes from `begin` on."""
+    """Copy the wanted bytes out of `block`, which starts at byte `begin` of the file."""
     for first, out in wanted:
         low, high = max(first, begin), min(first + out.numel(), begin + block.numel())
         out[low - first : high - first].copy_(block[low - begin : high - begin])

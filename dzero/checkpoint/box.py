@@ -1,4 +1,4 @@
-"""Boxes: the part of a tensor that one rank, or one file, holds; row-major, as DTensor cuts and safetensors stores."""
+"""Boxes: the parts of tensors that ranks and files hold, row-major as in DTensor and safetensors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """[offset, offset + size) along every dim of a tensor; a scalar's has none."""
+    """Range [offset, offset + size) along every dim of a tensor; a scalar has no dims."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box that covers a tensor of `shape`."""
         return cls((0,) * len(shape), shape)
 
     @property
     def elems(self) -> int:
-        """Elements in it."""
+        """Number of elements in the box."""
         return math.prod(self.size)
 
     def common(self, other: Box) -> Box | None:
-        """What lies in both; None where nothing does."""
+        """Return the intersection with `other`, or None if it is empty."""
         low = tuple(map(max, self.offset, other.offset))
         high = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.offset, self.size, other.offset, other.size, strict=True)
@@ -33,11 +33,11 @@ class Box:
         return Box(low, size) if all(each > 0 for each in size) else None
 
     def slices(self, within: Box) -> tuple[slice, ...]:
-        """Where it lies in the tensor that holds `within`."""
+        """Return the slices that select this box in a tensor that holds `within`."""
         return tuple(slice(o - w, o - w + n) for o, n, w in zip(self.offset, self.size, within.offset, strict=True))
 
     def rows(self, within: Box) -> tuple[int, int]:
-        """[first, last) elements of the row-major `within` that hold it, whole rows along the first dim."""
+        """Return the elements [first, last) of the row-major `within` whose whole rows along dim 0 hold this box."""
         if not self.size:
             return 0, 1
         row = math.prod(within.size[1:])
@@ -45,13 +45,13 @@ class Box:
         return first * row, (first + self.size[0]) * row
 
     def narrow(self, first: int, rows: int) -> Box:
-        """`rows` of its rows from `first` on."""
+        """Return the box of `rows` rows that starts at row `first` of this box."""
         return Box((self.offset[0] + first, *self.offset[1:]), (rows, *self.size[1:]))
 
 
 def covered(boxes: list[Box]) -> int:
-    """Elements in boxes that do not overlap. Raises ValueError for two that do."""
-    # Sorted by their first row, only neighbours whose rows meet need a look: shards are slabs, or slabs cut once more.
+    """Return the number of elements in `boxes`; raise ValueError if two boxes overlap."""
+    # Shards are slabs, or slabs cut once more: sorted by first row, only neighbours whose rows meet can overlap.
     active: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset):
         if box.size:
@@ -63,5 +63,5 @@ def covered(boxes: list[Box]) -> int:
 
 
 def is_slab(box: Box, within: Box) -> bool:
-    """Whether `box` is whole rows of `within`, so that its elements lie one after the other."""
+    """Return whether `box` consists of whole rows of `within`, so that its elements are contiguous there."""
     return box.offset[1:] == within.offset[1:] and box.size[1:] == within.size[1:]

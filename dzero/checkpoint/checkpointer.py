@@ -1,4 +1,4 @@
-"""What a training loop uses: save now and then, resume at the start."""
+"""Checkpointing for a training loop: periodic saves, and resuming at the start."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ STRICT = "resume.strict=true stops here"
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint's contents besides the states.
+    """Contents of a checkpoint other than the states of model and optimizer.
 
-    `local`: only where as many ranks saved it. `notes`, on rank 0: what was damaged and therefore passed over, for the
-    user to read.
+    Attributes:
+        extra: JSON values that were given to `Checkpointer.save`.
+        local: Tensors that this rank gave to `Checkpointer.save`; None if another number of ranks saved them.
+        notes: On rank 0, messages for the user about damaged checkpoints that were passed over.
     """
 
     path: Path
@@ -46,12 +48,15 @@ class Resumed:
 
 
 class Checkpointer:
-    """Of a sharded model and its optimizer. Collective, as `Saver`: every rank makes one and calls the same methods.
+    """Saves and restores the states of a sharded model and its optimizer.
 
-    checkpoints = Checkpoints(CheckpointConfig(folder="checkpoints"), sharded, optim)
-    extra = checkpoints.resume("auto")                # None where there is nothing to resume from
-    checkpoints.save(step, {"schedule": …})           # returns when training may go on
-    checkpoints.finish()                              # the last one is whole, and verified
+    Collective: every rank constructs one and calls the same methods.
+
+    Example:
+        checkpoints = Checkpointer(CheckpointConfig(folder="checkpoints"), sharded, optim)
+        resumed = checkpoints.resume("auto")              # None if there is no checkpoint
+        checkpoints.save(step, {"schedule": …})           # returns when training may continue
+        checkpoints.finish()                              # the last checkpoint is complete and verified
     """
 
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
@@ -69,16 +74,18 @@ class Checkpointer:
             self._undo = self._undo.pop_all()
 
     def _open(self) -> Saver:
-        """Take the folder for this run's saves."""
+        """Create this run's `Saver`, which locks the folder, if it does not exist yet."""
         if self._saver is None:
             self._saver = self._undo.enter_context(Saver(self.config, self._ranks, self._device))
         return self._saver
 
     def begin(self) -> None:
-        """Begin a run in the folder, one that goes on from what was resumed, if anything was. Collective.
+        """Begin a run in the folder that continues from the resumed checkpoint, if any. Collective.
 
-        `resume` and the first save do it where it is still to do. Raises CheckpointError where the folder holds
-        checkpoints of another run, before anything in it changes.
+        `resume` and the first `save` call this where it has not happened yet.
+
+        Raises:
+            CheckpointError: If the folder holds checkpoints of another run. Nothing in the folder has changed then.
         """
         self._open().claim(self._origin)
         self._begun = True
@@ -90,9 +97,15 @@ class Checkpointer:
         self._undo.close()
 
     def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Save everything as it is now. `extra`: plain JSON, rank 0's counts; `local`: small tensors of this rank.
+        """Save all states as they are now. Collective.
 
-        Raises CheckpointError for the save before this one.
+        Args:
+            step: Step that the states belong to.
+            extra: Plain JSON values; those of rank 0 are saved.
+            local: Small tensors of this rank.
+
+        Raises:
+            CheckpointError: If the save before this one failed, or this one cannot begin.
         """
         self._optim.await_updates()
         own = {f"{LOCAL}{name}": tensor for name, tensor in (local or {}).items()}
@@ -108,23 +121,31 @@ class Checkpointer:
         self._open().save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
 
     def finished(self) -> str | None:
-        """The name of a checkpoint that became whole since the last call. Raises CheckpointError if it failed."""
+        """Return the name of a newly completed checkpoint, or None; raise `CheckpointError` if the save failed."""
         return None if self._saver is None else self._saver.finished()
 
     def resume(self, which: str, *, strict: bool = False) -> Resumed | None:
-        """Become what a checkpoint holds: `auto` for the latest in the folder, None where there is none; or its folder.
+        """Load the states of a checkpoint, after any save in progress has ended. Collective.
 
-        Where the latest is damaged or gone, the newest before it that is whole is taken, and `Resumed.notes` says so;
-        `strict` raises instead. What is damaged stays where it is.
+        If the latest checkpoint is damaged or missing, the newest intact one before it is loaded and `Resumed.notes`
+        reports it. Damaged checkpoints stay in place.
 
-        Raises CheckpointError on all ranks alike; also for a save that was under way, which it waits for.
+        Args:
+            which: Folder of a checkpoint, folder of checkpoints, or `auto` for the latest in the configured folder.
+            strict: Raise instead of loading an older checkpoint than the latest.
+
+        Returns:
+            None if `which` is `auto` and there is no checkpoint.
+
+        Raises:
+            CheckpointError: On all ranks alike, if no checkpoint can be loaded or the save in progress failed.
         """
         self.finish()
         shelf, auto, names = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
         notes, tried = list[str](), list[str]()
 
         def offer() -> str:
-            """Rank 0's choice."""
+            """Return the next candidate, on rank 0."""
             if not names:
                 is_one = not auto and is_there(shelf.path / MANIFEST)
                 names.extend([""] if is_one else candidates(shelf, notes) or [""])
@@ -155,15 +176,16 @@ class Checkpointer:
         return replace(found, notes=notes if dist.get_rank() == 0 else [])
 
     def _take(self, path: Path) -> tuple[Resumed | None, str]:
-        """Become what the checkpoint at `path` holds; where it is damaged, what is wrong, and every state is undefined.
+        """Load the checkpoint at `path`; if it is damaged, return what is wrong and leave every state undefined.
 
-        Raises CheckpointError on all ranks for what is no damage.
+        Raises:
+            CheckpointError: On all ranks, for an error that is not damage.
         """
         self._optim.synchronize()
         found: list[Resumed] = []
 
         def take() -> str:
-            """This rank's part; what is damaged."""
+            """Load this rank's states; return what is damaged."""
             try:
                 with Checkpoint(path) as checkpoint:
                     manifest = checkpoint.manifest
@@ -179,12 +201,12 @@ class Checkpointer:
         if wrong:
             self._states.abandon()
             return None, wrong[0]
-        if self._shares:  # not before all have taken theirs; what overlap=delayed holds back stays so
+        if self._shares:  # only after every rank has loaded; values that overlap=delayed holds back stay held back
             self._optim.synchronize()
         return found[0], ""
 
     def _local(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor] | None:
-        """What this rank saved of its own; None where another number of ranks did."""
+        """Return the tensors that this rank saved for itself; None if another number of ranks saved."""
         rank = dist.get_rank()
         if checkpoint.manifest.ranks != dist.get_world_size():
             return None
@@ -192,7 +214,7 @@ class Checkpointer:
         return {k.removeprefix(LOCAL): v for k, v in checkpoint.read_entries(rank, entries).items()}
 
     def finish(self) -> str | None:
-        """Wait for a save that is under way; the checkpoint's name. Raises CheckpointError."""
+        """Wait for a save in progress; return the checkpoint's name or None; raise `CheckpointError` if it failed."""
         return None if self._saver is None else self._saver.finish()
 
 

@@ -1,4 +1,4 @@
-"""When a run saves, where, and what it starts from."""
+"""Settings of checkpoints, and of the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from dzero.utils.ranges import MOST_BYTES, SECONDS, check, whole
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When a run saves, where, and what becomes of older checkpoints."""
+    """Settings of when and where a run saves checkpoints, and how many it keeps."""
 
     every: int | None = None
     """Steps between saves. null: no checkpoints."""
     keep: int = 2
-    """Checkpoints that stay, of this run and of what it resumed from; older ones are removed, those of others never."""
+    """Checkpoints to keep, of this run and those it resumed from. Older ones are removed, those of other runs never."""
     folder: str = "checkpoints"
-    """Folder of the checkpoints, shared by all nodes; with --multirun inside each run's own output folder."""
+    """Folder of the checkpoints, shared by all nodes. With --multirun it is inside each run's own output folder."""
     last: bool = True
-    """Save after the last step too, where anything is saved."""
+    """Save after the last step too, if checkpoint.every is set."""
     staging_bytes: int = 1 << 30
-    """Host memory per rank through which states go to the disk; a save holds the run up until they are in it."""
+    """Host memory per rank that buffers states on their way to disk. Training waits until all states are copied to
+    it."""
     verify: bool = True
-    """Read a checkpoint back before it counts."""
+    """Read each checkpoint back before it counts as complete."""
     on_error: str = "stop"
-    """A checkpoint cannot be written: `stop`, or `warn` and train on."""
+    """Reaction to a checkpoint that cannot be written: `stop`, or `warn` and continue training."""
     deadline_s: float = 60.0
-    """Seconds from SIGTERM or SIGINT to the end of the save they ask for; later the run ends without it."""
+    """Seconds from SIGTERM or SIGINT within which the resulting save must end. After that the run ends without it."""
 
     def __post_init__(self) -> None:
         staging = whole(1 << 20, MOST_BYTES)
@@ -39,12 +40,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeConfig:
-    """The checkpoint that a run starts from. `resume=WORD` on the command line is short for `resume.source=WORD`."""
+    """Checkpoint that a run starts from. `resume=WORD` on the command line is short for `resume.source=WORD`."""
 
     source: str | None = None
-    """A checkpoint's folder; `auto` for the latest in checkpoint.folder; null to start afresh."""
+    """Folder of a checkpoint, `auto` for the latest in checkpoint.folder, or null to start from scratch."""
     strict: bool = False
-    """Stop where the latest checkpoint is damaged or gone, instead of going on from the newest that is whole."""
+    """Stop if the latest checkpoint is damaged or missing, instead of resuming from the newest intact one."""
 
     def __post_init__(self) -> None:
         if self.strict and self.source is None:

@@ -1,17 +1,18 @@
-"""PyTorch's own loader over our checkpoints, so that programs without dzero read them too.
+"""Storage reader that loads dzero checkpoints with `torch.distributed.checkpoint`.
 
-    dcp.load(model.state_dict(), storage_reader=Reader("checkpoints/step_00000200"))
-    dcp.load({"master": masters, "exp_avg": moments}, storage_reader=Reader("checkpoints"))
+    dcp.load(model.state_dict(), storage_reader=DcpReader("checkpoints/step_00000200"))
+    dcp.load({"master": masters, "exp_avg": moments}, storage_reader=DcpReader("checkpoints"))
 
-torch plans which boxes its DTensors need, on whatever mesh and placements; here they are read, each block verified
-first. Nothing is pickled, in metadata or data, so what is no tensor (steps, settings) is not offered.
+Programs that do not train with dzero can load its checkpoints this way. torch plans which boxes its DTensors need, on
+any mesh and with any placements; the reader verifies each block before it uses it. Neither metadata nor data are
+pickled, so only tensors are offered, and step counts and settings are not.
 
     key in the state dict                          value
-    <parameter>, <buffer>                          the master; what has none is as it was saved
-    master.<parameter>, exp_avg.<parameter>, …     every tensor by its own name (states.py)
+    <parameter>, <buffer>                          the master; a tensor without a master as it was saved
+    master.<parameter>, exp_avg.<parameter>, …     every tensor by its stored name (checkpoint/states.py)
 
-A tied parameter is offered under the first of its names; a state dict that has others as well is loaded with
-`planner=DefaultLoadPlanner(allow_partial_load=True)`.
+A tied parameter is offered only under the first of its names. To load a state dict that contains its other names too,
+pass `planner=DefaultLoadPlanner(allow_partial_load=True)`.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from dzero.zero.rounding import to_working
 
 
 class DcpReader(StorageReader):
-    """Of the checkpoint at `path`, or the latest in that folder. One reader may load any number of state dicts.
+    """Storage reader of the checkpoint at `path`, or of the latest checkpoint in that folder.
 
-    Values become the target's dtype as training rounds them. Raises CheckpointError, which torch's loader wraps into
-    its own error once ranks load together.
+    One reader may load any number of state dicts. Values are rounded to the target's dtype as in training. Errors are
+    `CheckpointError`, which torch wraps in its own error when several ranks load together.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -61,27 +62,27 @@ class DcpReader(StorageReader):
         self._metadata = Metadata(shown)  # type: ignore[arg-type]  # dict is invariant
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by torch: another checkpoint, or the same again."""
+        """Switch to the checkpoint at `checkpoint_id`, if given; called by torch."""
         if checkpoint_id is not None:
             self._take(Path(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
-        """Called by torch: all tensors, and the boxes that ranks saved of them."""
+        """Return all tensors and the boxes of them that ranks saved; called by torch."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Called by torch: nothing to do."""
+        """Do nothing; called by torch."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Called by torch: as it is."""
+        """Return `plan` unchanged; called by torch."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Called by torch: as they are."""
+        """Return `plans` unchanged; called by torch."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Called by torch: fill what it planned for this rank."""
+        """Fill the tensors that torch planned for this rank; called by torch."""
         with Checkpoint(self.path) as checkpoint:
             for item in plan.items:
                 self._fill(checkpoint, item, planner)
@@ -91,7 +92,7 @@ class DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a checkpoint's folder."""
+        """Return whether `checkpoint_id` is the folder of a checkpoint."""
         return (Path(checkpoint_id) / MANIFEST).is_file()
 
     def _fill(self, checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner) -> None:
@@ -109,7 +110,7 @@ class DcpReader(StorageReader):
 
 
 def _shown(checkpoint: Checkpoint, name: str) -> TensorStorageMetadata:
-    """A tensor, and the boxes of it, as torch describes them."""
+    """Describe a tensor and its boxes with torch's metadata types."""
     part = checkpoint.part(name)
     chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in checkpoint.boxes(name)]
     return TensorStorageMetadata(TensorProperties(DTYPES[part.dtype]), torch.Size(part.shape), chunks)

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, for the user to read."""
+"""Errors of checkpoints, with messages for the user."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dzero.errors import RankLost, RunError
 
 
 class CheckpointError(RunError):
-    """A file or folder of a checkpoint is missing, damaged, or not what it says. `path`: which; empty where `what` says
-    it."""
+    """A file or folder `path` of a checkpoint is missing, damaged or invalid; `path` is empty if `what` names it."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"{path}: {what}" if path else what)
@@ -15,8 +14,8 @@ class CheckpointError(RunError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """Bytes of a checkpoint that are missing, or are not what was written. An older checkpoint may still be whole."""
+    """Bytes of a checkpoint that are missing or differ from those written; an older checkpoint may be intact."""
 
 
 class RankUnavailable(CheckpointError, RankLost):
-    """A rank did not answer where all agree on a checkpoint."""
+    """A rank that did not respond when all ranks had to agree on a checkpoint."""

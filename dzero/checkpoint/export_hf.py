@@ -1,15 +1,15 @@
-"""A checkpoint as Hugging Face publishes models: safetensors with an index, and config.json.
+"""Export of a checkpoint in the Hugging Face format: safetensors files with an index, and config.json.
 
     OUT/
         config.json
-        model.safetensors                     where everything fits `shard_bytes`; else
-        model-00001-of-00003.safetensors …    in the checkpoint's order, a tensor never cut
-        model.safetensors.index.json          which tensor is in which
+        model.safetensors                     if everything fits in `shard_bytes`, otherwise
+        model-00001-of-00003.safetensors …    in the checkpoint's order; no tensor is split
+        model.safetensors.index.json          file of each tensor
 
-No process group and no device: tensors stream from the ranks' files, at most `PIECE_BYTES` of one at a time, each block
-verified before a byte of it is used. The values are the fp32 masters rounded as training rounds them
-(zero/rounding.py), so bf16 is the working copy to the bit; frozen parameters and buffers are what they were. Tied
-parameters are in a checkpoint once, under the name that transformers keeps as well.
+An export needs no process group and no device. Tensors are streamed from the ranks' files, at most `PIECE_BYTES` of one
+at a time, and each block is verified before its bytes are used. Parameters are the fp32 masters rounded as in training
+(zero/rounding.py), so bf16 equals the working copy bit for bit. Buffers keep their dtype. A tied parameter is stored in
+a checkpoint once, under the name that transformers keeps as well.
 """
 
 from __future__ import annotations
@@ -41,16 +41,21 @@ from dzero.zero.rounding import to_working
 
 SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
-"""Of a tensor that are in memory at a time, at least one row."""
+"""Bytes of a tensor, counted in fp32, that are in memory at a time; at least one row is."""
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG = "config.json"
 MODEL = "model"
-"""Where a checkpoint's extra holds what `models.published.describe` said."""
+"""Key in a checkpoint's `extra` for the result of `models.published.describe`."""
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What will be written. `files`: the tensors of each, laid out. `source`: the tensor of the checkpoint, by name."""
+    """Files to write, and the tensors of the checkpoint that they are made from.
+
+    Attributes:
+        files: Tensors of each file, with their positions.
+        source: Name of the checkpoint's tensor, by exported name.
+    """
 
     files: dict[str, dict[str, StoredBox]]
     source: dict[str, str]
@@ -58,14 +63,21 @@ class ExportPlan:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all tensors."""
+        """Total bytes of all tensors."""
         return sum(part.end - part.start for parts in self.files.values() for part in parts.values())
 
 
 def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> ExportPlan:
-    """dtype: `bf16`, `fp16` or `fp32`, of the parameters. shard_bytes: of tensors in a file; a larger one is alone.
+    """Plan the export of a checkpoint.
 
-    Raises ValueError for another dtype or size, CheckpointError for a checkpoint that tells no model.
+    Args:
+        checkpoint: Checkpoint to export.
+        dtype: Dtype of the exported parameters: `bf16`, `fp16` or `fp32`.
+        shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: If `dtype` or `shard_bytes` is invalid.
+        CheckpointError: If the checkpoint does not describe its model.
     """
     wanted = dtype_of(dtype, key="--dtype", allowed=EXPORTED)
     if shard_bytes < 1:
@@ -93,10 +105,17 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
 def export(
     checkpoint: Checkpoint, out: Path, planned: ExportPlan, progress: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Write `planned` to the new folder `out`, all of it durable before it has that name. progress: of bytes written.
+    """Write `planned` to the new folder `out`, which gets this name only when all of it is durable.
 
-    Raises CheckpointError for an `out` that is there, a disk that is too small, a damaged checkpoint, and values that
-    the dtype cannot hold; then nothing is left behind.
+    Args:
+        checkpoint: Checkpoint to read.
+        out: Folder to create.
+        planned: Result of `plan`.
+        progress: Called with the bytes of each piece that was written.
+
+    Raises:
+        CheckpointError: If `out` exists, the disk is too small, the checkpoint is damaged, or the dtype cannot hold a
+            value. Nothing is left behind then.
     """
     out = out.absolute()
     partial = out.with_name(out.name + PARTIAL)
@@ -124,7 +143,7 @@ def export(
 
 
 def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Kind and config of the model."""
+    """Return kind and config of the checkpoint's model."""
     extra = checkpoint.manifest.state.get("extra")
     described = extra.get(MODEL) if isinstance(extra, dict) else None
     if described is None:
@@ -142,7 +161,7 @@ def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
 
 
 def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, dict[str, StoredBox]]:
-    """One after the other until a file is full."""
+    """Distribute the tensors over files in order; a new file begins when one is full."""
     groups: list[dict[str, StoredBox]] = [{}]
     filled = 0
     for name, part in parts.items():
@@ -170,7 +189,7 @@ def _write_tensors(
     source: Mapping[str, str],
     progress: Callable[[int], None],
 ) -> None:
-    """One file, on disk when this returns."""
+    """Write one file; it is on disk on return."""
     fd = folder.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     with _told(folder.path / name), os.fdopen(fd, "wb", buffering=0) as file:
         _write(file.fileno(), memoryview(header(parts, {"format": "pt"})))
@@ -189,7 +208,7 @@ def _write(fd: int, data: memoryview[Any]) -> None:
 
 
 def _pieces(shape: tuple[int, ...]) -> list[Box]:
-    """Rows of a tensor that may be in memory together."""
+    """Split a tensor into boxes of whole rows, each small enough to be in memory."""
     whole = Box.whole(shape)
     if not shape or not whole.elems:
         return [whole] if whole.elems else []
@@ -198,7 +217,7 @@ def _pieces(shape: tuple[int, ...]) -> list[Box]:
 
 
 def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    """A box of a tensor in `dtype`. Raises CheckpointError where that cannot hold a value."""
+    """Read a box in `dtype`; raise `CheckpointError` if a value does not fit."""
     values = checkpoint.read(stored, box)
     if values.dtype == dtype:
         return values
@@ -212,7 +231,7 @@ def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype
 
 
 def _check_room(out: Path, needed: int) -> None:
-    """Raises CheckpointError where the disk has less."""
+    """Raise `CheckpointError` if the disk has less than `needed` bytes free."""
     with _told(out.parent):
         free = shutil.disk_usage(out.parent).free
     if free < needed:
@@ -222,7 +241,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Errors of the system as CheckpointError."""
+    """Raise system errors as `CheckpointError`."""
     try:
         yield
     except OSError as error:

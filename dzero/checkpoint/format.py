@@ -1,16 +1,16 @@
-"""What lies in a checkpoint: JSON beside safetensors files, read without trusting it.
+"""Format of a checkpoint: JSON files beside safetensors files, validated before use.
 
     step_00000200/
-        manifest.json          how many ranks wrote it, the seals of their indexes, and what is no tensor
-        rank_00000.json        an index: which part of which tensor lies where in the rank's file, and its checksums
-        rank_00000.safetensors the parts, one after the other, in the order of the index
+        manifest.json          seals of all ranks' indexes, and all values that are not tensors
+        rank_00000.json        index: position of each part of a tensor in the rank's file, and block checksums
+        rank_00000.safetensors the parts without gaps, in the order of the index
 
-What the tensors are: states.py. Scalars and settings are in the manifest. Names of files follow from the number of a
-rank, so no path comes out of a file.
+The tensors are listed in checkpoint/states.py. Scalars and settings are in the manifest. File names are derived from
+the number of the rank, so that no path is ever read from a file.
 
-JSON files are sealed: `{"body": …, "xxh3": "…"}`, the checksum of the body's bytes. It finds what disks and cables do
-to a file; against who writes one on purpose stand the checks in `FileIndex.check` and `Manifest.check`: sizes, offsets
-and shapes must fit each other and the file before anything is allocated or read.
+JSON files are sealed: `{"body": …, "xxh3": "…"}`, with the checksum of the body's bytes. The checksum detects
+accidental damage. `FileIndex.check` and `Manifest.check` protect against crafted files: sizes, offsets and shapes must
+fit each other and the file before anything is allocated or read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dzero.offload.memory_pool import ALIGNMENT_BYTES
 VERSION = 1
 MANIFEST = "manifest.json"
 MASTER, PARAM, BUFFER = "master", "param", "buffer"
-"""Kinds of tensors, before a parameter's or buffer's name; an optimizer's moments have kinds of their own."""
+"""Kinds of tensors, which prefix the name of a parameter or buffer; optimizer moments have kinds of their own."""
 MOST_INDEX_BYTES, MOST_MANIFEST_BYTES = 64 << 20, 16 << 20
 MOST_BLOCK_BYTES = 64 << 20
 MOST_DIMS = 16
@@ -42,19 +42,22 @@ T = TypeVar("T")
 
 
 def index_name(rank: int) -> str:
-    """Of a rank's index."""
+    """Return the name of a rank's index file."""
     return f"rank_{rank:05d}.json"
 
 
 def data_name(rank: int) -> str:
-    """Of a rank's tensors."""
+    """Return the name of a rank's tensor file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A box of the tensor `of`, which has `shape`, row-major at bytes [start, end) of the file's data.
+    """A box of a tensor, and its position in a rank's file.
 
-    Where `of` is None it is no part of a tensor that ranks share, but the rank's own.
+    Attributes:
+        of: Name of the tensor, which has this `shape`; None if the box is a tensor of this rank alone.
+        start: First byte of the row-major box in the data section of the file.
+        end: Byte after the last one.
     """
 
     of: str | None
@@ -67,11 +70,11 @@ class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def box(self) -> Box:
-        """Where it lies in the tensor."""
+        """Position of the box in the tensor."""
         return Box(self.offset, self.size)
 
     def check(self, name: str) -> None:
-        """Raises ValueError for one that contradicts itself."""
+        """Raise ValueError if the fields are invalid or contradict each other."""
         if self.dtype not in DTYPES:
             raise ValueError(f"{name}: dtype {self.dtype!r}, not one of {list(DTYPES)}")
         if not len(self.shape) == len(self.offset) == len(self.size) <= MOST_DIMS:
@@ -85,7 +88,13 @@ class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank's file: its size, where its data begins, the checksum of every block of `block_bytes`, and its parts."""
+    """Index of a rank's file.
+
+    Attributes:
+        data_start: Offset of the data section in the file.
+        sums: Checksum of each block of `block_bytes`.
+        parts: Boxes in the file, by entry.
+    """
 
     rank: int
     file_bytes: int
@@ -95,7 +104,7 @@ class FileIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parts: dict[str, StoredBox]
 
     def check(self, rank: int) -> None:
-        """Raises ValueError where its numbers do not fit each other."""
+        """Raise ValueError if the file is not that of `rank`, or the fields contradict each other."""
         if self.rank != rank:
             raise ValueError(f"it says it is rank {self.rank}'s")
         if (
@@ -117,11 +126,17 @@ class FileIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A checkpoint's description: everything but its tensors.
+    """Description of a checkpoint: everything except its tensors.
 
-    `seals`: the checksums of the ranks' indexes, by rank. `state`: what is no tensor; plain JSON. `run`, `lineage`:
-    which start of a run saved it, and from what that had resumed (lineage.py). `saved_ns`: nanoseconds since 1970.
-    Manifests that lack the last three are older; their checksums hold because defaults are left out.
+    Older manifests lack the last three fields. Fields with default values are not encoded, so older checksums stay
+    valid.
+
+    Attributes:
+        seals: Checksum of each rank's index.
+        state: Values that are not tensors, as plain JSON.
+        run: Id of the run that saved the checkpoint.
+        lineage: Runs that this run continued from (checkpoint/lineage.py).
+        saved_ns: Time of the save in nanoseconds since 1970.
     """
 
     version: int
@@ -134,11 +149,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def ranks(self) -> int:
-        """How many wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return len(self.seals)
 
     def check(self) -> None:
-        """Raises ValueError for another version, or no ranks."""
+        """Raise ValueError if the version is not supported or a field is invalid."""
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the format, this dzero reads {VERSION}: install a newer one")
         if not self.seals or self.step < 0 or not all(map(SUM.fullmatch, self.seals)):
@@ -147,12 +162,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def origin(self) -> Lineage:
-        """Return the lineage of the run that saved the checkpoint."""
+        """Lineage of the run that saved the checkpoint."""
         return Lineage(self.run, self.lineage)
 
 
 def check_together(indexes: list[FileIndex]) -> None:
-    """Raises ValueError where the ranks' parts do not make up whole tensors, each element once."""
+    """Raise ValueError unless the parts of all ranks make up whole tensors, with each element once."""
     boxes: dict[str, list[Box]] = {}
     first: dict[str, StoredBox] = {}
     for index in indexes:
@@ -173,7 +188,7 @@ def check_together(indexes: list[FileIndex]) -> None:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3 in hexadecimal."""
+    """Return the 64-bit xxh3 checksum of `data` in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
@@ -183,21 +198,23 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def seal(body: Any) -> tuple[bytes, str]:
-    """The bytes of a file that holds `body`, and its seal."""
+    """Return the bytes of a file that holds `body`, and its seal."""
     encoded = msgspec.json.encode(body, order="sorted")
     found = digest(encoded)
     return b'{"body":' + encoded + b',"xxh3":"' + found.encode() + b'"}\n', found
 
 
 def unseal(data: bytes, kind: type[T], path: str, sealed: str | None = None) -> T:
-    """What `seal` was given. `sealed`: the seal that it must have.
+    """Return the body of a sealed file, whose seal must be `sealed` unless that is None.
 
-    Raises Damaged where the bytes are not those that were written, CheckpointError where they say what they may not.
+    Raises:
+        CheckpointDamaged: If the bytes are not those that were written.
+        CheckpointError: If the body is not a valid `kind`.
     """
     try:
         outer = msgspec.json.decode(data, type=_Sealed)
         found = digest(bytes(outer.body))
-    except (ValueError, ArithmeticError, RecursionError) as error:  # msgspec's errors are ValueErrors
+    except (ValueError, ArithmeticError, RecursionError) as error:  # msgspec's errors are subclasses of ValueError
         raise CheckpointDamaged(path, str(error)) from error
     if found != outer.xxh3:
         raise CheckpointDamaged(path, f"its checksum is {found}, not {outer.xxh3}: it was damaged")

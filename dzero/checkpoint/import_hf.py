@@ -1,10 +1,12 @@
-"""A model's first values from a folder as Hugging Face publishes it; each rank reads the bytes that it keeps.
+"""Import of initial values from a Hugging Face folder; each rank reads only the bytes that it keeps.
 
-weights = local_weights(folder, model)                          # names, shapes and files; no values
-materialise = Materialiser(model, …, weights=blank(weights))    # shard() then cuts zeros
-sharded = shard(model, …, materialise=materialise)
-fill(sharded, weights)                                          # before there is an optimizer, whose masters and
-optim = AdamW(sharded)                                          # moments begin as in any run: values, zeros
+    weights = local_weights(folder, model)                                    # names, shapes and files; no values
+    materialise = MetaInitializer(model, …, weights=blank(model, weights))    # shard() then splits zeros
+    sharded = shard(model, …, materialise=materialise)
+    fill(sharded, weights)                                                    # before an optimizer is constructed
+    optim = AdamW(sharded)
+
+Masters and moments therefore start as in any run: from the values, and from zeros.
 """
 
 from __future__ import annotations
@@ -22,16 +24,24 @@ from dzero.zero.shard import Sharded
 
 
 def blank(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Callable[[], Tensor]]:
-    """Readers for a Materialiser: zeros for parameters, which `fill` reads; every rank's buffers as stored."""
+    """Return readers for a `MetaInitializer`: zeros for parameters, and stored values for buffers.
+
+    `fill` reads the parameters later. Every rank reads all buffers.
+    """
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: _zero if name in params else stored for name, stored in weights.items()}
 
 
 @torch.no_grad()
 def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
-    """Give the parameters of a model without optimizer the values of `weights`, and later masters all their digits.
+    """Copy `weights` into the parameters of a sharded model that has no optimizer yet.
 
-    Raises RuntimeError when it has an optimizer, ValueError and OSError for a file that was changed or cannot be read.
+    Masters that an optimizer creates later get the values before rounding.
+
+    Raises:
+        RuntimeError: If the model has an optimizer.
+        ValueError: If a file is invalid or was changed.
+        OSError: If a file cannot be read.
     """
     shard_boxes = ShardBoxes(sharded)
     for unit in sharded.units:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, or in a folder of them, as tables; and whether it is what was written."""
+"""Tables that describe a checkpoint, or a folder of them, and report damage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dzero.utils.terminal import DAMAGED, OK, Table
 UNKNOWN = "unknown"
 UNREAD = "not verified"
 OWN = "of a rank"
-"""What ranks do not share: random generators, scales of 8-bit moments."""
+"""Kind of entries that ranks do not share: random generators, and scales of 8-bit moments."""
 TIERS = ("param", "grad", "master", "moments")
 PRECISIONS = ("param", "master", "moments")
 Progress = Callable[[int], None]
@@ -28,16 +28,22 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Inspected:
-    """`tables` for people; `wrong`: what is damaged, a line each, nothing where all is well."""
+    """Tables to print, and in `wrong` one line for each damaged file or checkpoint."""
 
     tables: list[Table]
     wrong: list[str]
 
 
 def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None) -> Inspected:
-    """A checkpoint, or all in a folder. verify: read everything; else only sizes are compared. progress: of bytes read.
+    """Describe a checkpoint, or all checkpoints in a folder.
 
-    Raises CheckpointError for a checkpoint that cannot be opened, and for a folder without one.
+    Args:
+        path: Folder of a checkpoint, or of checkpoints.
+        verify: Read everything and compare checksums. Otherwise only file sizes are compared.
+        progress: Called with the bytes of each block that was read.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be opened, or the folder has none.
     """
     if not is_there(path / MANIFEST):
         return _shelf(CheckpointStore(path), verify=verify, progress=progress)
@@ -49,7 +55,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
 
 
 def bytes_of(path: Path) -> int:
-    """What `inspect` reads to verify a checkpoint, or all in a folder; none of one that does not open."""
+    """Return the bytes that `inspect` reads to verify `path`, without checkpoints that cannot be opened."""
     paths = [path] if is_there(path / MANIFEST) else [path / name for name in CheckpointStore(path).names()]
     total = 0
     for each in paths:
@@ -59,7 +65,7 @@ def bytes_of(path: Path) -> int:
 
 
 def _wrong(checkpoint: Checkpoint, *, verify: bool, progress: Progress) -> list[str]:
-    """What is wrong with each rank's file; empty where nothing is known to be."""
+    """Return what is wrong with each rank's file; an empty string if no error is found."""
     found = []
     for rank in range(checkpoint.manifest.ranks):
         try:
@@ -93,7 +99,7 @@ def _summary(checkpoint: Checkpoint) -> Table:
 
 
 def _contents(checkpoint: Checkpoint) -> Table:
-    """A row per kind of tensor and dtype."""
+    """Build the table with one row per kind of tensor and dtype."""
     parts: dict[tuple[str, str], list[StoredBox]] = {}
     for index in checkpoint.indexes:
         for part in index.parts.values():
@@ -116,7 +122,7 @@ def _files(checkpoint: Checkpoint, wrong: list[str], *, sound: str) -> Table:
 
 
 def _settings(checkpoint: Checkpoint) -> Table:
-    """A row per group."""
+    """Build the table with one row per group of settings."""
     rows = []
     for group, values in _config(checkpoint).items():
         keys = values if isinstance(values, dict) else {"": values}
@@ -126,7 +132,7 @@ def _settings(checkpoint: Checkpoint) -> Table:
 
 
 def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspected:
-    """A row per checkpoint."""
+    """Describe a folder with one row per checkpoint."""
     rows, wrong, latest = list[tuple[str, ...]](), list[str](), None
     try:
         latest = shelf.latest()
@@ -152,12 +158,12 @@ def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspe
 
 
 def _bytes(checkpoint: Checkpoint) -> int:
-    """Of the ranks' files."""
+    """Return the total bytes of the ranks' files."""
     return sum(index.file_bytes for index in checkpoint.indexes)
 
 
 def _when(checkpoint: Checkpoint) -> str:
-    """As the run said, else the file's date."""
+    """Return the time of the save as recorded by the run, or else the date of the manifest."""
     if (said := _at(checkpoint.manifest.state, "extra", "saved")) != UNKNOWN:
         return said
     changed = (checkpoint.path / MANIFEST).stat().st_mtime
@@ -165,14 +171,14 @@ def _when(checkpoint: Checkpoint) -> str:
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of the run that saved it; empty where it was none of train.py's."""
+    """Return the settings of the run that saved; empty if train.py did not save them."""
     extra = checkpoint.manifest.state.get("extra")
     config = extra.get("config") if isinstance(extra, dict) else None
     return config if isinstance(config, dict) else {}
 
 
 def _at(tree: Any, *keys: str) -> str:
-    """What is there in plain JSON, for people."""
+    """Return the value at `keys` of plain JSON as text, or `UNKNOWN`."""
     for key in keys:
         if not isinstance(tree, dict) or key not in tree:
             return UNKNOWN
@@ -181,5 +187,5 @@ def _at(tree: Any, *keys: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A terminal obeys no character that a file brought."""
+    """Escape unprintable characters, so that text from a file cannot control the terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in str(value))

@@ -1,7 +1,7 @@
-"""Memory for what is on its way to the disk or from it: aligned for direct I/O, and used again and again.
+"""Reusable host buffers for data on its way to or from the disk, aligned for direct I/O.
 
-Fresh pages cost more than the disk does: they come with first use, or by `touch` where nobody waits for them. Beside a
-GPU that also locks them, so that copies from the device go at the link's speed.
+Fresh pages cost more than the disk transfer. They are allocated on first use, or in advance by `touch` in a background
+thread. With a GPU, `touch` also page-locks them, so that copies from the device run at the link's speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ BLOCK_BYTES = 16 << 20
 
 
 class IOBuffers:
-    """`count` of them, uint8 [block_bytes], in `free` while nobody uses them. device: where tensors come from."""
+    """Pool of uint8 buffers; the queue `free` holds those that are not in use.
+
+    Args:
+        count: Number of buffers.
+        block_bytes: Bytes of each buffer.
+        device: Device that tensors are copied from; None if there is none.
+    """
 
     def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES, device: torch.device | None = None) -> None:
         self.count, self.block_bytes, self._device = count, block_bytes, device
@@ -30,7 +36,7 @@ class IOBuffers:
             self.free.put(lease.data)
 
     def touch(self) -> None:
-        """Take their pages now, before any is in use. From any thread."""
+        """Allocate all pages before any buffer is in use; may be called from any thread."""
         if self._device is not None:
-            streams.set_device(self._device)  # which knows of locked pages
+            streams.set_device(self._device)  # page-locking uses the thread's current device
         self._memory_pool.settle()

@@ -1,13 +1,13 @@
-"""Lineage: which checkpoints are steps of one training, across restarts and across going back.
+"""Lineage: the checkpoints that belong to one training, across restarts and returns to earlier steps.
 
-Every start of a run has an id of its own, and remembers from where it resumed:
+Every start of a run has an id of its own, and records where it resumed from:
 
-    start of a run      id    its lineage                   saves          what of the others is its own
-    afresh              a     a                             a@10, a@20
+    start of a run      id    its lineage                   saves          older checkpoints in its lineage
+    from scratch        a     a                             a@10, a@20
     resume=auto         b     a up to 20, b                 b@30           a@10, a@20
     back to step 10     c     a up to 10, c                 c@20           a@10; a@20 and b@30 are another branch
 
-So the number of a step alone never decides what is newest, or what may be removed.
+A step number alone therefore never decides which checkpoint is the newest, or which may be removed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from typing import NamedTuple
 
 RUN = re.compile(r"[0-9a-f]{32}")
 Segment = tuple[str, int]
-"""A run, and its last step that counts."""
+"""Id of a run, and the last of its steps that belongs to the lineage."""
 
 
 class Lineage(NamedTuple):
-    """A start of a run and what it goes on from, the oldest first. An empty `run`: saved before runs had ids."""
+    """A run and the runs that it continues.
+
+    Attributes:
+        run: Id of the run; empty for checkpoints saved before runs had ids.
+        ancestors: Runs that it continues, the oldest first.
+    """
 
     run: str = ""
     ancestors: tuple[Segment, ...] = ()
 
     def position(self, run: str, step: int) -> tuple[int, int] | None:
-        """Return where along the lineage the checkpoint of `run` at `step` lies, None where it is no part of it."""
+        """Return the position in the lineage of the checkpoint of `run` at `step`; None if it is not part of it."""
         for number, (each, last) in enumerate(self.ancestors):
             if each == run and step <= last:
                 return number, step
         return (len(self.ancestors), step) if self.run and run == self.run else None
 
     def resumed(self, step: int) -> Lineage:
-        """Return the lineage of a new start of a run that goes on from `step` of this one."""
+        """Return the lineage of a new run that resumes from `step` of this one."""
         return Lineage(uuid.uuid4().hex, (*self.ancestors, (self.run, step)) if self.run else ())
 
     def check(self) -> None:
-        """Raises ValueError for what is no lineage."""
+        """Raise ValueError if an id or a step is invalid."""
         runs = [run for run, _ in self.ancestors] + ([self.run] if self.run or self.ancestors else [])
         if not all(map(RUN.fullmatch, runs)) or any(step < 0 for _, step in self.ancestors):
             raise ValueError(f"run {self.run!r} after {self.ancestors} is no lineage")

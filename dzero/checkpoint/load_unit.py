@@ -1,6 +1,6 @@
-"""What a rank takes out of a checkpoint, a unit at a time: one is read while the one before is taken.
+"""Loading of a rank's states from a checkpoint, unit by unit; one unit is read while the previous one is used.
 
-So besides the states themselves two units of them are in memory, and never two copies of all.
+Besides the states themselves only two units of them are in memory, never a second copy of all.
 """
 
 from __future__ import annotations
@@ -25,28 +25,39 @@ from dzero.zero.rounding import to_working
 
 
 class LoadedUnit(NamedTuple):
-    """A unit's states, flat, by the names of its parameters; and the values of parameters that have none."""
+    """Loaded states of a unit.
+
+    Attributes:
+        portable_states: Flat states of parameters that have a master, by name in the sharded model.
+        without_master: Values of all other parameters.
+    """
 
     portable_states: dict[str, PortableState]
     without_master: list[tuple[ShardBox, torch.Tensor]]
 
 
 class LoadRequest(NamedTuple):
-    """A state of a place."""
+    """Request for the state `key` of the parameter of `place`."""
 
     place: ShardBox
     key: str
 
     @property
     def stored(self) -> list[tuple[str, Box]]:
-        """The tensor of the checkpoint, and this rank's boxes of it."""
+        """Name of the checkpoint's tensor, with each of this rank's boxes of it."""
         return [(f"{self.key}.{self.place.name}", box) for box in self.place.boxes]
 
 
 @dataclass(frozen=True)
 class UnitLoader:
-    """Out of `checkpoint`. owned: the own names of parameters that have a master. scalars: of each, by the model's own
-    names. stale: take the values that forward still used (overlap=delayed), where they were saved."""
+    """Loader of the states in a checkpoint.
+
+    Attributes:
+        checkpoint: Checkpoint to read.
+        owned: Names, in the sharded model, of the parameters that have a master.
+        scalars: Scalar states of each parameter, by name in the model as built.
+        stale: Also load the older values that forward still used (overlap=delayed), if they were saved.
+    """
 
     checkpoint: Checkpoint
     owned: Collection[str]
@@ -54,14 +65,17 @@ class UnitLoader:
     stale: bool
 
     def units(self, shard_boxes: Sequence[Sequence[ShardBox]]) -> Iterator[LoadedUnit]:
-        """Of each unit's places what was saved; valid until the next one is asked for. Raises CheckpointError."""
+        """Yield the saved states of each unit; raise `CheckpointError` if they are missing or damaged.
+
+        Yielded states are valid until the next unit is requested.
+        """
         wanted = [
             [LoadRequest(place, key) for place in of_unit for key in self._keys(place)] for of_unit in shard_boxes
         ]
         for place, key in (each for of_unit in wanted for each in of_unit):
             self.checkpoint.check_shape(f"{key}.{place.name}", place.shape)
         most = max(self.checkpoint.bytes_of(_stored(of_unit)) for of_unit in wanted)
-        rooms = IOBuffers(2, block_bytes=max(1, most))  # a rank may hold nothing
+        rooms = IOBuffers(2, block_bytes=max(1, most))  # a rank may hold no elements
         with ThreadPoolExecutor(1, "checkpoint ahead") as thread:
             coming = [thread.submit(self._read, *each, rooms) for each in zip(shard_boxes, wanted, strict=True)]
             try:
@@ -78,7 +92,7 @@ class UnitLoader:
     def _read(
         self, shard_boxes: Sequence[ShardBox], wanted: Sequence[LoadRequest], rooms: IOBuffers
     ) -> tuple[torch.Tensor, LoadedUnit]:
-        """All of a unit in one go, and the room that it is in."""
+        """Read all states of a unit at once; return them with the buffer that holds them."""
         room = rooms.free.get()
         try:
             values = iter(self.checkpoint.read_all(_stored(wanted), room))
@@ -112,7 +126,7 @@ class UnitLoader:
         return LoadedUnit(portable_states, without_master)
 
     def _keys(self, place: ShardBox) -> list[str]:
-        """What to read of a parameter, but 8-bit moments: first its master, or itself where none was saved."""
+        """Return the states to read except 8-bit moments: the master, or else the parameter, comes first."""
         names = self.checkpoint.names
         values = [key for key in (MASTER, PARAM) if f"{key}.{place.name}" in names] or [MASTER]
         if place.own_name not in self.owned:

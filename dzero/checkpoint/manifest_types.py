@@ -1,4 +1,4 @@
-"""What a manifest holds besides tensors, as types, so that what a file says is checked before it is used."""
+"""Types of a manifest's contents other than tensors, which validate a file before its values are used."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Number = int | float
 
 
 class SavedGroup(TypedDict):
-    """An optimizer's group of parameters; its settings, which differ from rule to rule, are left open."""
+    """A parameter group of an optimizer; its other settings depend on the update rule and are not typed."""
 
     params: list[str]
 
 
 class SavedOptim(TypedDict):
-    """An optimizer's numbers. `states`: by parameter. `scaler`: nothing of a fixed scale."""
+    """Optimizer state other than tensors; `states` is by parameter, and `scaler` is empty for a fixed loss scale."""
 
     rule: str
     groups: list[SavedGroup]
@@ -30,20 +30,20 @@ class SavedOptim(TypedDict):
 
 
 class SavedState(TypedDict):
-    """A checkpoint's state that is no tensor. `extra`: what the training loop gave."""
+    """State of a checkpoint other than tensors; `extra` is that of the training loop."""
 
     optim: SavedOptim
     extra: dict[str, Any]
 
 
 class SavedConfig(TypedDict, total=False):
-    """The settings of a saved run that a resumed run reads; the others are only compared."""
+    """Settings of a saved run that a resumed run reads; all other settings are only compared."""
 
     mesh: dict[str, Any]
 
 
 class SavedExtra(TypedDict):
-    """The `extra` of train.py."""
+    """The `extra` that train.py saves."""
 
     stream: dict[str, int]
     step_sequences: int
@@ -51,7 +51,7 @@ class SavedExtra(TypedDict):
 
 
 def check_state(path: str, state: dict[str, Any]) -> None:
-    """Raises CheckpointError where a manifest's `state` is not what a save of `Checkpointer` writes."""
+    """Raise `CheckpointError` if a manifest's `state` is not what `Checkpointer` saves."""
     _check(path, "state", state, SavedState)
     scaler = state["optim"]["scaler"]
     if scaler and scaler.keys() != {"scale", "good_steps", "bad_steps"}:
@@ -59,7 +59,7 @@ def check_state(path: str, state: dict[str, Any]) -> None:
 
 
 def check_extra(path: str, extra: dict[str, Any]) -> None:
-    """Raises CheckpointError where `state.extra` is not what train.py saves."""
+    """Raise `CheckpointError` if `extra` is not what train.py saves."""
     _check(path, "state.extra", extra, SavedExtra)
 
 

@@ -1,4 +1,4 @@
-"""8-bit moments out of a checkpoint: blocks that align with the reader's stay what they were, the rest is decoded."""
+"""8-bit moments of a checkpoint: decoded to fp32, and kept as stored where blocks align with the reader's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 def read_blocks(checkpoint: Checkpoint, key: str, place: ShardBox, box: Box) -> tuple[torch.Tensor, KnownBlocks]:
-    """The moment `key` of a place's box, which was kept in 8 bits: decoded, fp32 [box], flat; and its blocks as
-    stored."""
+    """Read the moment `key` of a box, which was saved in 8 bits.
+
+    Returns:
+        Decoded fp32 values [box.elems], and the blocks that are known as stored.
+    """
     stored = f"{key}{CODES}{place.name}"
     checkpoint.check_shape(stored, place.shape)
     values = torch.zeros(box.size)
@@ -41,7 +44,7 @@ def read_blocks(checkpoint: Checkpoint, key: str, place: ShardBox, box: Box) -> 
 
 
 def _keep(blocks: KnownBlocks, own: tuple[int, int], start: int, codes: torch.Tensor, scale: torch.Tensor) -> None:
-    """Take over whole blocks: elements [own) of ours are those from `start` on of the stored `codes`."""
+    """Keep whole stored blocks: elements [own) of `blocks` are those from `start` on of the stored `codes`."""
     first, last = own
     if (first - start) % BLOCK_ELEMS:
         return

@@ -1,11 +1,11 @@
-"""Ranks do something each, and agree on whether all of them could; over a gloo group of their own, beside training.
+"""Agreement of all ranks on whether an action succeeded on each of them, over a gloo group separate from training.
 
-    the caller's thread          the agreement's thread
-    do()                         every few seconds: tell the others that this rank is busy, and hear of them
-    its result, or its error --> tell it; go on until nobody is busy
+    calling thread                consensus thread
+    run do()                      every few seconds: exchange with all ranks that this rank is busy
+    its result, or its error -->  exchange it; repeat until no rank is busy
     all results, or an error <--
 
-So a rank may take as long as it needs, and one that died or hangs is still missed within the group's timeout.
+A rank may therefore take as long as it needs, while the loss of a process is detected within the group's timeout.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dzero.mesh import timeout_of_ranks
 
 SAY_BYTES, WHY_BYTES = 1024, 1024
 BEAT_S, BEATS = 5.0, 3
-"""Seconds between two signs of life, and at least how many fit into the timeout."""
+"""Seconds between two heartbeats, and the minimum number of heartbeats within the timeout."""
 
 
 class _Row(NamedTuple):
-    """What a rank tells: its result, or why it has none."""
+    """Message of a rank: that it is busy, its result, or why it has none."""
 
     busy: bool
     say: str
@@ -34,7 +34,7 @@ class _Row(NamedTuple):
 
 
 class RankConsensus:
-    """Every rank makes one, in the same order as other groups. `what`: for errors."""
+    """Agreement of all ranks on `what`; every rank constructs one, in the same order as other groups."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -44,22 +44,27 @@ class RankConsensus:
         self._thread = ThreadPoolExecutor(1, "checkpoint agreement")
 
     def agree(self, do: Callable[[], str] = str) -> list[str]:
-        """Every rank's `do()`, of which `SAY_BYTES` count; rank by rank. Collective.
+        """Run `do` on every rank and return all results, in rank order. Collective.
 
-        Raises this rank's own error, or CheckpointError where another rank has one, NoAnswer where one is gone.
+        Args:
+            do: Returns this rank's result, of which `SAY_BYTES` bytes are exchanged. Its error is raised on this rank.
+
+        Raises:
+            CheckpointError: If `do` raised on another rank.
+            RankUnavailable: If a rank does not respond.
         """
         mine: Future[str] = Future()
         told = self._thread.submit(self._tell, mine)
         try:
             mine.set_result(do())
-        except BaseException as error:  # the others wait for an answer, whatever it is
+        except BaseException as error:  # the other ranks wait for a message, even an error
             mine.set_exception(error)
             wait([told])
             raise
         return told.result()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Destroy the process group."""
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is opened: what it holds, and any box of it, from whichever ranks wrote it."""
+"""An open checkpoint: its contents, and any box of its tensors, whichever ranks wrote it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from dzero.checkpoint.store import Directory, read_manifest
 from dzero.offload.memory_pool import aligned
 
 COLUMNS_BYTES = 64 << 20
-"""Of whole rows that are read at a time where only some columns are wanted."""
+"""Bytes of whole rows that are read at a time when only some of their columns are wanted."""
 
 
 class Checkpoint:
-    """Everything about a checkpoint but its tensors, which `read` gives. Raises CheckpointError; nothing is trusted.
+    """An open checkpoint, whose files are validated before their contents are used; raises `CheckpointError`.
 
-    check_files: raise now for files of ranks that are missing or of another size, not when they are read.
+    Args:
+        path: Folder of the checkpoint.
+        check_files: Check at once that all ranks' files exist with the right size, not only when they are read.
     """
 
     def __init__(self, path: Path | str, *, check_files: bool = True) -> None:
@@ -61,16 +63,16 @@ class Checkpoint:
 
     @property
     def names(self) -> Collection[str]:
-        """Of the tensors that ranks share."""
+        """Names of the tensors that ranks share."""
         return self._where.keys()
 
     def moments(self, param: str) -> list[str]:
-        """Keys of an optimizer's states of a parameter besides the master; one for the parts of an 8-bit one."""
+        """Return the keys of a parameter's optimizer states except the master; an 8-bit moment has one key."""
         kinds = {kind for kind, _, of in (name.partition(".") for name in self.names) if of == param}
         return sorted({kind.removesuffix("_codes") for kind in kinds} - {"master", "param"})
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises CheckpointError where a tensor has another shape."""
+        """Raise `CheckpointError` if the tensor `name` has another shape."""
         if self.part(name).shape != shape:
             saved = list(self.part(name).shape)
             raise CheckpointError(
@@ -78,19 +80,19 @@ class Checkpoint:
             )
 
     def check_size(self, rank: int) -> None:
-        """Raises CheckpointError for a rank's file that is missing or cut short."""
+        """Raise `CheckpointError` if a rank's file is missing or has another size."""
         self._files.check_size(rank)
 
     def part(self, name: str) -> StoredBox:
-        """Any part of a tensor; they agree in dtype and shape. Raises CheckpointError where there is none."""
+        """Return any part of a tensor, as all agree in dtype and shape; raise `CheckpointError` if there is none."""
         return self._parts(name)[0][2]
 
     def boxes(self, name: str) -> list[Box]:
-        """The parts that ranks wrote of a tensor."""
+        """Return the boxes of a tensor that ranks wrote."""
         return [part.box for _, _, part in self._parts(name)]
 
     def meeting(self, name: str, box: Box) -> list[tuple[int, str, StoredBox]]:
-        """Rank, entry and part of all that hold something of a box of a tensor."""
+        """Return (rank, entry, stored box) for every stored box of a tensor that overlaps `box`."""
         return [each for each in self._parts(name) if each[2].box.common(box) is not None]
 
     def _parts(self, name: str) -> list[tuple[int, str, StoredBox]]:
@@ -99,15 +101,18 @@ class Checkpoint:
         return self._where[name]
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor, in its dtype, on the CPU."""
+        """Read a box of a tensor, in its stored dtype, to the CPU."""
         return self.read_all([(name, box)])[0]
 
     def bytes_of(self, boxes: Sequence[tuple[str, Box]]) -> int:
-        """Of the `room` that they need."""
+        """Return the bytes of `room` that `read_all` needs for `boxes`."""
         return sum(aligned(box.elems * DTYPES[self.part(name).dtype].itemsize) for name, box in boxes)
 
     def read_all(self, boxes: Sequence[tuple[str, Box]], room: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Several at once: a block of a file that holds parts of several is read once. room: uint8 to put them into."""
+        """Read several boxes; a block of a file that holds parts of several boxes is read once.
+
+        The results are views of the uint8 buffer `room`, if given.
+        """
         found = []
         for name, box in boxes:
             dtype = DTYPES[self.part(name).dtype]
@@ -133,23 +138,23 @@ class Checkpoint:
         return found
 
     def read_entries(self, rank: int, entries: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Entries of a rank's file, whole. Raises CheckpointError for one that is not there."""
+        """Read whole entries of a rank's file; raise `CheckpointError` if one does not exist."""
         parts = {name: self._entry(rank, name) for name in entries}
         found = {name: torch.empty(part.size, dtype=DTYPES[part.dtype]) for name, part in parts.items()}
         self._files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
         return found
 
     def verify(self) -> Iterator[int]:
-        """Read everything, one rank's file after the other, and yield the bytes that were. Raises CheckpointError."""
+        """Verify all files, and yield the bytes of each block; raise `CheckpointError` for damage."""
         for index in self.indexes:
             yield from self.verify_file(index.rank)
 
     def verify_file(self, rank: int) -> Iterator[int]:
-        """Read all of a rank's file, and yield the bytes that were. Raises CheckpointError."""
+        """Verify a rank's file, and yield the bytes of each block; raise `CheckpointError` for damage."""
         return self._files.verifying(rank)
 
     def _read_columns(self, rank: int, part: StoredBox, common: Box, out: torch.Tensor) -> None:
-        """A box that is not whole rows of what was written: the rows that hold it, some at a time."""
+        """Read a box that is not whole rows of `part`, through the whole rows that hold it, some at a time."""
         row_bytes = math.prod(part.size[1:]) * DTYPES[part.dtype].itemsize
         most_rows = max(1, COLUMNS_BYTES // row_bytes)
         for first in range(0, common.size[0], most_rows):
@@ -183,7 +188,7 @@ class Checkpoint:
 
 
 def _start(part: StoredBox, box: Box) -> int:
-    """Where the first of `box`, whole rows of `part`, lies in the file's data."""
+    """Return the offset in the file's data section of `box`, which is whole rows of `part`."""
     return part.start + box.rows(part.box)[0] * DTYPES[part.dtype].itemsize
 
 

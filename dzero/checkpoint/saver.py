@@ -1,16 +1,16 @@
-"""Saves while training goes on.
+"""Saves in the background while training continues.
 
-    the run's thread                       this rank's background thread             rank 0's, besides
-    wait for the save before this one
-    a name from rank 0      -->
-    states into buffers     -->            buffers to disk, checksums, fsync
-    (the run goes on)                      read back, compare
-                                           tell all ranks: whole, or why not  -->    manifest, its name, latest
-                                                                                     remove what is too old
-    the next step asks      <--            done, or what went wrong
+    training thread                        background thread of each rank           rank 0, in addition
+    wait for the previous save
+    get a name from rank 0  -->
+    copy states to buffers  -->            write buffers, checksums, fsync
+    (training continues)                   read back, compare
+                                           exchange success or error with all  -->  manifest, rename, latest.json
+                                                                                    remove old checkpoints
+    next step checks        <--            done, or an error
 
-The ranks agree over a group of their own (rank_consensus.py). One that dies meanwhile leaves a partial folder, which
-the next run removes; the checkpoint before is untouched.
+The ranks agree over a process group of their own (checkpoint/rank_consensus.py). A rank that dies during a save leaves
+a partial folder, which the next run removes; the previous checkpoint is not affected.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 
 
 class Saver:
-    """A run's checkpoints. Collective: every rank makes one. device: where its states may lie.
+    """Background saves of a run, whose states may be on `device`. Collective: every rank constructs one.
 
-    Raises CheckpointError where another run saves there, or a rank does not see the folder.
+    Raises:
+        CheckpointError: If another run saves to the folder, or a rank does not see it.
     """
 
     def __init__(self, config: CheckpointConfig, ranks: RankConsensus, device: torch.device | None = None) -> None:
@@ -65,15 +66,18 @@ class Saver:
             self._undo = undo.pop_all()
 
     def claim(self, origin: ResumeOrigin | None) -> None:
-        """Begin a run in the folder: that resumed from `origin`, or, where that is None, afresh. Collective.
+        """Begin a run in the folder, and remove partial checkpoints of runs that died. Collective.
 
-        Removes what runs that died left half-written. Raises CheckpointError, and changes nothing, where the folder
-        holds checkpoints of another run.
+        Args:
+            origin: Checkpoint that the run resumed from; None if it starts from scratch.
+
+        Raises:
+            CheckpointError: If the folder holds checkpoints of another run. Nothing has changed then.
         """
         lineage = Lineage().resumed(0) if origin is None else origin.lineage.resumed(origin.step)
 
         def take() -> str:
-            """Rank 0's part."""
+            """Check and clean the folder, on rank 0."""
             refuse_foreign(self._shelf, lineage, origin)
             self._shelf.clean()
             return ""
@@ -88,13 +92,20 @@ class Saver:
         self._undo.close()
 
     def prepare(self, parts: Mapping[str, StoredBox]) -> None:
-        """Take memory in the background, so that the first save of `parts` holds the run up no longer than others."""
+        """Allocate buffers for `parts` in the background, so that the first save takes no longer than later ones."""
         self._touched = self._thread.submit(self._staging(parts).touch)
 
     def save(self, step: int, parts: Mapping[str, StoredBox], write: Write, state: dict[str, Any]) -> None:
-        """Take `parts` as they are now, which `write` gives one by one; returns when they may change.
+        """Save `parts` as they are now; return when they may change. Collective.
 
-        state: what is no tensor; rank 0's counts. Collective. Raises CheckpointError for this save, or the one before.
+        Args:
+            step: Step that the parts belong to.
+            parts: Layout of the parts, by entry.
+            write: Called with a function `put(name, tensor)`, to which it passes every part in order.
+            state: Values that are not tensors, as plain JSON; those of rank 0 are saved.
+
+        Raises:
+            CheckpointError: If the save before this one failed, or this one cannot begin.
         """
         self.finish()
         if self._lineage is None:
@@ -108,27 +119,27 @@ class Saver:
             writer = stack.enter_context(ShardWriter(folder, self._rank, parts, self._staging(parts)))
             write(writer.put)
             staged.set_result(partial(self._finish, folder, writer, stack))
-        except BaseException as error:  # this rank's part will not come; the others wait to hear of it
+        except BaseException as error:  # the background thread reports this to the waiting ranks
             stack.close()
             staged.set_exception(error)
             if not isinstance(error, CheckpointError):
                 raise
 
     def finished(self) -> str | None:
-        """The name of a checkpoint that became whole since the last call. Raises CheckpointError if it failed."""
+        """Return the name of a newly completed checkpoint, or None; raise `CheckpointError` if the save failed."""
         if self._under_way is None or not self._under_way.done():
             return None
         return self.finish()
 
     def finish(self) -> str | None:
-        """As `finished`, but waits for one that is under way."""
+        """Wait for a save in progress, then return or raise as `finished` does."""
         under_way, self._under_way = self._under_way, None
         return None if under_way is None else under_way.result()
 
     def _complete(
         self, name: str, step: int, state: dict[str, Any], lineage: Lineage, staged: Future[Callable[[], str]]
     ) -> str:
-        """In the background: when every rank's part is on disk, rank 0 makes a checkpoint of them."""
+        """Complete a checkpoint on rank 0 once every rank's part is on disk; runs in the background."""
         try:
             seals = self._ranks.agree(lambda: staged.result()())
             manifest = Manifest(VERSION, step, tuple(seals), state, *lineage, time.time_ns())
@@ -140,7 +151,7 @@ class Saver:
         return name
 
     def _finish(self, folder: Directory, writer: ShardWriter, stack: ExitStack) -> str:
-        """This rank's file and index become durable and are read back; the index's seal."""
+        """Make this rank's file and index durable, verify the file if configured, and return the index's seal."""
         with _told(), stack:
             index = writer.finish()
             data, sealed = seal(index)
@@ -154,14 +165,14 @@ class Saver:
         with _told():
             with Directory(self._shelf.partial(name)) as folder:
                 folder.write(MANIFEST, seal(manifest)[0])
-            with Checkpoint(self._shelf.partial(name)):  # the ranks' parts make up whole tensors
+            with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
                 self._shelf.publish(name)
             self._shelf.point(name, manifest.origin)
             keep(self._shelf, self._config.keep, manifest.origin)
         return ""
 
     def _staging(self, parts: Mapping[str, StoredBox]) -> IOBuffers:
-        """Buffers for all of it, or as many as may be taken; kept for the next save."""
+        """Return buffers for all of `parts`, or as many as `staging_bytes` allows; later saves reuse them."""
         if self._touched is not None:
             self._touched.result()
         needed = sum(part.box.elems * DTYPES[part.dtype].itemsize for part in parts.values())
@@ -173,9 +184,10 @@ class Saver:
 
 
 def all_see(ranks: RankConsensus, path: Path | str, looks: Callable[[], bool]) -> bool:
-    """Return whether every rank sees `path`, as `looks` finds; False where none does. Collective.
+    """Return whether every rank sees `path`, as reported by `looks`; False if no rank does. Collective.
 
-    Raises CheckpointError, with the ranks and their machines, where some do and others do not.
+    Raises:
+        CheckpointError: If only some ranks see the path; the message names these ranks and their hosts.
     """
     rows = [row.split(" ", 1) for row in ranks.agree(lambda: f"{int(looks())} {socket.gethostname()}")]
     hosts: dict[str, dict[str, list[int]]] = {"0": {}, "1": {}}
@@ -189,7 +201,7 @@ def all_see(ranks: RankConsensus, path: Path | str, looks: Callable[[], bool]) -
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 0-7` or `ranks 0, 2, 4`."""
+    """Format numbers as `rank 3`, `ranks 0-7` or `ranks 0, 2, 4`."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"
@@ -198,7 +210,7 @@ def _ranks(ranks: list[int]) -> str:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """Anything that goes wrong in the background as CheckpointError: the run may be told to go on without the save."""
+    """Raise any background error as `CheckpointError`, which a run may be configured to survive."""
     try:
         yield
     except CheckpointError:

@@ -1,7 +1,7 @@
-"""Which checkpoints of a folder a run may resume from, may remove, and must leave alone.
+"""Selection of the checkpoints in a folder that a run may resume from, may remove, and must not touch.
 
-All of it by lineage (lineage.py), read from the manifests. A checkpoint whose manifest cannot be read belongs to no
-run: it is told, and never removed.
+All decisions follow the lineage in the manifests (checkpoint/lineage.py). A checkpoint whose manifest cannot be read
+belongs to no run: it is reported, and never removed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ResumeOrigin(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> ResumeOrigin:
-        """Read it from the manifest. Raises CheckpointError."""
+        """Read the origin from the manifest at `path`; raise `CheckpointError` if that fails."""
         with Directory(path) as folder:
             manifest = read_manifest(folder)
         return cls(path, manifest.step, manifest.origin)
 
 
 def members(shelf: CheckpointStore) -> tuple[list[ListedCheckpoint], dict[str, CheckpointError]]:
-    """Return the checkpoints of a folder, and by name what is wrong with those whose manifests cannot be read."""
+    """Return the checkpoints of a folder, and by name the errors of manifests that cannot be read."""
     found, unreadable = list[ListedCheckpoint](), dict[str, CheckpointError]()
     for name in shelf.names():
         try:
@@ -54,12 +54,18 @@ def members(shelf: CheckpointStore) -> tuple[list[ListedCheckpoint], dict[str, C
 
 
 def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
-    """Return the names of the checkpoints to resume from, the best first; none where nothing was saved.
+    """Return the names of the checkpoints to resume from, the best first; empty if nothing was saved.
 
-    The best is what the pointer names, or what a run saved after it and could not point to any more; then come the
-    ancestors of that, the newest first. Without a pointer the checkpoint that was saved last takes its place. `notes`
-    gets what the log should say. Raises CheckpointError where something was saved and nothing opens: to start anew is
-    for the user to choose.
+    The best is the checkpoint that the pointer names, or a newer one that continues it but that the pointer was not yet
+    moved to. Its ancestors follow, the newest first. Without a pointer, the checkpoint that was saved last takes its
+    place.
+
+    Args:
+        shelf: Folder of checkpoints.
+        notes: List to which messages for the log are added.
+
+    Raises:
+        CheckpointError: If checkpoints exist but none can be opened, as only the user may decide to start from scratch.
     """
     pointer, (found, unreadable) = None, members(shelf)
     try:
@@ -84,7 +90,7 @@ def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
         if not lineage.run and name in by_name:
             lineage = by_name[name].lineage
     others = sorted((member for member in found if member.name != name), key=_age, reverse=True)
-    if not lineage.run:  # saved before runs had ids: their order in time is all there is
+    if not lineage.run:  # saved before runs had ids, so only the time of the save orders them
         return [name, *(member.name for member in others if not member.lineage.run)]
     step = by_name[name].step if name in by_name else step_of(name)
     here, after = (len(lineage.ancestors), step), [each.name for each in others if _descends(each, lineage.run, step)]
@@ -93,9 +99,9 @@ def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
 
 
 def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
-    """Remove the oldest checkpoints of a lineage but `count`, never the latest; return their names.
+    """Remove the oldest checkpoints of a lineage except `count`, never the latest; return the names of those removed.
 
-    Those of other runs, of other branches, and those that cannot be read, stay and do not count.
+    Checkpoints of other runs and branches, and unreadable ones, are neither removed nor counted.
     """
     own, latest = _along(lineage, members(shelf)[0]), shelf.latest()
     going = [name for _, _, name in own[: max(0, len(own) - count)] if name != latest]
@@ -105,9 +111,9 @@ def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
 
 
 def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, origin: ResumeOrigin | None) -> None:
-    """Raises CheckpointError where a run of `lineage` would save beside checkpoints of another one.
+    """Raise `CheckpointError` if a run of `lineage` would save beside checkpoints of another run.
 
-    A run that resumed from a checkpoint in this folder may: it chose among them.
+    A run that resumed from a checkpoint in this folder may save there, because it chose among them.
     """
     if origin is not None and os.path.realpath(origin.path.parent) == os.path.realpath(shelf.path):
         return
@@ -139,13 +145,13 @@ def _age(member: ListedCheckpoint) -> tuple[int, int, int]:
 
 
 def _along(lineage: Lineage, found: list[ListedCheckpoint]) -> list[tuple[tuple[int, int], int, str]]:
-    """Return position, time of the save and name of the members of a lineage, in its order."""
+    """Return position, time of the save and name of the checkpoints in a lineage, in its order."""
     own = [(lineage.position(each.lineage.run, each.step), each.saved_ns, each.name) for each in found]
     return sorted((place, saved_ns, name) for place, saved_ns, name in own if place is not None)
 
 
 def _descends(member: ListedCheckpoint, run: str, step: int) -> bool:
-    """Return whether the member goes on from `run` at `step`, directly or not."""
+    """Return whether the checkpoint continues from `run` at `step`, directly or not."""
     if member.lineage.run == run:
         return member.step > step
     return any(each == run and last >= step for each, last in member.lineage.ancestors)

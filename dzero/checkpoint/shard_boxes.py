@@ -1,9 +1,8 @@
-"""Which part of which tensor of a checkpoint a rank's shard is, or its part of a shard's states
-(zero/replica_shards.py).
+"""Boxes of a checkpoint's tensors that a rank's shards, or its replica shards (zero/replica_shards.py), correspond to.
 
-A checkpoint knows nothing of ranks and tiles: a parameter has the name and shape of the model as it was built. What a
-rank holds of it is a box, by FSDP2's cut along dim 0 and, in a tiled module, within its tile; where an axis cuts the
-model itself, within its part.
+A checkpoint is independent of ranks and tiles: a parameter has the name and shape of the model as built. A rank's part
+of a parameter is a box. FSDP2 splits it along dim 0. In a tiled module the box is within a tile, and where a mesh axis
+splits the model, it is within this rank's part along that axis.
 """
 
 from __future__ import annotations
@@ -26,9 +25,13 @@ from dzero.zero.unit_shapes import ParamShape, rows_of
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """What a rank has of the tensor `name` of `shape`, itself of the shape `held`.
+    """The part of a tensor that a rank holds.
 
-    `boxes`: where that lies; several of a fused parameter, one for each of its results that this rank has something of.
+    Attributes:
+        name: Name of the tensor in the model as built.
+        shape: Shape of the whole tensor.
+        boxes: Boxes that the rank holds. A fused parameter has one for each result that the rank holds part of.
+        held: Shape of the part that the rank holds.
     """
 
     name: str
@@ -38,37 +41,40 @@ class HeldTensor:
 
     @property
     def is_fused(self) -> bool:
-        """Whether its boxes lie beside each other along the dim before the last."""
+        """Whether the boxes are stacked along the second-to-last dim."""
         return len(self.held) > len(self.shape)
 
     @property
     def elems(self) -> int:
-        """Of what this rank has."""
+        """Number of elements that the rank holds."""
         return math.prod(self.held)
 
     def apart(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank has, box by box, each flat."""
+        """Split the flat part that this rank holds into its boxes, each flat."""
         return [each.reshape(-1) for each in flat.view(self.held).unbind(-2)] if self.is_fused else [flat]
 
     def together(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[held] from the values of its boxes."""
+        """Join the values of the boxes into a tensor of shape `held`."""
         if not self.is_fused:
             return values[0]
         return torch.stack([*values], -2) if values else torch.empty(self.held)
 
 
 class UntiledRows:
-    """Where rows of a model's parameters lie in it as it was built, before modules were tiled."""
+    """Positions of a model's parameter rows in the model as built, before modules were tiled."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tiles = {part: (name, cut, at) for name, cut, parts in tiled(model) for at, part in enumerate(parts)}
 
     def name(self, own: str) -> str:
-        """Of the parameter that `own` is a tile of, else its own."""
+        """Return the untiled name of the parameter `own`, which may be a tile."""
         return self._tiles[own][0] if own in self._tiles else own
 
     def held(self, shape: ParamShape, first: int, rows: int) -> HeldTensor:
-        """So many rows, from `first` on, of what the ranks of one data-parallel group have of a parameter."""
+        """Return the part of a tensor that some rows of a parameter cover, beginning with row `first`.
+
+        `shape` is the parameter as the ranks of one data-parallel group hold it together.
+        """
         offset, size = [first, *(0 for _ in shape.shape[1:])], [rows, *shape.shape[1:]]
         if shape.split is not None and shape.split.dim is not None:
             offset[shape.split.dim] += shape.split.index * shape.shape[shape.split.dim]
@@ -82,8 +88,10 @@ class UntiledRows:
 
 
 def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tuple[Box, ...]:
-    """The box at `offset` of `size`; of a fused parameter that in [..., results, columns], as boxes of [..., results *
-    columns]."""
+    """Return the box at `offset` of `size`; for a fused parameter, one box for each result.
+
+    A fused parameter has offset and size in [..., results, columns], and its boxes are in [..., results * columns].
+    """
     if not shape.fused:
         return (Box(tuple(offset), tuple(size)),)
     columns = shape.whole[-1] // shape.shape[-2]
@@ -95,7 +103,12 @@ def _boxes(shape: ParamShape, offset: Sequence[int], size: Sequence[int]) -> tup
 
 @dataclass(frozen=True)
 class ShardBox(HeldTensor):
-    """`own_name`: of the parameter in the sharded model. `saves`: whether this rank saves it, and no copy elsewhere."""
+    """The part of a parameter that a rank holds.
+
+    Attributes:
+        own_name: Name of the parameter in the sharded model.
+        saves: Whether this rank saves the part; if several ranks hold it, exactly one does.
+    """
 
     param: nn.Parameter
     own_name: str
@@ -103,9 +116,14 @@ class ShardBox(HeldTensor):
 
 
 class ShardBoxes:
-    """Of all parameters of a sharded model, on this rank. `whole`: names in the model as it was built, by its own.
+    """Shard boxes of all parameters of a sharded model on this rank.
 
-    stateful: names of those that have states, and so may be cut over copies.
+    Args:
+        sharded: The sharded model.
+        stateful: Names of the parameters that have optimizer states, which may be sharded over replicas too.
+
+    Attributes:
+        whole: Name in the model as built, by name in the sharded model.
     """
 
     def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
@@ -119,7 +137,7 @@ class ShardBoxes:
         self.whole = {name: self._as_built.name(name) for name in self._number}
 
     def of(self, unit: Unit) -> Iterator[ShardBox]:
-        """A unit's, in its order."""
+        """Yield the shard boxes of a unit's parameters, in order."""
         shards = unit.mesh.get_group(SHARD)
         copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
         for shape in unit.shape.params:
@@ -137,8 +155,10 @@ class ShardBoxes:
             )
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
-        """Ranks that have the same take turns; of a tied parameter, those of the first part. groups: of those that
-        may."""
+        """Return whether this rank saves its part of a parameter.
+
+        Ranks of `groups` that hold the same part take turns. A tied parameter is saved by the first pipeline stage.
+        """
         if shape.name in self._elsewhere:
             return False
         copy, copies = 0, 1

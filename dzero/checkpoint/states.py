@@ -1,14 +1,14 @@
-"""What a checkpoint holds of a sharded model and its optimizer, both ways, a unit at a time.
+"""States of a sharded model and its optimizer in a checkpoint; they are saved and loaded unit by unit.
 
-    tensor                              dtype          of
+    tensor                              dtype          contents
     master.<parameter>                  fp32           every trained parameter
-    exp_avg.<parameter>, exp_avg_sq…    fp32 or bf16   the moments, as they are kept
-    exp_avg_codes… and exp_avg_scale…   uint8, fp32    8-bit ones; a rank's scales are its own
-    param.<parameter>                   working dtype  of what has no master; with overlap=delayed what forward uses
-    buffer.<name>                       its own        persistent buffers, which every rank has alike
+    exp_avg.<parameter>, exp_avg_sq…    fp32 or bf16   moments, in the dtype in which they are kept
+    exp_avg_codes… and exp_avg_scale…   uint8, fp32    8-bit moments; scales are separate on every rank
+    param.<parameter>                   working dtype  parameters without a master; overlap=delayed: those of forward
+    buffer.<name>                       its own        persistent buffers, which are equal on every rank
 
-The master says it all: a working copy is the master rounded (zero/rounding.py), a remainder what that leaves. So any
-stage, tier, kind of master, mesh and tiling reads what any other wrote.
+The master determines its other forms: the working copy is the rounded master (zero/rounding.py), and a remainder is the
+difference. A checkpoint can therefore be loaded with any stage, tier, kind of master, mesh and tiling.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Put = Callable[[str, torch.Tensor], None]
 
 
 class CheckpointStates:
-    """The states of `optim` over `sharded`: what this rank saves of them, and what it takes of a checkpoint."""
+    """States of `optim` over `sharded` that this rank saves to a checkpoint and loads from it."""
 
     def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
         self._sharded, self._optim = sharded, optim
@@ -49,9 +49,10 @@ class CheckpointStates:
         self._delayed = sharded.layout.offload.mode == "delayed"
 
     def parts(self) -> dict[str, StoredBox]:
-        """What `write` gives, by entry and in that order. Between steps, after `optim.await_updates()`.
+        """Return the parts that `write` saves, by entry and in order; like `write`, call it between steps.
 
-        Raises ValueError where a parameter's states are another optimizer's.
+        Raises:
+            ValueError: If another optimizer has the states of a parameter.
         """
         self._check_optimizers()
         parts: dict[str, StoredBox] = {}
@@ -69,8 +70,8 @@ class CheckpointStates:
         return parts
 
     def write(self, put: Put) -> None:
-        """Give every part to `put`, as it is now. Between steps, after `optim.await_updates()`."""
-        failed: list[BaseException] = []  # in the host's lane, where an exception would be told as one of offload
+        """Pass every part to `put` as it is now; call it between steps, after `optim.await_updates()`."""
+        failed: list[BaseException] = []  # raised in the host's lane, an exception would be reported as one of offload
 
         def put_all(place: ShardBox, key: str, tensor: torch.Tensor) -> None:
             for entry, of_box in zip(_entries(place, key), place.apart(tensor), strict=True):
@@ -102,13 +103,18 @@ class CheckpointStates:
             )
 
     def scalars(self) -> dict[str, Any]:
-        """What is no tensor, by the model's own names; the same on every rank. Collective."""
+        """Return the state that is not tensors, by names of the model as built; equal on every rank. Collective."""
         scalars = self._optim.scalars()
         scalars["states"] = {self._shard_boxes.whole[name]: values for name, values in scalars["states"].items()}
         return scalars if self._sharded.parts is None else _together(scalars, self._sharded.model_groups[PIPELINE])
 
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
-        """Become what `checkpoint` holds. Raises CheckpointError, and ValueError for another optimizer's states."""
+        """Load the states of `checkpoint`, whose manifest holds `scalars`.
+
+        Raises:
+            CheckpointError: If a tensor is missing, damaged, or of another shape.
+            ValueError: If states belong to another optimizer.
+        """
         self._check_optimizers()
         self._optim.take_scalars(scalars)
         taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
@@ -122,19 +128,22 @@ class CheckpointStates:
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
 
     def abandon(self) -> None:
-        """Forget what a `take` that failed on some rank left to do on others, so that all may take another one."""
+        """Drop the pending work of a `take` that failed on some rank, so that all ranks can load another checkpoint."""
         for unit in self._sharded.units:
             unit.pending = None
 
     def _saved(self, unit: Unit) -> dict[str, ShardBox]:
-        """What this rank saves of a unit, by its own names."""
+        """Return the shard boxes of a unit that this rank saves, by name in the sharded model."""
         return {place.own_name: place for place in self._shard_boxes.of(unit) if place.saves and place.elems}
 
     def _without_master(self, saved: dict[str, ShardBox]) -> list[ShardBox]:
         return [place for name, place in saved.items() if name not in self._owned]
 
     def _buffers(self, *, everywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Persistent ones; the first rank saves them, and of those that only one part has the first rank of that."""
+        """Yield the persistent buffers that this rank saves, or all of them with `everywhere`.
+
+        The first rank saves buffers. Those that only one pipeline stage has are saved by the first rank of that stage.
+        """
         sharded = self._sharded
         if not everywhere and any(group.rank() for group in self._groups):
             return
@@ -152,7 +161,7 @@ class CheckpointStates:
 
 
 def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """Of all parts of a pipeline: groups of the same settings are one, states are of every part."""
+    """Merge the scalars of all pipeline stages: groups with equal settings become one, and states are united."""
     every = gather_json(scalars, group)
     for of_part in every[::-1]:
         scalars["states"] = of_part["states"] | scalars["states"]
@@ -166,7 +175,7 @@ def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, An
 
 
 def values_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """The tensors that hold the values of parameters (masters, if there are) and of buffers, by the model's names."""
+    """Return the tensors that hold the values of parameters (masters, if any) and buffers, by the model's names."""
     found = {}
     for stored in checkpoint.names:
         kind, _, own = stored.partition(".")
@@ -176,8 +185,8 @@ def values_of(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _parts(place: ShardBox, key: str, dtype: torch.dtype, elems: int) -> dict[str, StoredBox]:
-    """By entry; not laid out yet."""
-    if f"{key}.".endswith(SCALE):  # of this shard's blocks, wherever they begin
+    """Return the parts of a state by entry, without positions in the file."""
+    if f"{key}.".endswith(SCALE):  # scales of this shard's blocks, which begin anywhere in the tensor
         return {f"{key}.{place.own_name}": StoredBox(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)}
     of = f"{key}.{place.name}"
     parts = [StoredBox(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0) for box in place.boxes]
@@ -185,6 +194,6 @@ def _parts(place: ShardBox, key: str, dtype: torch.dtype, elems: int) -> dict[st
 
 
 def _entries(place: ShardBox, key: str) -> list[str]:
-    """Names of a state's boxes in this rank's file."""
+    """Return the names of a state's boxes in this rank's file."""
     entry = f"{key}.{place.own_name}"
     return [f"{entry}#{index}" for index in range(len(place.boxes))] if place.is_fused else [entry]

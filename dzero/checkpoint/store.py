@@ -1,19 +1,19 @@
-"""Folders of checkpoints: what becomes durable in which order, and what counts as there.
+"""Folders of checkpoints: the order in which files become durable, and which checkpoints exist.
 
     runs/checkpoints/
-        .lock                      held by the run that saves here; says by which word its ranks know the folder
+        .lock                      locked by the run that saves here; its word lets ranks recognize the folder
         latest.json                the newest checkpoint that was verified, and its lineage
-        step_00000200/             a checkpoint: only renamed to this name when all of it is on disk
-        step_00000400.partial/     being written, or left by a run that died: never read, removed by the next one
+        step_00000200/             a checkpoint: gets this name by a rename when all of it is on disk
+        step_00000400.partial/     being written, or left by a run that died: never read, removed by the next run
 
-    order       what is on disk when it has ended
-    1 data      every rank's tensors and index, each synchronised       (rank by rank)
-    2 metadata  the manifest, synchronised
-    3 folder    the entries of the partial folder; when it opens, its new name, and the entries of the folder above
-    4 latest    the pointer, by a rename; what is too old goes after that
+    order       on disk when it has ended
+    1 data      every rank's tensors and index, each with fsync         (rank by rank)
+    2 metadata  the manifest, with fsync
+    3 folder    the entries of the partial folder; if it can be opened, its new name, and the entries of the parent
+    4 latest    the pointer, by a rename; old checkpoints are removed after that
 
-Symbolic links are followed nowhere below the folder that the user named: every file is opened relative to a handle of
-the folder that holds it.
+Symbolic links below the folder that the user named are never followed: every file is opened relative to a handle of its
+folder.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ REPAIRS = {
     errno.ENOENT: "it is missing; take another checkpoint",
 }
 DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR)
-"""Errors of the system that say that bytes are gone; the others say that they may not be read."""
+"""System errors that mean missing bytes; others mean that the bytes could not be accessed."""
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The contents of `latest.json`: a checkpoint, and the lineage of its run in case its manifest is damaged."""
+    """Contents of `latest.json`: a checkpoint, and the lineage of its run in case its manifest is damaged."""
 
     name: str
     run: str = ""
@@ -65,12 +65,12 @@ class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
     @property
     def origin(self) -> Lineage:
-        """Return the lineage of the run that saved the checkpoint."""
+        """Lineage of the run that saved the checkpoint."""
         return Lineage(self.run, self.lineage)
 
 
 class Directory:
-    """A handle of a directory: files in it by name, none of them through a link. Raises CheckpointError."""
+    """Handle of a directory whose files are accessed by name, never through a link; raises `CheckpointError`."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -87,7 +87,7 @@ class Directory:
         os.close(self.fd)
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file."""
+        """Open a regular file and return its descriptor."""
         with reported_as_checkpoint_error(self.path / name):
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666, dir_fd=self.fd)
             try:
@@ -98,12 +98,12 @@ class Directory:
         return fd
 
     def size(self, name: str) -> int:
-        """Bytes of a regular file."""
+        """Return the bytes of a regular file."""
         with reported_as_checkpoint_error(self.path / name):
             return _regular(os.stat(name, dir_fd=self.fd, follow_symlinks=False)).st_size
 
     def read(self, name: str, most_bytes: int) -> bytes:
-        """A small file. Raises CheckpointError for one beyond `most_bytes`."""
+        """Read a small file; raise `CheckpointError` if it has more than `most_bytes`."""
         fd = self.open(name, os.O_RDONLY)
         with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "rb") as file:
             if os.fstat(fd).st_size > most_bytes:
@@ -114,7 +114,7 @@ class Directory:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        """A small file, on disk when this returns; whoever reads `name` sees all of it or what was there before."""
+        """Write a small file durably and atomically: readers of `name` see the old or the new contents."""
         temporary = name + PARTIAL
         fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "wb") as file:
@@ -126,7 +126,7 @@ class Directory:
         self.sync()
 
     def sync(self) -> None:
-        """Its entries are on disk when this returns."""
+        """Flush the directory's entries to disk."""
         with reported_as_checkpoint_error(self.path):
             os.fsync(self.fd)
 
@@ -138,22 +138,22 @@ class CheckpointStore:
         self.path = Path(path)
 
     def names(self) -> list[str]:
-        """Of the checkpoints that are whole, the oldest first."""
+        """Return the names of the complete checkpoints, the oldest first."""
         entries = [entry for entry in self._entries() if entry.is_dir(follow_symlinks=False)]
         found = [match for entry in entries if (match := STEP.fullmatch(entry.name))]
         return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
 
     def unfinished(self) -> list[str]:
-        """Of those that are being written or removed, or that a run which died left so."""
+        """Return the names of checkpoints that are being written or removed, or were when a run died."""
         names = sorted(entry.name for entry in self._entries() if entry.name.endswith((PARTIAL, GOING)))
         return [name for name in names if STEP.fullmatch(name.removesuffix(PARTIAL).removesuffix(GOING))]
 
     def latest(self) -> str | None:
-        """The newest checkpoint that was verified. Raises CheckpointError where the pointer is damaged."""
+        """Return the newest verified checkpoint, or None; raise `CheckpointError` if the pointer is damaged."""
         return None if (pointer := self.pointer()) is None else pointer.name
 
     def pointer(self) -> Latest | None:
-        """Return what `latest.json` says, None without one. Raises CheckpointError where it is damaged."""
+        """Return the contents of `latest.json`, or None without one; raise `CheckpointError` if it is damaged."""
         path = self.path / LATEST
         if not is_there(path):
             return None
@@ -168,7 +168,7 @@ class CheckpointStore:
         return pointer
 
     def begin(self, step: int) -> str:
-        """A new, empty partial folder for `step`; the name that it will have, which sorts behind all that are there."""
+        """Create an empty partial folder for `step`; return its final name, which sorts after those of that step."""
         taken = [STEP.fullmatch(entry.name.removesuffix(PARTIAL).removesuffix(GOING)) for entry in self._entries()]
         attempts = [int(match[2] or 1) for match in taken if match and int(match[1]) == step]
         name = f"step_{step:08d}" + (f"_{max(attempts) + 1}" if attempts else "")
@@ -177,16 +177,16 @@ class CheckpointStore:
         return name
 
     def partial(self, name: str) -> Path:
-        """Where a checkpoint is while it is written."""
+        """Return the folder of a checkpoint while it is written."""
         return self.path / (name + PARTIAL)
 
     def discard(self, name: str) -> None:
-        """It will not be finished."""
+        """Remove the partial folder of a checkpoint that will not be completed."""
         with suppress(OSError):
             shutil.rmtree(self.partial(name))
 
     def publish(self, name: str) -> None:
-        """Everything in the partial folder is on disk: give it its name."""
+        """Rename a partial folder, whose files are all on disk, to its final name."""
         with (
             reported_as_checkpoint_error(self.path / name),
             Directory(self.partial(name)) as partial,
@@ -197,19 +197,19 @@ class CheckpointStore:
             folder.sync()
 
     def point(self, name: str, lineage: Lineage) -> None:
-        """`name`, saved by the run of `lineage`, was verified: it is the latest."""
+        """Make the verified checkpoint `name`, saved by the run of `lineage`, the latest."""
         with Directory(self.path) as folder:
             folder.write(LATEST, seal(Latest(name, *lineage))[0])
 
     def remove(self, name: str) -> None:
-        """Rename it first, so that nobody finds half of it."""
+        """Remove a checkpoint; it is renamed first, so that no reader finds half of it."""
         with reported_as_checkpoint_error(self.path / name), Directory(self.path) as folder:
             os.rename(name, name + GOING, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
             folder.sync()
             shutil.rmtree(name + GOING, dir_fd=folder.fd)
 
     def clean(self) -> list[str]:
-        """Remove what runs that died left half-written or half-removed; call it under `locked`."""
+        """Remove what dead runs left half-written or half-removed; call it under `locked`."""
         left = [entry for entry in self._entries() if LEFT.fullmatch(entry.name)]
         for entry in left:
             with reported_as_checkpoint_error(entry.path):
@@ -218,9 +218,10 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Alone in saving here; a word that is in the folder now and that no other folder has (`word`).
+        """Lock the folder for this run, and yield a new random word that is stored in the folder for `word`.
 
-        Raises CheckpointError where another run saves here.
+        Raises:
+            CheckpointError: If another run saves to the folder.
         """
         _make(self.path)
         with Directory(self.path) as folder:
@@ -243,7 +244,7 @@ class CheckpointStore:
                 os.close(fd)
 
     def word(self) -> str:
-        """Return what `locked` last wrote here; nothing where this machine sees no such folder."""
+        """Return the word that `locked` last stored here; empty if this machine does not see the folder."""
         if not is_there(self.path / LOCK):
             return ""
         with Directory(self.path) as folder:
@@ -256,7 +257,7 @@ class CheckpointStore:
 
 
 def _regular(found: os.stat_result) -> os.stat_result:
-    """It, if it is of a regular file. Raises OSError."""
+    """Return `found` if it belongs to a regular file; raise OSError otherwise."""
     if stat.S_ISLNK(found.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if not stat.S_ISREG(found.st_mode):
@@ -265,17 +266,17 @@ def _regular(found: os.stat_result) -> os.stat_result:
 
 
 def _make(path: Path) -> None:
-    """A folder and those above it, their names on disk."""
+    """Create a folder and its parents, with their entries on disk."""
     if not os.path.lexists(path):
         _make(path.parent)
         with reported_as_checkpoint_error(path), suppress(FileExistsError):
             path.mkdir()
-        with Directory(path.parent.resolve()) as above:  # links above are the user's own
+        with Directory(path.parent.resolve()) as above:  # links in the parent path are the user's choice
             above.sync()
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file, a folder or a link. Raises CheckpointError where this user may not know."""
+    """Return whether a file, folder or link exists; raise `CheckpointError` if permissions do not allow to check."""
     with reported_as_checkpoint_error(path), suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(path)
         return True
@@ -283,7 +284,7 @@ def is_there(path: Path) -> bool:
 
 
 def read_manifest(folder: Directory) -> Manifest:
-    """The manifest of the checkpoint in `folder`. Raises CheckpointError."""
+    """Read the manifest of the checkpoint in `folder`; raise `CheckpointError` if that fails."""
     path = str(folder.path / MANIFEST)
     manifest = unseal(folder.read(MANIFEST, MOST_MANIFEST_BYTES), Manifest, path)
     try:
@@ -294,7 +295,7 @@ def read_manifest(folder: Directory) -> Manifest:
 
 
 def checkpoint_at(path: Path | str) -> Path:
-    """A checkpoint's folder: `path`, or the latest in it. Raises CheckpointError where there is none."""
+    """Return `path`, or the latest checkpoint in it; raise `CheckpointError` if there is none."""
     path = Path(path)
     if is_there(path / MANIFEST):
         return path
@@ -306,7 +307,7 @@ def checkpoint_at(path: Path | str) -> Path:
 
 @contextmanager
 def reported_as_checkpoint_error(path: Path | str) -> Iterator[None]:
-    """Errors of the system as CheckpointError, with the file and what to do."""
+    """Raise system errors as `CheckpointError`, with the file and a remedy."""
     try:
         yield
     except CheckpointError:

@@ -1,10 +1,10 @@
-"""Writes one rank's tensors as they come, in bounded memory: into buffers, which threads checksum and write.
+"""Writer of one rank's tensors in bounded memory: threads checksum and write the buffers that tensors are copied to.
 
-    put(name, tensor)     fill a buffer --> full: a thread sums and writes it, the next free one is taken
-    finish()              the last block, the file's size, fsync; the index
+    put(name, tensor)     fill a buffer --> when full: a thread checksums and writes it, the next free one is taken
+    finish()              write the last block, set the file's size, fsync; return the index
 
-The file is a safetensors file: its header, padded to a page, then the parts without gaps. `put` waits where all buffers
-are on their way to the disk, so a rank never holds more than those, however large its states are.
+The file is a safetensors file: a header padded to a whole page, then the parts without gaps. `put` waits while all
+buffers are being written, so a rank never needs more memory than these, however large its states are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ THREADS = 4
 
 
 def laid_out(parts: Mapping[str, StoredBox]) -> dict[str, StoredBox]:
-    """`parts` one after the other, in their order."""
+    """Return `parts` with their positions in the file, one after the other in the given order."""
     at, placed = 0, {}
     for name, part in parts.items():
         end = at + part.box.elems * DTYPES[part.dtype].itemsize
@@ -38,7 +38,7 @@ def laid_out(parts: Mapping[str, StoredBox]) -> dict[str, StoredBox]:
 
 
 def header(parts: Mapping[str, StoredBox], metadata: Mapping[str, str] | None = None) -> bytes:
-    """safetensors': its length in 8 bytes, then JSON, filled up with spaces to a whole page."""
+    """Return a safetensors header: its length in 8 bytes, then JSON padded with spaces to a whole page."""
     tensors: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     for name, part in parts.items():
         tensors[name] = {"dtype": part.dtype, "shape": list(part.size), "data_offsets": [part.start, part.end]}
@@ -48,7 +48,7 @@ def header(parts: Mapping[str, StoredBox], metadata: Mapping[str, str] | None = 
 
 
 class ShardWriter:
-    """One rank's file in `folder`. `parts`: what will be put, in that order. Raises CheckpointError."""
+    """Writer of one rank's file, to which all `parts` are put in order; raises `CheckpointError`."""
 
     def __init__(self, folder: Directory, rank: int, parts: Mapping[str, StoredBox], buffers: IOBuffers) -> None:
         self.rank, self.parts, self._buffers = rank, laid_out(parts), buffers
@@ -78,7 +78,7 @@ class ShardWriter:
         self.abandon()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """The next part, from any device; it may change when this returns. Waits while no buffer is free."""
+        """Append the next part, from any device; `tensor` may change on return. Waits while no buffer is free."""
         due, part = next(self._due, ("", None))
         if part is None:
             raise ValueError(f"{name} is one more than was laid out")
@@ -89,7 +89,7 @@ class ShardWriter:
         self._append(tensor.detach().contiguous().view(-1).view(torch.uint8))
 
     def finish(self) -> FileIndex:
-        """Everything is on disk when this returns, but the folder's entry."""
+        """Write everything to disk except the folder's entry, and return the index."""
         if (left := next(self._due, None)) is not None:
             raise ValueError(f"{left[0]} was not put")
         if self._filled:
@@ -102,7 +102,7 @@ class ShardWriter:
         return msgspec.structs.replace(self._index, sums=sums)
 
     def abandon(self) -> None:
-        """Give back the memory and the file's handle. The second time nothing happens."""
+        """Give back the buffer and close the file; further calls do nothing."""
         if self._fd >= 0:
             self._pool.shutdown()
             self._buffers.free.put(self._buffer)
@@ -119,10 +119,10 @@ class ShardWriter:
                 self._send()
 
     def _send(self) -> None:
-        """Write the buffer that is being filled; take a free one."""
+        """Start writing the current buffer, and take a free one."""
         for future in self._under_way:
             if future.done():
-                future.result()  # what failed is told early
+                future.result()  # raises a write error early
         self._under_way.append(self._pool.submit(self._write, len(self._under_way), self._buffer, self._filled))
         self._buffer, self._filled = self._buffers.free.get(), 0
 

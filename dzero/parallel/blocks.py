@@ -1,9 +1,9 @@
-"""What changes inside a block without changing the model: tiling, activation checkpointing and compilation.
+"""Block transformations that leave the model unchanged: tiling, activation checkpointing and compilation.
 
 Blocks are the elements of the model's outermost ModuleLists and Sequentials. Each gets a subclass of its own class,
-with the same name, whose forward is wrapped; parameters, their names and the block's attributes stay as they are.
-Apply it before the model is sharded: hooks that gather a unit then run outside the wrapped forward, once for
-forward and once for backward, and what is recomputed finds the parameters gathered.
+with the same name, whose forward is wrapped. Parameters, their names and the block's attributes stay as they are. Apply
+the transformations before the model is sharded: the hooks that gather a unit then run outside the wrapped forward, once
+in forward and once in backward, and the parameters are gathered during recomputation.
 
     activations  kept from forward                          recomputed in backward
     none         all that backward needs                    nothing
@@ -38,9 +38,10 @@ KEPT = [
 
 
 def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:
-    """Wrap the forward of each block of `model` in place; without tiles the gradients stay the same to the bit on CPU.
+    """Wrap the forward of each block of `model` in place; without tiles, gradients on CPU do not change by a bit.
 
-    Raises ValueError when the model has no blocks, or nothing that can be tiled, and a setting asks for them.
+    Raises:
+        ValueError: If a setting needs blocks or modules to tile and the model has none.
     """
     if config.tiles > 1:
         _tile_mlps(model, config)
@@ -54,7 +55,7 @@ def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> Non
             f"as {type(model).__name__} has no blocks (elements of an nn.ModuleList or nn.Sequential); "
             "take activation_checkpoint=none and leave compile unset"
         )
-    # The compiler goes outside: it then sees what may be recomputed, and compiles that too.
+    # The compiler wraps the checkpointed forward, so that it also compiles the recomputation.
     if config.activation_checkpoint == "full":
         wrap_method(blocks, "forward", checkpointed)
     if config.activation_checkpoint == "selective":
@@ -78,7 +79,7 @@ def _tile_mlps(model: nn.Module, config: BlockConfig) -> None:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every element with parameters of the outermost ModuleLists and Sequentials, in order."""
+    """Return (name, module) of the elements with parameters of all outermost ModuleLists and Sequentials, in order."""
     return [(name, block) for name, block in _elements("", model) if any(True for _ in block.parameters())]
 
 

@@ -1,4 +1,4 @@
-"""Settings of what changes inside a block without changing the model (blocks.py)."""
+"""Settings of block transformations that leave the model unchanged (parallel/blocks.py)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MOST_TILES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Changes inside a block that leave the model what it is (blocks.py)."""
+    """Transformations of blocks that leave the model unchanged (parallel/blocks.py)."""
 
     activation_checkpoint: str = "none"
-    """What backward recomputes: none, selective (all but matrix products), or full (every block)."""
+    """Activations that backward recomputes: none, selective (all but matrix products), or full (every block)."""
     compile: bool | None = None
-    """Apply torch.compile to each block. null: on CUDA, untiled, without mesh.ep."""
+    """Apply torch.compile to each block. null: only on CUDA, without tiles and without mesh.ep."""
     tiles: int = 1
-    """Tiles of each block's MLPs, gathered and freed one after the other. 1: none."""
+    """Tiles of each block's MLPs, gathered and freed one after the other. 1: no tiling."""
     loss_tiles: int = 1
-    """Tiles of the logits and their loss. 1: none."""
+    """Tiles of the logits and their loss. 1: no tiling."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:
@@ -41,5 +41,5 @@ class BlockConfig:
             )
 
     def compiles(self, device_type: str) -> bool:
-        """Return whether blocks are compiled on a device of that type."""
+        """Return whether blocks are compiled on a device of this type."""
         return device_type == "cuda" and self.tiles == 1 if self.compile is None else self.compile

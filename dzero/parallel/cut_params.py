@@ -1,4 +1,4 @@
-"""Parameters of which a rank has a part, as DTensors over one axis: how those of a model on meta get their values."""
+"""Parameters that are split over one mesh axis as DTensors, and their initialization on a model on meta."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 class CutParams:
-    """Which parameter on meta every part was made from. places: where the model had, and has, each of those."""
+    """Split parameters of a model on meta.
+
+    Args:
+        mesh: Axis that the parameters are split over.
+        made: Split parameter, by the whole parameter that it was made from.
+        places: Modules and attributes that hold each whole parameter, or now its split one.
+    """
 
     def __init__(self, mesh: DeviceMesh, made: dict[nn.Parameter, nn.Parameter], places: Places) -> None:
         self._mesh, self._made, self._places = mesh, made, places
 
     def filling(self, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-        """The same for modules that are cut: whole parameters are filled, then this rank keeps its part.
+        """Return a function that fills modules with split parameters through `materialise`, which fills whole ones.
 
-        materialise: made from the model as it was, on meta. Nothing of the values is kept here.
+        `materialise` must be made from the model on meta before it was split. Each rank keeps its part; no values are
+        stored here.
         """
 
         @torch.no_grad()
@@ -44,7 +51,7 @@ class CutParams:
 
 
 def part_of(like: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's part of `whole`, a copy, placed over `mesh` as `like` is, which need have no values."""
+    """Return a copy of this rank's part of `whole`, placed over `mesh` like `like`, which needs no values."""
     assert isinstance(like, DTensor)
     placement, local = like.placements[0], whole.view(like.shape)
     if isinstance(placement, Shard):
@@ -57,8 +64,10 @@ def part_of(like: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> nn.Par
 
 @contextmanager
 def local_params(module: nn.Module, grads: Sequence[Placement] | None = None) -> Iterator[list[torch.Tensor]]:
-    """Inside, its parameters are what this rank has of them, plain tensors through which gradients flow back; they are
-    placed as `grads` says, or as the parameters are."""
+    """Replace the parameters of a module by this rank's local tensors inside the context, and yield these.
+
+    Gradients flow back through the local tensors, with the placements `grads`, or those of the parameters if None.
+    """
     kept = [(owner, attribute, param) for owner, attribute, param in own_of(module) if isinstance(param, DTensor)]
     params = [param.to_local(grad_placements=grads) for _, _, param in kept]
     try:
@@ -71,7 +80,7 @@ def local_params(module: nn.Module, grads: Sequence[Placement] | None = None) ->
 
 
 def own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every place of a parameter."""
+    """Yield owner, attribute and parameter for every attribute that holds a parameter, tied ones included."""
     for owner in module.modules():
         for attribute, param in owner.named_parameters(recurse=False, remove_duplicate=False):
             yield owner, attribute, param

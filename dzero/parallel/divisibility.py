@@ -1,4 +1,4 @@
-"""Which numbers of ranks divide what the axes of a mesh cut: matrices, heads, layers and microbatches."""
+"""Checks that ranks divide the sizes that mesh axes split: matrices, heads, layers and microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dzero.utils.ranges import divisors
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that the ranks of an axis must divide, by the name of the setting; 0 for what a model does not have."""
+    """Sizes that the ranks of an axis must divide, by the name of the setting; 0 if a model does not have them."""
 
     heads: int
     kv_heads: int
@@ -19,7 +19,7 @@ class Sizes:
     vocab_size: int
 
     def check(self, ranks: int, axis: str) -> None:
-        """Raises ValueError naming those that are not divided."""
+        """Raise ValueError with the sizes that `ranks` does not divide."""
         wrong = {name: size for name, size in vars(self).items() if size % ranks}
         if wrong:
             told = ", ".join(f"{name}={size}" for name, size in wrong.items())
@@ -28,7 +28,7 @@ class Sizes:
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raises ValueError for those that ulysses cannot share out."""
+    """Raise ValueError if `ranks` does not divide the heads, as ulysses attention needs."""
     if heads % ranks or kv_heads % ranks:
         allowed = divisors(math.gcd(heads, kv_heads))
         raise ValueError(
@@ -38,7 +38,7 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
 
 
 def check_blocks(blocks: int, ranks: int, parts_of_a_rank: int = 1) -> None:
-    """Raises ValueError where there are fewer than parts."""
+    """Raise ValueError if there are fewer blocks than pipeline stages."""
     count, several = ranks * parts_of_a_rank, parts_of_a_rank > 1
     if blocks < count:
         of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
@@ -49,7 +49,7 @@ def check_blocks(blocks: int, ranks: int, parts_of_a_rank: int = 1) -> None:
 
 
 def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
-    """Raises ValueError where the schedule cannot order so many over so many ranks."""
+    """Raise ValueError if the schedule cannot order this number of microbatches over `ranks`."""
     rounds = max(1, microbatches // ranks)
     fitting = {
         "gpipe": True,

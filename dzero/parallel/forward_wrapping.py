@@ -1,4 +1,4 @@
-"""Another forward for modules that stay what they are: names, parameters and attributes do not change."""
+"""Replacement of a module's forward that leaves its class name, parameters and attributes unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Forward = Callable[..., Any]
 
 
 def wrap_method(modules: Sequence[nn.Module], method: str, wrap: Callable[[Forward], Forward]) -> None:
-    """Give each module a subclass whose `method` is wrapped: one per class, so that equal ones share a compilation.
+    """Give each module a subclass whose `method` is wrapped; modules of one class share it, and so a compilation.
 
-    What a wrapped method needs of one run lies on its module, not in a closure: FSDP2 remembers every class that it has
-    cut for as long as the process lives, and with it all that its methods refer to.
+    State that a wrapped method needs for one run belongs on its module, not in a closure: FSDP2 references every class
+    that it has sharded until the process ends, and thereby everything that the methods of the class reference.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for module in dict.fromkeys(modules):
@@ -34,7 +34,7 @@ def wrap_method(modules: Sequence[nn.Module], method: str, wrap: Callable[[Forwa
 
 
 def checkpointed(forward: Forward, **options: Any) -> Forward:
-    """`forward`, whose inputs alone are kept for backward; the rest is computed again there."""
+    """Return `forward` with only its inputs kept for backward, which recomputes the rest."""
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +44,12 @@ def checkpointed(forward: Forward, **options: Any) -> Forward:
 
 
 def checkpointed_part(forward: Forward) -> Forward:
-    """`forward(module, x)` with a second input `again`, from `keep`: where x is found in backward.
+    """Return `forward(module, x)` that backward recomputes, with a second input `again` (from `keep`) that returns x.
 
-    For the parts of what may itself be checkpointed. A checkpoint computes again until it has all that was saved inside
-    it, and stops there. `keep` saves x before the first part runs, and the parts save nothing that an outer checkpoint
-    could see: so it stops before the first of them, and each runs once more in all, for its own backward.
+    This is for parts of a module that may itself be checkpointed. A checkpoint recomputes until it has every tensor
+    that was saved inside it, and stops there. `keep` saves x before the first part runs, and the parts save nothing
+    that an outer checkpoint can see. The outer recomputation therefore stops before the first part, and each part is
+    recomputed only once, for its own backward.
     """
 
     def part(self: nn.Module, x: Tensor, again: Callable[[], Tensor] | None = None) -> Any:
@@ -59,17 +60,17 @@ def checkpointed_part(forward: Forward) -> Forward:
         def run() -> Any:
             return forward(self, given.pop() if given else again())
 
-        with saved_tensors_hooks(_same, _same):  # torch 2.11's checkpoint saves a tensor even without inputs
+        with saved_tensors_hooks(_same, _same):  # torch 2.11's checkpoint saves a tensor even without inputs: hide it
             return checkpoint(run, use_reentrant=False)
 
     return part
 
 
 def keep(x: Tensor, parts: int) -> Callable[[], Tensor]:
-    """Save `x` for backward, here and once, for so many parts."""
-    saver = _Keep.apply(torch.empty(0, requires_grad=True), x)  # type: ignore[no-untyped-call]  # holds its node
+    """Save `x` once for the backward of `parts` parts, and return a function that returns it there."""
+    saver = _Keep.apply(torch.empty(0, requires_grad=True), x)  # type: ignore[no-untyped-call]  # keeps the node alive
     needs_grad = x.requires_grad
-    found: list[Tensor] = []  # one entry per part that will still ask: an outer checkpoint hands x out once
+    found: list[Tensor] = []  # one entry per part to come: an outer checkpoint returns x only once
 
     def again() -> Tensor:
         if not found:
@@ -81,7 +82,7 @@ def keep(x: Tensor, parts: int) -> Callable[[], Tensor]:
 
 
 class _Keep(torch.autograd.Function):
-    """A node that only saves; nothing flows through it."""
+    """Autograd node that only saves a tensor; no gradient flows through it."""
 
     @staticmethod
     def forward(ctx: Any, edge: Tensor, x: Tensor) -> Tensor:

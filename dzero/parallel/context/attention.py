@@ -1,22 +1,21 @@
-"""Causal attention over sequences that are cut over ranks (zigzag.py says how), forward and backward.
+"""Causal attention over sequences that are split over ranks (parallel/context/zigzag.py), forward and backward.
 
-    kind        moves forward, per layer             backward             a rank then computes
-    all_gather  keys and values: gathered            added where they     all heads of its own queries
-                                                     came from
+    kind        sent in forward, per layer           sent in backward     a rank then computes
+    all_gather  keys and values: all-gathered        reduce-scattered     all heads of its own queries
     ulysses     queries, keys, values: from a part   the same, reversed   its heads of all queries
                 of every head to all of some heads;
-                what comes out: back
-    ring        keys and values: of one rank after   the same, and     all heads of its own queries
-                another (ring.py)                    gradients
+                results: back
+    ring        keys and values: of one rank after   the same, and        all heads of its own queries
+                another (context/ring.py)            gradients
 
-Ulysses (Jacobs et al. 2023) moves less with many ranks, but they must divide the heads; all_gather moves keys and
-values alone, of which grouped queries have few, and takes any number of ranks; ring moves more than that, but while it
-computes, and never holds more than two ranks' keys.
+Ulysses (Jacobs et al. 2023) sends less with many ranks, but they must divide the heads. all_gather sends only keys and
+values, of which grouped queries have few, and takes any number of ranks. ring sends more than that, but overlaps it
+with computation, and never holds more than the keys of two ranks.
 
-Note: prefixes without masks of time x time. Chunk c of all_gather sees the keys up to its own end, aligned at the
-right. Flash attention on CUDA does just that; the way to it that torch documents, `nn.attention.bias`, fails inside
-selective checkpoints. Other kernels know a causal square, or masks: so queries go in tiles of `TILE_TOKENS`, and all
-tiles, layers and microbatches share one mask of tile x time, of which a shorter prefix takes the right part.
+Note: prefixes without masks of time x time. Chunk c of all_gather attends to the keys up to its own end, aligned at the
+right. Flash attention on CUDA computes this; the interface that torch documents for it, `nn.attention.bias`, fails
+inside selective checkpoints. Other kernels support only a causal square or masks, so queries are processed in tiles of
+`TILE_TOKENS`. All tiles, layers and microbatches share one mask of tile x time; a shorter prefix takes its right part.
 """
 
 from __future__ import annotations
@@ -38,20 +37,23 @@ TILE_TOKENS = 256
 
 
 class ContextAttention(Protocol):
-    """query [batch, heads, time, dim], key and value [batch, kv_heads, time, dim] of this rank's tokens -> as query."""
+    """Attention over this rank's query [batch, heads, time, dim], and key and value [batch, kv_heads, time, dim].
+
+    The result has the shape of query.
+    """
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """All ranks of the axis call it, in the same order."""
+        """Compute attention; all ranks of the axis call it, in the same order."""
 
 
 class AllGather:
-    """Every rank's queries over the keys and values of all ranks."""
+    """Attention of every rank's queries to the keys and values of all ranks."""
 
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange, self._masks = exchange, Masks()
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `ContextAttention`."""
+        """Implement `ContextAttention`."""
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
         ours = chunks_of(self._exchange.rank, self._exchange.ranks)
         mixed: list[Tensor] = []
@@ -63,13 +65,13 @@ class AllGather:
 
 
 class Ulysses:
-    """Some heads of every rank's queries."""
+    """Attention of all queries for some heads on every rank."""
 
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange = exchange
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `ContextAttention`. Raises ValueError for heads that the ranks do not divide."""
+        """Implement `ContextAttention`; raise ValueError if the ranks do not divide the heads."""
         ranks = self._exchange.ranks
         check_heads(query.shape[1], key.shape[1], ranks)
         ours = [each.view(len(each), ranks, -1, *each.shape[2:]) for each in (query, key, value)]
@@ -93,9 +95,10 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
 
 
 class Masks:
-    """The one mask that all tiles share, made anew for other `tokens` (of a whole sequence), another dtype or device.
+    """The mask that all tiles share; it is made anew for other `tokens` of a whole sequence, another dtype or device.
 
-    Never for a shorter prefix, though it would do: what is made again in backward must be what was made in forward.
+    It always covers `tokens`, although less suffices for a shorter prefix: recomputation in backward must make the same
+    tensors as forward.
     """
 
     def __init__(self) -> None:
@@ -103,18 +106,20 @@ class Masks:
         self._mask = torch.empty(0, 0)
 
     def of(self, tile: Tensor, keys: int) -> Tensor:
-        """[tile's tokens, keys]: 0 where a query sees a key, the last query all of them; else -inf."""
+        """Return [tile's tokens, keys]: 0 where a query attends to a key, the last query to all of them; else -inf."""
         mask = self._mask
         if mask.shape[1] != self.tokens or mask.dtype != tile.dtype or mask.device != tile.device:
-            with torch.inference_mode(False):  # training takes the mask that an evaluation made
+            with torch.inference_mode(False):  # training may use a mask that an evaluation made
                 unseen = torch.full((TILE_TOKENS, self.tokens), -torch.inf, dtype=tile.dtype, device=tile.device)
                 mask = self._mask = unseen.triu(self.tokens - TILE_TOKENS + 1)
         return mask[-tile.shape[2] :, self.tokens - keys :]
 
 
 def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Iterator[Tensor]:
-    """query [batch, heads, time, dim], the last of the keys' tokens, over keys and values [batch, kv_heads, >= time,
-    dim]: what comes out, tile by tile."""
+    """Yield the attention of queries to the prefix of a sequence that ends with them, tile by tile.
+
+    The query is [batch, heads, time, dim], and keys and values are [batch, kv_heads, >= time, dim].
+    """
     time, length, grouped = query.shape[2], keys.shape[2], _grouped(query, keys)
     if time == length:
         yield F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=grouped)
@@ -130,7 +135,10 @@ def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> It
 
 
 def _has_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """On CUDA, where head_dim needs no padding; a causal prefix is no question that torch answers, so none is asked."""
+    """Return whether flash attention on CUDA takes the inputs without padding head_dim.
+
+    torch has no query for a causal prefix, so the query is made without causality.
+    """
     if not query.is_cuda or query.shape[-1] % 8:
         return False
     params = SDPAParams(query, keys, values, None, 0.0, False, _grouped(query, keys))
@@ -138,7 +146,7 @@ def _has_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 class _Gathered(torch.autograd.Function):
-    """A rank's keys and values -> those of all ranks, in the order of the sequence."""
+    """All-gather of keys and values, in the order of the sequence; backward reduce-scatters gradients."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, value: Tensor, exchange: ContextExchange) -> tuple[Tensor, Tensor]:
@@ -154,7 +162,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _ToHeads(torch.autograd.Function):
-    """[ranks, batch, heads, time, dim], heads for each rank -> [batch, heads, ranks * time, dim], in order."""
+    """All-to-all from [ranks, batch, heads, time, dim], heads by rank, to [batch, heads, ranks * time, dim]."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, exchange: ContextExchange) -> Tensor:
@@ -167,7 +175,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToSequence(torch.autograd.Function):
-    """The way back."""
+    """Inverse of `_ToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, exchange: ContextExchange) -> Tensor:

@@ -1,12 +1,12 @@
-"""Context parallelism: every sequence is cut over the ranks of cp, and attention is made whole again.
+"""Context parallelism: every sequence is split over the ranks of cp, and attention covers the whole sequence.
 
-    what needs whole sequences   what it gets instead
-    the model's tokens           this rank's part: `ContextParallel.part` (zigzag.py), of the targets as well
+    needs whole sequences        gets instead
+    the model's tokens           this rank's part: `ContextParallel.part` (context/zigzag.py), also of targets
     rotary positions             those of the tokens that the rank has
-    attention                    the keys of all ranks, or some heads of all ranks (attention.py)
+    attention                    the keys of all ranks, or some heads of all ranks (context/attention.py)
 
-Everything else sees one token at a time. The ranks are data-parallel ones: a loss is the mean over a rank's own tokens,
-of which all have as many, so the mean of gradients and losses over all ranks is that over all tokens.
+Everything else processes one token at a time. The ranks are data-parallel: a loss is the mean over a rank's own tokens.
+All ranks have equally many tokens, so the mean of gradients and losses over ranks is the mean over all tokens.
 
 The model is plain torch: one module has `features(tokens, positions)`, others `attend(query, key, value)` on tensors
 [batch, heads, time, head_dim], and both are replaced in place.
@@ -34,12 +34,17 @@ from dzero.parallel.forward_wrapping import Forward, wrap_method
 
 
 class ContextParallel:
-    """What is done to a model, in place, and to its tokens.
+    """Context parallelism of a model, which is changed in place, and of its tokens.
 
-    model: sharded or about to be. group: of the ranks that share every sequence (`mesh.context_group`). attention:
-    `all_gather`, `ulysses` or `ring`. ledger: counts what moves, `Sharded.ledger`. exact: pairwise moves instead of the
-    backend's collectives, `Layout.exact`. Raises ValueError for another attention, and a model without the methods
-    that are replaced.
+    Args:
+        model: Model, sharded or about to be.
+        group: Ranks that share every sequence (`mesh.context_group`).
+        ledger: Counts what is sent (`Sharded.ledger`).
+        attention: `all_gather`, `ulysses` or `ring`.
+        exact: Use pairwise exchanges instead of the backend's collectives (`Layout.exact`).
+
+    Raises:
+        ValueError: If the attention is unknown, or the model does not have the methods to replace.
     """
 
     def __init__(
@@ -64,18 +69,17 @@ class ContextParallel:
             wrap_method(owners, method, wrap)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's tokens or targets: [batch, time] -> [batch, time / ranks]. Raises ValueError where 2 * ranks do
-        not divide."""
+        """Return this rank's part of [batch, time]; raise ValueError if 2 * ranks does not divide time."""
         return self._zigzag.part(whole)
 
     def positions(self, tokens: int) -> Tensor:
-        """In their sequences, of so many that this rank has of each: int64 [tokens]."""
+        """Return the positions in their sequences of this rank's `tokens` tokens of each: int64 [tokens]."""
         return self._zigzag.positions(tokens)
 
 
 def _attending(_: Forward) -> Forward:
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [batch, heads, time, head_dim] of this rank's tokens -> the same."""
+        """Map query [batch, heads, time, head_dim] of this rank's tokens to the same shape."""
         attention: ContextAttention = self.context_attention
         return attention(query, key, value)
 
@@ -84,7 +88,7 @@ def _attending(_: Forward) -> Forward:
 
 def _positioned(features: Forward) -> Forward:
     def of_part(self: Any, tokens: Tensor, positions: Tensor | None = None) -> Any:
-        """tokens [batch, time] of this rank -> [batch, time, hidden]."""
+        """Map tokens [batch, time] of this rank to [batch, time, hidden]."""
         zigzag: Zigzag = self.context_part
         return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
 
@@ -93,7 +97,7 @@ def _positioned(features: Forward) -> Forward:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSizes:
-    """Of one call on one rank: `tokens`, all of its sequences together, and the heads that it has of them."""
+    """Sizes of one attention call on one rank; `tokens` are those of all its sequences together."""
 
     tokens: int
     heads: int
@@ -105,18 +109,18 @@ class AttentionSizes:
 def expected_context(
     attention: str, sizes: AttentionSizes, *, ranks: int, calls: int, recomputed: bool
 ) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank over `ranks` of cp, by the ledger's entries (phase context).
+    """Return the calls and bytes sent per rank over `ranks` of cp, by ledger entry (phase context).
 
-    With e elements of this rank's queries and as many of what comes out, k of its keys and as many of its values:
+    With e elements of this rank's queries and as many of the result, k of its keys and as many of its values:
 
-        all_gather   forward    all_gather        (ranks - 1) * 2 k
-                     backward   reduce_scatter    (ranks - 1) * 2 k
-        ulysses      either     all_to_all        (ranks - 1) * (e + 2 k) / ranks
-                                all_to_all        (ranks - 1) * e / ranks
-        ring         forward    permute           2 k, ranks - 1 times
-                     backward   permute           2 k, ranks - 1 times, and in fp32 ranks times
+            all_gather   forward    all_gather        (ranks - 1) * 2 k
+                         backward   reduce_scatter    (ranks - 1) * 2 k
+            ulysses      either     all_to_all        (ranks - 1) * (e + 2 k) / ranks
+                                    all_to_all        (ranks - 1) * e / ranks
+            ring         forward    permute           2 k, ranks - 1 times
+                         backward   permute           2 k, ranks - 1 times, and in fp32 ranks times
 
-    calls: of attention, layers * microbatches. recomputed: a second forward in backward (activation checkpointing).
+    There are layers * microbatches `calls`; `recomputed` adds a second forward in backward (activation checkpointing).
     """
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
     for kind, sent_elems, forward, dtype in _moves(attention, sizes, ranks):
@@ -126,7 +130,7 @@ def expected_context(
 
 
 def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[str, int, bool, torch.dtype]]:
-    """(kind, elements that are sent, whether in forward, as what) of one call and its backward."""
+    """Yield kind, elements sent, whether in forward, and dtype of each collective of one call and its backward."""
     queries, keys = (sizes.tokens * heads * sizes.head_dim for heads in (sizes.heads, sizes.kv_heads))
     if attention == "all_gather":
         yield "all_gather", (ranks - 1) * 2 * keys, True, sizes.dtype
@@ -142,6 +146,6 @@ def _moves(attention: str, sizes: AttentionSizes, ranks: int) -> Iterator[tuple[
 
 
 def _eager(attend: ContextAttention) -> ContextAttention:
-    """Keep torch.compile out of attention that exchanges. Only a model that is cut imports the compiler for it."""
+    """Exclude attention that communicates from torch.compile; only a split model imports the compiler for it."""
     disabled: ContextAttention = torch.compiler.disable(attend.__call__)  # type: ignore[no-untyped-call]
     return disabled

@@ -1,16 +1,16 @@
-"""Ring attention (Liu et al. 2023) over sequences that are cut over ranks: torch's own loops, the device's own kernel.
+"""Ring attention (Liu et al. 2023) over sequences that are split over ranks, with torch's loops and any kernel.
 
-    step i of n    a rank attends to               meanwhile
-    forward, 0     its own keys, causally          they go to the next rank
-    forward, i     those of the i-th rank before   they go on
-    backward, i    the same again                  so do keys, and behind them their gradients in fp32, home after n
+    step i of n    a rank attends to               sent meanwhile
+    forward, 0     its own keys, causally          these, to the next rank
+    forward, i     those of the i-th rank before   these, to the next rank
+    backward, i    the same again                  keys, and after them their fp32 gradients, back at their rank after n
 
-What comes out of a step is merged by its log-sum-exp, in fp32. As chunks are dealt (zigzag.py), each step after the
-first is half a square on every rank. A rank holds its own keys and those of one other, however many ranks there are.
+The results of the steps are merged by their log-sum-exp, in fp32. With the zigzag split (context/zigzag.py) each step
+after the first is half a square on every rank. A rank holds its own keys and those of one other rank.
 
-torch's own way in, `context_parallel`, replaces scaled_dot_product_attention in the whole process, by DTensors that
-know no kernel of the CPU. Its loops take any kernel, so here they run on both. torch keeps them to itself, so they are
-imported where a ring is made: nobody else depends on where they lie.
+torch's own entry point, `context_parallel`, replaces scaled_dot_product_attention in the whole process, with DTensors
+that support no CPU kernel. Its loops take any kernel, so this module runs them on both devices. They are private to
+torch and are imported only when a ring is constructed, so that no other code depends on their location.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
 ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 TIME = 2
 FLASH = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-"""What CUDA's kernel gives beside its result, and takes in backward."""
+"""Outputs of CUDA's kernel besides its result, which backward takes as inputs."""
 
 
 def hops(dtype: torch.dtype, ranks: int) -> tuple[list[tuple[torch.dtype, int]], list[tuple[torch.dtype, int]]]:
-    """How often keys and values, and their gradients, go from a rank to the next: in forward, and in backward."""
+    """Return how often keys and values, and gradients, are sent to the next rank, by dtype: in forward, in backward."""
     keys = (dtype, ranks - 1)
     return [keys], [keys, (torch.float32, ranks)]
 
 
 class Ring:
-    """Every rank's queries over the keys of one rank after the other."""
+    """Attention of every rank's queries to the keys of one rank after the other."""
 
     def __init__(self, exchange: ContextExchange) -> None:
         from torch.distributed.tensor.experimental._context_parallel import _attention as loops
 
         self._exchange, self._loops = exchange, loops
-        loops.set_rotate_method("alltoall")  # of the whole process; torch's other one gathers all keys at once
+        loops.set_rotate_method("alltoall")  # for the whole process; torch's other method gathers all keys at once
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `ContextAttention`. Raises ValueError on CUDA for what flash attention does not take."""
+        """Implement `ContextAttention`; raise ValueError on CUDA for inputs that flash attention does not take."""
         if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):
             raise ValueError(
                 f"mesh.cp_attention=ring with heads of {query.shape[-1]} in {query.dtype}: on CUDA it takes bf16 or "
@@ -94,7 +94,7 @@ class _Ring(torch.autograd.Function):
 
 
 def _forward(kernel: Any) -> Callable[..., Any]:
-    """Of queries whose heads share keys, too."""
+    """Return `kernel` with support for queries whose heads share keys."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Any:
         return kernel(query, *(_for_each(each, query) for each in (key, value)), **settings)
@@ -113,5 +113,5 @@ def _backward(kernel: Any) -> Callable[..., Any]:
 
 
 def _for_each(shared: Tensor, query: Tensor) -> Tensor:
-    """[batch, kv_heads, time, dim] -> [batch, heads, time, dim]."""
+    """Repeat heads: [batch, kv_heads, time, dim] to [batch, heads, time, dim]."""
     return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: after a step each router moves its bias by what all ranks counted in it."""
+"""Balancing of experts without a loss: after a step each router adjusts its bias to the load on all ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from dzero.comm.ledger import Entry, Ledger, Traffic
 
 @runtime_checkable
 class BalancedModule(Protocol):
-    """A module with `load`, int64 [experts]: choices that it counted since the last `rebalance`; None where it counts
-    none. rebalance: move once by the load [experts] of all ranks, and count anew."""
+    """A module that counts how often its experts are chosen.
+
+    Attributes:
+        load: Choices since the last `rebalance`, int64 [experts]; None if the module counts none.
+    """
 
     load: Tensor | None
 
     def rebalance(self, load: Tensor) -> None:
-        """The same on every rank."""
+        """Adjust the bias to the load [experts] of all ranks, and reset `load`."""
 
 
 class BiasUpdate:
-    """Of all balanced modules of a model. groups: of the axes along which ranks see tokens of their own, over which
-    loads are summed.
+    """Bias updates of all balanced modules of a model.
 
-    Sums are whole numbers, so that ranks never drift apart.
+    `groups` are those of the axes along which ranks have different tokens. Loads are summed over them as integers, so
+    that ranks never diverge.
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, dist.ProcessGroup], ledger: Ledger) -> None:
@@ -39,7 +42,7 @@ class BiasUpdate:
         self._total = SumOverRanks(groups, ledger)
 
     def step(self, *, made: bool = True) -> None:
-        """After every optimizer step, on all ranks. made: or it was skipped, and its loads do not count."""
+        """Rebalance after an optimizer step, on all ranks; if it was skipped (`made=False`), drop its loads."""
         if not self._routers:
             return
         loads = [router.load for router in self._routers if router.load is not None]
@@ -52,6 +55,6 @@ class BiasUpdate:
                 router.load.zero_()
 
     def expected(self) -> dict[Entry, Traffic]:
-        """Calls and bytes sent per rank and step, by the ledger's entries."""
+        """Return the calls and bytes sent per rank and step, by ledger entry."""
         numbers = sum(len(router.load) for router in self._routers if router.load is not None)
         return self._total.expected(numbers) if numbers else {}

@@ -1,16 +1,17 @@
-"""Expert parallelism: neighbours share the experts of a mixture, and tokens travel to theirs.
+"""Expert parallelism: neighboring ranks share the experts of a mixture, and tokens are sent to their experts.
 
     rows, sorted by expert -> to the rank that has the expert -> sorted by expert there -> its experts -> back again
 
-Each rank of ep has 1/ep of every parameter that holds experts, along dim 0, and ZeRO cuts that further over the ranks
-that have the same experts (`Layout.of_unit`): modules of experts are units of their own.
+Each rank of ep has 1/ep of every expert parameter, along dim 0. ZeRO shards that further over the ranks that have the
+same experts (`Layout.of_unit`), so modules of experts are units of their own.
 
-A rank's loss is the mean over its own tokens, so the whole loss is the mean over all data-parallel ranks, over which
-gradients are averaged. Experts find gradients of the tokens of ep ranks, and are averaged over 1/ep as many: what comes
-to them from the loss is therefore divided by ep, and what goes on to the tokens multiplied by it. Ranks of tp have
-parts of the same sequences and one loss together, so with them it is ep / tp: the losses that ep ranks have.
+A rank's loss is the mean over its own tokens, and gradients are averaged over all data-parallel ranks, so the whole
+loss is the mean over these ranks. Experts get gradients of the tokens of ep ranks, and are averaged over 1/ep as many.
+Gradients that come to experts from the loss are therefore divided by ep, and those that continue to the tokens are
+multiplied by it. Ranks of tp have parts of the same sequences and one loss together, so with tp the factor is ep / tp,
+the number of losses that ep ranks have.
 
-All ranks take part in every exchange, with however few rows, and experts without rows have gradients of zeros.
+All ranks take part in every exchange, with however few rows. Experts without rows get gradients of zeros.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from dzero.parallel.forward_wrapping import Forward, wrap_method
 
 
 class ExpertParallel(CutParams):
-    """What `parallelize_experts` did to a model; `shard` takes it.
+    """The split experts of a model, as returned by `parallelize_experts` and taken by `shard`.
 
-    mesh: of the ranks with the same layers, (replicate, shard, ep). ledger: counts what moves, and what `shard` makes
-    to move as well. modules: those that hold experts, by their names. rows_moved: of all forwards with gradients so
-    far, rows that went to other ranks and came from them. losses: that the ranks of ep have between them.
+    Attributes:
+        mesh: Mesh (replicate, shard, ep) of the ranks with the same layers.
+        losses: Number of losses that the ranks of ep have between them.
+        modules: Modules that hold experts, by name.
+        ledger: Counts the traffic of experts, here and in `shard`.
+        rows_moved: Rows sent to and received from other ranks in all forwards with gradients so far.
     """
 
     def __init__(
@@ -56,16 +60,22 @@ class ExpertParallel(CutParams):
 def parallelize_experts(
     model: nn.Module, mesh: DeviceMesh, ep: int, is_experts: Callable[[nn.Module], bool] | None = None
 ) -> ExpertParallel:
-    """Share the experts of `model` among `ep` neighbours, in place. Before `shard`; all ranks of `mesh` call.
+    """Split the experts of `model` over `ep` neighboring ranks, in place. Collective over `mesh`.
 
-    mesh: of `make_mesh`; with tp, whose ranks are then among the `ep`, `parallelize` comes after it. is_experts: which
-    modules hold experts; by default those of a class named Experts. Such a module is called as `experts(rows, counts)`:
-    rows [n, ...], sorted by their expert, counts int64 [experts], how many each has; it gives rows [n, ...]. All its
-    parameters have the experts along dim 0, one after the other, and it reads how many there are from `counts`, of
-    which it will get its own.
+    Call this before `shard` and, with tp, before `parallelize`; the ranks of tp are then among the `ep`.
 
-    Raises ValueError where ep divides neither the ranks nor every parameter, for a model without such a module, and
-    parameters of theirs that others use too.
+    Args:
+        model: Model with experts.
+        mesh: Mesh of `make_mesh`.
+        ep: Ranks that share the experts.
+        is_experts: Returns whether a module holds experts; by default, if its class is named Experts. Such a module is
+            called as `experts(rows, counts)`, with rows [n, ...] sorted by expert and counts int64 [experts], the rows
+            of each, and returns rows [n, ...]. All its parameters stack the experts along dim 0. It must read their
+            number from `counts`, which holds only those of its own experts.
+
+    Raises:
+        ValueError: If `ep` does not divide the ranks or a parameter, the model has no such module, or other modules use
+            its parameters.
     """
     is_experts = is_experts or (lambda module: type(module).__name__ == "Experts")
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
@@ -109,7 +119,7 @@ def _check(name: str, param: nn.Parameter, uses: int, ep: int) -> None:
 
 
 def _part(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's; with values, of those that the first rank of `mesh` has."""
+    """Return this rank's part of `whole`, with the values of the first rank of `mesh`, if any."""
     values = whole.detach()
     if not whole.is_meta:
         values = values.to(mesh.device_type).contiguous()
@@ -123,7 +133,7 @@ def _part(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 def _travelling(forward: Forward) -> Forward:
     def of_all(self: Any, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows [n, ...] of this rank, counts [experts] of all of them -> [n, ...]."""
+        """Map rows [n, ...] of this rank to [n, ...]; counts [experts] are those of all experts."""
         experts: ExpertParallel = self.expert_parallel
         exchange = experts.exchange
         if counts.numel() % exchange.ranks:
@@ -149,7 +159,7 @@ def _travelling(forward: Forward) -> Forward:
 
 
 class _Travel(torch.autograd.Function):
-    """Rows to other ranks, and their gradients back, times `scale`."""
+    """Exchange of rows between ranks; backward sends their gradients back, times `scale`."""
 
     @staticmethod
     def forward(
@@ -165,9 +175,9 @@ class _Travel(torch.autograd.Function):
 
 
 class _Used(torch.autograd.Function):
-    """`out` itself, as if it were made of `params` too: their gradients are then zeros where nothing else finds any.
+    """Identity on `out` that also makes it depend on `params`, whose gradients are zeros if nothing else uses them.
 
-    For a module that does nothing without rows; a rank without gradients would leave out its reduction.
+    It serves a module that does nothing without rows: a rank without gradients would skip its reduction.
     """
 
     @staticmethod
@@ -183,15 +193,15 @@ class _Used(torch.autograd.Function):
 def expected_experts(
     *, ranks: int, experts: int, calls: int, rows_moved: int, row_elems: int, dtype: torch.dtype, recomputed: bool
 ) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank over `ranks` of ep, by the ledger's entries (phase experts).
+    """Return the calls and bytes sent per rank over `ranks` of ep, by ledger entry (phase experts).
 
-    Of each call, with `away` of this rank's rows for other ranks and `came` of theirs for it:
+    In each call, `away` of this rank's rows are for other ranks, and `came` of theirs for this rank:
 
-        forward    counts   8 (ranks - 1) experts / ranks         once more where it is recomputed
-                   rows     away there, came back                 once more where it is recomputed
-        backward   rows     away there, came back
+            forward    counts   8 (ranks - 1) experts / ranks         once more if it is recomputed
+                       rows     away there, came back                 once more if it is recomputed
+            backward   rows     away there, came back
 
-    rows_moved: away + came over all calls, of one forward each. row_elems: of one row of `dtype`.
+    `rows_moved` is away + came over all calls, with one forward each; a row has `row_elems` elements of `dtype`.
     """
     forwards = calls * (2 if recomputed else 1)
     row_bytes = rows_moved * row_elems * dtype.itemsize

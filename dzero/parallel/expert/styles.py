@@ -1,10 +1,10 @@
-"""Styles for a mixture of experts: a rank sends its part of every sequence to experts by itself.
+"""Parallel styles for a mixture of experts, in which a rank sends its own part of every sequence to experts.
 
-    style        of            a rank holds       its input and output              gradients
-    OwnTokens    the mixture   as its children    its tokens, plain tensors         whole
-    Routing      the router    everything         its tokens, plain tensors         parts of a sum, which FSDP2 adds
+    style        module       a rank holds       its input and output              gradients
+    OwnTokens    mixture      as its children    its tokens, plain tensors         whole
+    Routing      router       everything         its tokens, plain tensors         partial sums, which FSDP2 adds
 
-Experts are whole on ranks that share them, those of tp among these (parallel/expert/dispatch.py).
+Experts are whole on the ranks that share them, which include those of tp (parallel/expert/dispatch.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from dzero.parallel.forward_wrapping import Forward, wrap_method
 
 
 class OwnTokens(PrepareModuleInput):
-    """See the table. `layout`: how the input is cut. The module has `over_tokens(sums)`, which gives what it is given:
-    sums over its tokens, which are then those over the tokens of all ranks."""
+    """Style of a mixture that keeps a rank's own tokens, with the input split as `layout`.
+
+    The module must have a method `over_tokens(sums)` that returns its input. The style replaces it, so that it returns
+    the sums over the tokens of all ranks.
+    """
 
     def __init__(self, layout: Shard) -> None:
         super().__init__(input_layouts=layout, desired_input_layouts=layout, use_local_output=True)
@@ -36,7 +39,7 @@ class OwnTokens(PrepareModuleInput):
 
 
 class Routing(ParallelStyle):
-    """See the table."""
+    """Style of a router, which is replicated and runs on a rank's own tokens."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, param in [*module.named_parameters(recurse=False)]:
@@ -48,7 +51,7 @@ class Routing(ParallelStyle):
 
 def _summed(_: Forward) -> Forward:
     def over_tokens(self: Any, sums: Tensor) -> Tensor:
-        """Every rank makes the same loss of what comes out; it counts once."""
+        """Sum over ranks; gradients are not summed, as every rank computes the same loss from the result."""
         parts = DTensor.from_local(sums, self.token_mesh, (Partial(),), run_check=False)
         return parts.redistribute(placements=(Replicate(),)).to_local()
 

@@ -1,20 +1,21 @@
-"""Pipeline parallelism: the microbatches of a step travel through the parts of the model, several at a time.
+"""Pipeline parallelism: the microbatches of a step pass through the stages of the model, several at a time.
 
-    schedule      a rank has   runs                                                holds activations of at most
-    gpipe         one part     all forwards, then all backwards                    all microbatches
-    1f1b          one part     a backward as soon as there is one (PipeDream)      as many microbatches as ranks
-    interleaved   several      the same, with more and smaller parts (Megatron)    more than 1f1b, waits less
-    zero_bubble   several      the same, gradients of inputs first; those of       as interleaved, waits least
-                               weights where it would wait (ZB1P, Qi et al. 2023)
+    schedule      a rank has   order                                               holds activations of at most
+    gpipe         one stage    all forwards, then all backwards                    all microbatches
+    1f1b          one stage    a backward as soon as there is one (PipeDream)      as many microbatches as ranks
+    interleaved   several      the same, with more, smaller stages (Megatron)      more than 1f1b, waits less
+    zero_bubble   several      the same, input gradients first, weight gradients   as interleaved, waits least
+                               while it would wait (ZB1P, Qi et al. 2023)
 
-The order of actions and the moves are torch's (torch.distributed.pipelining). When gradients are reduced and units are
-freed is not: torch would accumulate whole gradients and keep every unit until the step's end, whatever the stage. So it
-sees plain modules, and a `MicrobatchHooks` is around every backward, told whether it is the part's last: that of ZeRO's
-table then holds inside every part as it does without a pipeline.
+torch orders the actions and moves the data (torch.distributed.pipelining). The reduction of gradients and the freeing
+of units are not left to torch, which would accumulate whole gradients and keep every unit until the end of the step,
+whatever the ZeRO stage. torch therefore gets plain modules, and a context of `MicrobatchHooks` wraps every backward and
+takes whether it is the stage's last one. ZeRO's table (zero/layout.py) then applies inside every stage as it does
+without a pipeline.
 
-What comes out of the last part is its loss, so no logits wait for their backward. The rest of a microbatch, tokens and
-targets, is looked up by its number. What other parts add to the loss (to balance their experts) does not travel: its
-backward begins in their own, where the gradient of their hidden states comes in.
+The last stage outputs its loss, so no logits wait for their backward. Tokens and targets of a microbatch are looked up
+by its number. Terms that other stages add to the loss (to balance their experts) are not sent: their backward begins in
+their own stage, when the gradient of its hidden states arrives.
 """
 
 from __future__ import annotations
@@ -54,27 +55,39 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class MicrobatchHooks(Protocol):
-    """What happens around the backward of one microbatch in a part, by its number on this rank: `Sharded`."""
+    """Contexts around the backward of one microbatch in stage `part` of this rank; `Sharded` implements them."""
 
     def microbatch(self, is_last: bool, part: int) -> AbstractContextManager[None]:
-        """Around all of it."""
+        """Wrap a whole backward; `is_last` marks the last one of the stage in the step."""
 
     def input_gradients(self, part: int) -> AbstractContextManager[None]:
-        """Around that of inputs alone."""
+        """Wrap a backward that computes only the gradients of inputs."""
 
     def weight_gradients(self, is_last: bool, part: int) -> AbstractContextManager[None]:
-        """Around what makes those of weights, afterwards."""
+        """Wrap the later computation of the weights' gradients."""
 
     def unsharded_params(self, part: int) -> list[nn.Parameter]:
-        """The weights, as forward used them."""
+        """Return the weights that forward used."""
 
 
 class Pipeline:
-    """The parts of one rank, and their schedule.
+    """The stages of one rank, and their schedule.
 
-    cadence: around each backward. run: a part on its input, tokens or hidden states. loss: of the last part on its
-    input and targets, fp32 scalar. added: by any other part to that, after its `run`, fp32 scalar; None for nothing.
-    Raises ValueError for microbatches that the schedule cannot order, and a model that does more than call its modules.
+    Args:
+        parts: Stages of this rank.
+        group: Ranks of the pipeline.
+        ledger: Counts what is sent.
+        schedule: A key of `SCHEDULES`.
+        microbatches: Microbatches of a step.
+        hidden: Hidden states that stages exchange.
+        device: Device of the stages.
+        cadence: Hooks around each backward.
+        run: Runs a stage on its input, tokens or hidden states.
+        loss: Returns the loss of the last stage for its input and targets, an fp32 scalar.
+        added: Returns what another stage adds to the loss after its `run`, an fp32 scalar or None.
+
+    Raises:
+        ValueError: If the schedule cannot order the microbatches, or the model's forward does more than call modules.
     """
 
     def __init__(
@@ -109,9 +122,9 @@ class Pipeline:
         )
 
     def step(self, tokens: Sequence[Tensor], targets: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> None:
-        """Forward and backward of the step's microbatches, on all ranks of the pipeline.
+        """Run forward and backward of the step's microbatches. Collective over the pipeline.
 
-        take: what to call backward on instead of the loss of a microbatch, or what a part adds to it.
+        `take` returns the tensor to call backward on for a microbatch's loss, or for the term that a stage adds to it.
         """
         self._tokens, self._targets, self._take = tokens, targets, take
         numbers = torch.arange(self._microbatches)
@@ -124,7 +137,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        """The loss of one microbatch, forward alone; None where the last part is elsewhere."""
+        """Return the loss of one microbatch, without backward; None on ranks without the last stage."""
         for part in self._parts.own:
             x = tokens if part.index == 0 else self._receive(part.index - 1)
             if part.index == self._parts.count - 1:
@@ -136,16 +149,16 @@ class Pipeline:
         return None
 
     def of_part(self, part: ModelStage, microbatch: int, x: Tensor) -> Tensor:
-        """What travels on: hidden states, or the loss [1] of the last part."""
+        """Return the output of a stage: hidden states, or the loss [1] of the last stage."""
         x = self._tokens[microbatch] if part.index == 0 else x
         if part.index == self._parts.count - 1:
             loss = self._take(self._loss(part.module, x, self._targets[microbatch]))
-            return loss.view(1).clone()  # no view: torch may detach it in place
+            return loss.view(1).clone()  # not a view, as torch may detach it in place
         out, added = self._run(part.module, x), self._added(part.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
     def stage_of(self, part: ModelStage) -> tuple[int, int, dict[str, Any]]:
-        """What torch wants to know of a part."""
+        """Return the arguments of torch's `PipelineStage` for a stage."""
         first, last = part.index == 0, part.index == self._parts.count - 1
         hidden = self._hidden.on("meta").requires_grad_()
         comes = torch.empty(1, dtype=torch.int64, device="meta") if first else hidden
@@ -154,24 +167,24 @@ class Pipeline:
         return part.index, self._parts.count, shapes
 
     def count_sent(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
-        """`moves`, which are about to begin."""
+        """Count `moves`, which are about to begin, in the ledger and return them."""
         self.begin(moves)
         for each in moves:
             self._ledger.record("pipeline", "send", PIPELINE, each.tensor.dtype, each.tensor.nbytes)
         return moves
 
     def begin(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
-        """`moves`, for which this rank waits before it computes again."""
+        """Mark this rank as waiting for `moves`, if any, and return them."""
         self._ledger.collective_log.moves = self._ledger.collective_log.moves or bool(moves)
         return moves
 
     def compute(self) -> None:
-        """What was waited for has come."""
+        """Mark this rank as no longer waiting."""
         self._ledger.collective_log.moves = False
 
     @torch.no_grad()
     def _check_passing(self, empty: nn.Module) -> None:
-        """A part runs the model's own forward: what that does besides calling modules, every part would do again."""
+        """Raise ValueError if forward changes hidden states outside its modules, as every stage would do so again."""
         x = self._hidden.on(self._device)
         x.copy_(torch.linspace(-1, 1, x.numel()).view(x.shape))
         out = self._run(empty, x.clone())
@@ -193,7 +206,7 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A part as torch's schedules know it: not as a module of FSDP2, whose switches they would set."""
+    """Stage for torch's schedules; not an FSDP2 module, because they would change its flags."""
 
     def __init__(self, pipeline: Pipeline, part: ModelStage, number: int, cadence: MicrobatchHooks) -> None:
         index, count, shapes = pipeline.stage_of(part)
@@ -218,7 +231,7 @@ class _Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Of the first part all: it has no inputs with gradients."""
+        """Compute weight gradients; the first stage, without input gradients, runs its whole backward."""
         self._pipeline.compute()
         whole = self._cadence.microbatch if self.is_first else self._cadence.weight_gradients
         with whole(last_backward, self._number):
@@ -238,8 +251,11 @@ class _Stage(PipelineStage):
 
 
 class _Plain(nn.Module):
-    """Runs a part that it does not hold as a child. run: on the number of a microbatch, and what comes in. weights:
-    those of which torch makes gradients where inputs and weights have a backward of their own."""
+    """Module that runs a stage without having it as a child.
+
+    `run` takes the number of a microbatch and the stage's input. `weights` returns the parameters whose gradients torch
+    computes separately from those of inputs.
+    """
 
     def __init__(self, run: Callable[[int, Tensor], Tensor], weights: Callable[[], list[nn.Parameter]]) -> None:
         super().__init__()
@@ -253,7 +269,7 @@ class _Plain(nn.Module):
 
 
 class _Adding(torch.autograd.Function):
-    """Hidden states themselves; with their backward begins that of `loss`, fp32 scalar."""
+    """Identity on hidden states; their backward also starts that of `loss`, an fp32 scalar."""
 
     @staticmethod
     def forward(_: Any, hidden: Tensor, loss: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of a pipeline before it runs: which microbatches fit, their order, and what travels."""
+"""Properties of a pipeline that are known before it runs: the order of microbatches, and its traffic."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from dzero.parallel.pipeline.split import ModelStages
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What travels between parts: hidden states of one microbatch, as a rank has them."""
+    """Shape and dtype of the hidden states of one microbatch, which pipeline stages exchange."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Of one microbatch."""
+        """Bytes of one microbatch."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def on(self, device: torch.device | str) -> Tensor:
-        """Room for them."""
+        """Return an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:
-    """What a rank with one part runs: ("forward" or "backward", microbatch), in order. With one part in all, a backward
-    follows its forward. Raises ValueError for a schedule of several parts."""
+    """Return what stage `part` of `parts` runs, alone on its rank: ("forward" or "backward", microbatch), in order.
+
+    Raises:
+        ValueError: If the schedule has several stages on a rank.
+    """
     if schedule not in ("1f1b", "gpipe"):
         raise ValueError(f"mesh.pp_schedule={schedule}: only of 1f1b and gpipe is the order known beforehand")
     ahead = microbatches if schedule == "gpipe" else min(microbatches, parts - part)
@@ -44,8 +47,11 @@ def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tu
 
 
 def expected_pipeline(parts: ModelStages, hidden: HiddenStates, *, microbatches: int) -> dict[Entry, Traffic]:
-    """Calls and bytes that this rank sends in a step, by the ledger's entries (phase pipeline): the hidden states of
-    every microbatch forward from each part but the last, their gradients back from each but the first."""
+    """Return the calls and bytes that this rank sends in a step, by ledger entry (phase pipeline).
+
+    Hidden states of every microbatch are sent by each stage but the last, and their gradients by each stage but the
+    first.
+    """
     forward = sum(part.index < parts.count - 1 for part in parts.own)
     back = sum(part.index > 0 for part in parts.own)
     calls = (forward + back) * microbatches

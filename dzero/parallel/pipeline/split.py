@@ -1,12 +1,13 @@
-"""Which layers of a model are whose: the parts of a pipeline, and what a rank keeps of the model.
+"""Split of a model into pipeline stages, and the part of the model that a rank keeps.
 
-    part        first            others             last
-    its modules those before     some blocks,       those after
-                the blocks       as do all          the blocks
+    stage       first            others             last
+    modules     those before     some blocks,       those after
+                the blocks       as in all stages   the blocks
 
-The blocks (blocks.py) are dealt in order, so that the dearest part costs as little as can be; with several parts on a
-rank, part i is on rank i modulo the ranks. In place of a module that is elsewhere stands one that passes its input on:
-so a part's forward is the model's own, on hidden states instead of tokens, and every module keeps its name.
+Blocks (parallel/blocks.py) are assigned in order, so that the most expensive stage costs as little as possible. With
+several stages on a rank, stage i is on rank i modulo the ranks. A placeholder that returns its input replaces each
+module on another rank. A stage's forward is thus the model's own, on hidden states instead of tokens, and every module
+keeps its name.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from dzero.parallel.divisibility import check_blocks
 
 
 class MissingStage(nn.Module):
-    """Stands for a module on another rank: gives its first input."""
+    """Placeholder for a module on another rank; returns its first input."""
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """`x`."""
+        """Return `x`."""
         return x
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Names of the modules with parameters before the blocks, and after them; `width`: of the hidden states between."""
+    """Names of the modules with parameters before and after the blocks, and the width of the hidden states."""
 
     first: tuple[str, ...]
     last: tuple[str, ...]
@@ -43,7 +44,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class ModelStage:
-    """`module`: the model with this part's modules alone, which are `names`; number `index` of all, with `blocks`."""
+    """Pipeline stage `index`: the model with only its own modules `names`, and the number of blocks among them."""
 
     index: int
     module: nn.Module
@@ -53,12 +54,17 @@ class ModelStage:
 
 @dataclass(frozen=True)
 class ModelStages:
-    """What `split_pipeline` left of a model on a rank of the pipeline.
+    """The part of a model that `split_pipeline` leaves on a rank of the pipeline.
 
-    `own`: its parts, in order, of `count`. `names`: parameters of the whole model, each once. `aliases`: of a tied
-    parameter that another part has first, its name there by its name here. `shared`: tied parameters that this rank
-    shares with that at the pipeline's other end. width: of hidden states. removed: modules that are elsewhere. empty:
-    the model with none.
+    Attributes:
+        count: Number of stages on all ranks.
+        own: Stages on this rank, in order.
+        names: Parameters of the whole model, each once.
+        aliases: Name in `names` of a tied parameter, by its name on this rank if that differs.
+        shared: Tied parameters that this rank shares with the other end of the pipeline.
+        width: Features of the hidden states.
+        removed: Modules on other ranks.
+        empty: The model without the modules of any stage.
     """
 
     rank: int
@@ -74,26 +80,26 @@ class ModelStages:
 
     @property
     def has_first(self) -> bool:
-        """Whether tokens come in here."""
+        """Whether this rank has the first stage, which takes tokens."""
         return self.own[0].index == 0
 
     @property
     def has_last(self) -> bool:
-        """Whether the loss is here."""
+        """Whether this rank has the last stage, which computes the loss."""
         return self.own[-1].index == self.count - 1
 
     @property
     def blocks(self) -> int:
-        """On this rank."""
+        """Number of blocks on this rank."""
         return sum(part.blocks for part in self.own)
 
     @property
     def own_modules(self) -> tuple[str, ...]:
-        """Names of those that only this rank has."""
+        """Names of the modules that only this rank has."""
         return tuple(name for part in self.own for name in part.names)
 
     def forget(self) -> None:
-        """Drop values that tied parameters were given in modules that are elsewhere; after `shard`."""
+        """Drop the values that tied parameters got in removed modules; call this after `shard`."""
         for module in self.removed:
             module.to("meta")
 
@@ -107,11 +113,13 @@ def split_pipeline(
     plan: PipelinePlan | None = None,
     tokens: int = 0,
 ) -> ModelStages:
-    """Leave of `model`, in place, what rank `rank` of a pipeline of `ranks` has. Before `apply_blocks` and `shard`.
+    """Leave of `model`, in place, the stages of one rank; call this before `apply_blocks` and `shard`.
 
-    plan: None for a model of a known kind. tokens: of a sequence; over them a block's attention costs as much as
-    2 * attention_width * tokens elements of matrices would (`models.build.flops_per_token`).
-    Raises ValueError for a model of another kind, fewer blocks than parts, and parameters that no part has.
+    Without a `plan` the model must be of a known kind. Attention over `tokens` per sequence costs as much as 2 *
+    attention_width * tokens elements of matrices (`models.build.flops_per_token`), divided evenly among the blocks.
+
+    Raises:
+        ValueError: If the model is of an unknown kind, has fewer blocks than stages, or has parameters in no stage.
     """
     plan = plan or plan_for(model)
     count = ranks * parts_of_a_rank
@@ -155,17 +163,22 @@ def split_pipeline(
 
 
 def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
-    """Cut `costs` into so many runs, none empty, of which the dearest costs least, and of such cuts the most even one;
-    where that is as good, early parts are short, as they hold more microbatches. `last`: beside those of the last."""
+    """Cut `costs` into `parts` non-empty slices so that the most expensive slice costs least.
+
+    Of all such cuts it returns the most even one. Ties make early slices short, as early stages hold more microbatches.
+    `last` is added to the cost of the last slice.
+    """
     ratios = [cost.as_integer_ratio() for cost in (*costs, last)]
     unit = lcm(*(below for _, below in ratios))
-    *exact, behind = (above * unit // below for above, below in ratios)  # whole numbers, so equal cuts are equal
+    *exact, behind = (above * unit // below for above, below in ratios)  # integers, so that equal costs compare equal
     sums = [0, *accumulate(exact)]
 
     def least(with_part: Callable[[int, int], int | None]) -> tuple[int, tuple[int, ...]]:
-        """Of all cuts the figure that is least, and where its parts begin. with_part: the figure of first parts, and
-        what one more costs -> that of both; None where that may not be."""
-        found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # by how many are dealt
+        """Return the least figure of all cuts, and where its slices begin.
+
+        `with_part` combines the figure of the first slices with the cost of one more; None forbids this.
+        """
+        found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # by number of elements that are assigned
         for part in range(parts):
             more = behind if part == parts - 1 else 0
             further: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -186,7 +199,7 @@ Named = tuple[str, nn.Module]
 
 
 def _elems(module: nn.Module) -> float:
-    """Of what a token is multiplied with: a part waits for the work of others, so of experts those in use count."""
+    """Return the matrix elements that a token is multiplied with; only those of the experts in use count."""
     return sum(
         float(getattr(each, "active_share", 1.0)) * param.numel()
         for each in module.modules()
@@ -196,7 +209,7 @@ def _elems(module: nn.Module) -> float:
 
 
 def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]]) -> set[nn.Parameter]:
-    """Those that the first part and the last share. Raises ValueError for what other parts share, or none has."""
+    """Return the parameters that both ends share; raise ValueError for other ties, and for parameters of no stage."""
     parts: dict[nn.Parameter, list[int]] = {param: [] for param in names}
     for index, of_part in enumerate(modules):
         for param in {param for _, module in of_part for param in module.parameters()}:
@@ -214,7 +227,7 @@ def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]])
 
 
 def _check_trained(modules: Sequence[Sequence[Named]]) -> None:
-    """Raises ValueError for a part in which everything is frozen: its rank would have nothing to update."""
+    """Raise ValueError if all parameters of a stage are frozen: its rank would have nothing to update."""
     for index, of_part in enumerate(modules):
         if not any(param.requires_grad for _, module in of_part for param in module.parameters()):
             names = [name for name, _ in of_part]
@@ -230,7 +243,7 @@ def _replace(model: nn.Module, name: str) -> None:
 
 
 def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module:
-    """`module` without the modules named so; it shares the others, and is itself where there are none."""
+    """Return a shallow copy of `module` without the modules `elsewhere`, or `module` itself if there are none."""
     if not elsewhere:
         return module
     view = copy.copy(module)
@@ -245,7 +258,7 @@ def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module
 
 
 def plan_for(model: nn.Module) -> PipelinePlan:
-    """Of a model of a known kind, or of a module around one. Raises ValueError for others."""
+    """Return the plan of a model of a known kind, or of a module around one; raise ValueError for others."""
     for prefix, module in model.named_modules():
         kind = type(module).__name__
         if kind in PLANS:
@@ -269,4 +282,4 @@ PLANS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("Llama", "MoE"), (("embedding",), ("norm", "head"))),
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), _HF),
 }
-"""By the name of the class: modules before its blocks and after them."""
+"""Modules before the blocks and after them, by class name."""

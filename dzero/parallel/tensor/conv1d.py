@@ -1,13 +1,13 @@
-"""Styles for GPT-2's projections in transformers, `Conv1D`: y = x W + b with W [in, out].
+"""Parallel styles for `Conv1D`, the projection of GPT-2 in transformers: y = x W + b with W [in, out].
 
-    style       a rank holds          weight          bias         its input        its output
-    Columns     columns of y          Shard(1)        Shard(0)     everything       its columns
-    Rows        rows of what comes    Shard(0)        whole        its columns      its part of the sequence
-    Fused(n)    columns of each of n  Shard(2)        Shard(1)     everything       its columns of all n, side by side
+    style                     a rank holds          weight    bias       input        output
+    ColumnwiseConv1D          columns of y          Shard(1)  Shard(0)   everything   its columns
+    RowwiseConv1D             rows of W             Shard(0)  Replicate  its columns  its part of the sequence
+    FusedColumnwiseConv1D(n)  columns of each of n  Shard(2)  Shard(1)   everything   its columns of all n, side by side
 
-`FusedColumnwiseConv1D` is for c_attn, whose columns are query, key and value. No slice of them all has a rank's heads
-of each, so its parameters become [in, n, out] and [n, out], the same elements in the same order, of which the last dim
-is cut. Checkpoints have them as the model was built (zero/unit_shapes.py, `ParamShape.fused`).
+`FusedColumnwiseConv1D` is for c_attn, whose columns are query, key and value. No slice of all columns has a rank's
+heads of each, so its parameters become [in, n, out] and [n, out]: the same elements in the same order, split along the
+last dim. Checkpoints store them as in the model as built (`ParamShape.fused` in zero/unit_shapes.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
 class ColumnwiseConv1D(ParallelStyle):
-    """See the table. The input is a DTensor, the output this rank's tensor [batch, time, out / ranks]."""
+    """Column-wise style: input is a DTensor, output this rank's tensor [batch, time, out / ranks]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut(module, device_mesh, {"weight": Shard(1), "bias": Shard(0)}, self.src_data_rank)
@@ -33,8 +33,7 @@ class ColumnwiseConv1D(ParallelStyle):
 
 
 class RowwiseConv1D(ParallelStyle):
-    """See the table. The input is this rank's tensor [batch, time, in / ranks], so is the output [batch, time / ranks,
-    out]."""
+    """Row-wise style: from this rank's tensor [batch, time, in / ranks] to its [batch, time / ranks, out]."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _cut(module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, self.src_data_rank)
@@ -47,7 +46,7 @@ class RowwiseConv1D(ParallelStyle):
 
 
 class FusedColumnwiseConv1D(ParallelStyle):
-    """See the table. The input is a DTensor, the output this rank's tensor [batch, time, n * out / ranks]."""
+    """Style of `n` fused results: input is a DTensor, output this rank's [batch, time, n * out / ranks]."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -64,17 +63,17 @@ class FusedColumnwiseConv1D(ParallelStyle):
 
 
 class RowsProjection(nn.Module):
-    """What such a module is then: every rank finds all of its bias' gradient."""
+    """Base class that a row-wise module gets: every rank computes the whole gradient of its bias."""
 
 
 class FusedProjection(nn.Module):
-    """What such a module is then: weight [in, n, out], bias [n, out]."""
+    """Base class that a fused module gets: weight [in, n, out], bias [n, out]."""
 
     weight: Tensor
     bias: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, in], all of it on every rank -> [batch, time, n * out / ranks]."""
+        """Map [batch, time, in], whole on every rank, to [batch, time, n * out / ranks]."""
         weight, bias = _local(self.weight), _local(self.bias)
         assert isinstance(x, DTensor)
         whole = x.to_local(grad_placements=(Partial(),))
@@ -83,8 +82,7 @@ class FusedProjection(nn.Module):
 
 
 class FusedInput(PrepareModuleInput):
-    """The input of an attention whose `c_attn` is `FusedColumnwiseConv1D`, which splits what that gives by
-    `split_size`."""
+    """Input style of an attention with a `FusedColumnwiseConv1D`; it adapts the `split_size` of its output."""
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         module.split_size //= device_mesh.size()
@@ -100,7 +98,7 @@ def _cut(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement
 
 
 def _become(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Make it a `kind` besides what it is, with the same name."""
+    """Make `module` an instance of `kind` too, under the same class name."""
     cls = type(module)
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     module.__class__ = type(cls.__name__, (kind, cls), named)

@@ -1,20 +1,20 @@
-"""Tensor parallelism, with sequence parallelism between the blocks: torch's plans over one axis of the mesh.
+"""Tensor parallelism, with sequence parallelism between blocks, by torch's plans over one axis of the mesh.
 
-    rank r of tp holds                  of                                   its output
-    columns of the result               query, key, value, gate, up, head    heads or features of its own
-    rows of what comes in               out, down                            a part of a sum: reduce-scattered
+    rank r of tp holds                  modules                              their output
+    columns of the result               query, key, value, gate, up, head    its own heads or features
+    rows of the input                   out, down                            a part of a sum: reduce-scattered
     rows of the vocabulary              embedding                            a part of a sum: reduce-scattered
     everything                          norms, routers of experts            its part of the sequence
 
-Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice; what comes into them
-is gathered. Logits stay cut along the vocabulary, and `TensorParallel.loss` makes cross-entropy of them.
+Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice, and their inputs are
+gathered. Logits stay split along the vocabulary, and `TensorParallel.loss` computes cross-entropy from them.
 
-`parallelize_tensor` takes torch's own plan, a style for each module by its name, for a model of any kind; without one
-the plan of `plans.py`, for the kinds listed there.
+`parallelize_tensor` takes a plan of torch, a style for each module by name, for a model of any kind. Without one it uses the
+plan of `tensor/plans.py`, for the kinds listed there.
 
-A module that no style names computes with plain parameters. Where it sees all of its input, all ranks find the same
-gradients; where it sees a part, each would find a part of them, silently. So a plan names every module with parameters;
-those that see everything are listed in `alike`.
+A module without a style computes with plain parameters. If it has its whole input, all ranks compute the same
+gradients. If it has a part, each rank silently computes a part of them. A plan must therefore name every module with
+parameters; parameters that are used on the whole input are listed in `alike`.
 """
 
 from __future__ import annotations
@@ -40,23 +40,30 @@ Plan = Mapping[str, ParallelStyle]
 
 
 class TensorParallel(CutParams):
-    """What `parallelize_tensor` did to a model."""
+    """The split parameters of a model, as returned by `parallelize_tensor`."""
 
     def loss(self) -> AbstractContextManager[None]:
-        """Inside, torch's cross_entropy takes logits that are cut along the vocabulary; also around its backward."""
+        """Return a context for forward and backward in which torch's cross_entropy takes split logits."""
         return loss_parallel()
 
 
 def parallelize_tensor(
     model: nn.Module, mesh: DeviceMesh, plan: Plan | None = None, *, alike: Sequence[str] = ()
 ) -> TensorParallel:
-    """Cut `model` in place over `mesh`, one axis of that of `make_mesh`: `mesh["tp"]`. Before `shard`, and after
-    `parallelize_experts`, whose parameters it leaves alone.
+    """Split `model` in place over one axis of a mesh of `make_mesh`: `mesh["tp"]`.
 
-    plan: by the names of modules, with wildcards; None for a model of a known kind. Tied parameters stay tied.
-    alike: names (wildcards too) of parameters that the plan leaves whole, and that all ranks use on the same inputs.
-    What has values gets those of the axis's first rank. Raises ValueError for a model of another kind, dims that do not
-    divide, parameters that neither names, and ties that the plan cuts in two ways.
+    Call this before `shard`, and after `parallelize_experts`, whose parameters it does not touch. Tied parameters stay
+    tied. Parameters with values get those of the axis's first rank.
+
+    Args:
+        model: Model to split.
+        mesh: The axis.
+        plan: Style by module name, with wildcards; None for a model of a known kind.
+        alike: Names, with wildcards, of parameters that the plan leaves whole and all ranks use on the same inputs.
+
+    Raises:
+        ValueError: If the model is of an unknown kind, a dim is not divisible, a parameter is neither in `plan` nor in
+            `alike`, or a tied parameter is split in two ways.
     """
     axis = (mesh.mesh_dim_names or ("tp",))[0]
     if plan is None:
@@ -90,13 +97,13 @@ def parallelize_tensor(
             "name them in alike= where all ranks see the same; experts are shared before (parallelize_experts)"
         )
     _equalise(model, mesh)
-    on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values, and no use here
+    on_meta = {whole: part for whole, part in made.items() if whole.is_meta}  # the others have values already
     return TensorParallel(mesh, on_meta, {whole: places[whole] for whole in on_meta})
 
 
 @torch.no_grad()
 def _equalise(model: nn.Module, mesh: DeviceMesh) -> None:
-    """What the plan leaves whole, parameters and buffers, as the first rank has it; torch scatters what it cuts."""
+    """Broadcast what the plan leaves whole, parameters and buffers, from the first rank; torch scatters the rest."""
     for tensor in (*model.parameters(), *model.buffers()):
         is_cut = isinstance(tensor, DTensor) and any(isinstance(each, Shard) for each in tensor.placements)
         if is_cut or tensor.is_meta or not tensor.numel():
@@ -121,7 +128,11 @@ def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> Non
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over targets int64 [batch, time], a scalar in fp32. logits [batch, time, vocab]: whole, or cut along the
-    vocabulary, inside of `TensorParallel.loss`."""
+    """Return the mean cross-entropy, an fp32 scalar.
+
+    Args:
+        logits: [batch, time, vocab], whole, or split along the vocabulary inside `TensorParallel.loss`.
+        targets: int64 [batch, time].
+    """
     loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -1,4 +1,4 @@
-"""Which models are cut how (parallelize.py has the table): a plan of torch's for each kind."""
+"""Tensor-parallel plans of known models (the table is in parallel/tensor/parallelize.py)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ SEQUENCE, WHOLE, VOCABULARY, TOKENS = Shard(1), Replicate(), Shard(-1), Shard(0)
 
 
 def plan_for(model: nn.Module, ranks: int, axis: str) -> tuple[dict[str, ParallelStyle], list[str]]:
-    """Of a model of a known kind, or of a module around one: its plan, and the parameters that all ranks have and use
-    on the same inputs. Raises ValueError for others, and sizes not divided."""
+    """Return the plan of a model of a known kind, or of a module around one.
+
+    Returns:
+        Style of each module by name, and names of the parameters that all ranks have and use on the same inputs.
+
+    Raises:
+        ValueError: If the kind is unknown, or `ranks` does not divide a size.
+    """
     for prefix, module in model.named_modules():
         known = PLANS.get(type(module).__name__)
         if known is not None:
@@ -44,8 +50,10 @@ def _llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
 
 
 def _moe(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    """As Llama, but the tokens of a rank's part of the sequence go to experts as they are. What all tokens share is cut
-    as a dense part is, and gathers them as rows."""
+    """Return sizes and plan: those of Llama, except that a rank sends its own part of the sequence to experts.
+
+    Shared experts are split as a dense feed-forward part, and gather the tokens as rows.
+    """
     shape, mixture = model.shape, "layers.*.ffn"
     shared = shape.shared_experts * shape.ffn_size
     styles = {mixture: OwnTokens(SEQUENCE), f"{mixture}.router": Routing()}
@@ -58,7 +66,7 @@ def _sizes_of(shape: Any, ffn_size: int) -> Sizes:
 
 
 def _around_ffn() -> dict[str, ParallelStyle]:
-    """Of the project's decoders all but the feed-forward parts."""
+    """Return the styles of the project's decoders except those of the feed-forward parts."""
     block = "layers.*"
     return {
         "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE),
@@ -73,7 +81,7 @@ def _around_ffn() -> dict[str, ParallelStyle]:
 
 
 def _swiglu(name: str, layout: Shard) -> dict[str, ParallelStyle]:
-    """Features cut; what comes in is cut along tokens as `layout` says, and so is what goes out."""
+    """Return the styles of a SwiGLU with split features; its input and output are split by tokens as `layout`."""
     return {
         name: _gathered(layout),
         **{f"{name}.{each}": ColwiseParallel() for each in ("gate", "up")},
@@ -82,7 +90,10 @@ def _swiglu(name: str, layout: Shard) -> dict[str, ParallelStyle]:
 
 
 def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    """transformers counts positions by what the embedding gives, so sequences are cut where the first block begins."""
+    """Return sizes and plan for Llama in transformers.
+
+    transformers derives positions from the output of the embedding, so sequences are split only at the first block.
+    """
     config, block = model.config, "model.layers.*"
     heads = config.num_attention_heads
     sizes = Sizes(heads, config.num_key_value_heads or heads, config.intermediate_size, config.vocab_size)
@@ -108,14 +119,14 @@ def _hf_llama(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
 
 
 def _hf_qwen3(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    """As Llama, with norms of queries and keys [batch, time, heads, head_dim], of which a rank has some heads."""
+    """Return sizes and plan of Llama, with norms of queries and keys [batch, time, heads, head_dim] split by heads."""
     sizes, plan = _hf_llama(model)
     of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
     return sizes, plan | {f"model.layers.*.self_attn.{name}_norm": of_heads for name in ("q", "k")}
 
 
 def _hf_gpt2(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
-    """Positions are added to whole sequences, which are cut where the first block begins."""
+    """Return sizes and plan; positions are added to whole sequences, which are split at the first block."""
     config, block = model.config, "transformer.h.*"
     sizes = Sizes(config.n_head, config.n_head, config.n_inner or 4 * config.n_embd, config.vocab_size)
     return sizes, {
@@ -138,8 +149,10 @@ def _hf_gpt2(model: Any) -> tuple[Sizes, dict[str, ParallelStyle]]:
 
 
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
-    """Of inputs in this order; None for one that is no tensor of the sequence. They stay DTensors, so that backward
-    adds what their readers give before one reduce-scatter."""
+    """Return a style that gathers inputs, in this order; None marks an input that is not a tensor of the sequence.
+
+    Inputs stay DTensors, so that backward adds the gradients of all their uses before one reduce-scatter.
+    """
     whole = tuple(None if each is None else WHOLE for each in layouts)
     return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=whole)
 
@@ -153,6 +166,6 @@ PLANS: dict[str, Callable[[Any], tuple[Sizes, dict[str, ParallelStyle]]]] = {
     "Qwen3ForCausalLM": _hf_qwen3,
     "GPT2LMHeadModel": _hf_gpt2,
 }
-"""By the name of the class: the sizes that must divide, and the plan."""
+"""Function that returns the sizes that must be divisible, and the plan, by class name."""
 ALIKE = {"GPT2LMHeadModel": ("transformer.wpe.weight",)}
-"""By the name of the class, parameters that the plan leaves whole."""
+"""Parameters that the plan leaves whole, by class name."""

@@ -1,4 +1,4 @@
-"""What the ranks of tp exchange in a step, by formula; comm/dtensor_traffic.py counts it."""
+"""Expected traffic of tensor parallelism in a step; comm/dtensor_traffic.py counts the actual one."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from dzero.comm.ledger import Entry, Traffic, dtype_key
 from dzero.mesh import TENSOR
 
 LOSS_SUMS = 3
-"""Of the loss of logits that are cut: their largest, the sum of exponentials, and what the target's rank has."""
+"""All-reduces of a loss over split logits: their maximum, the sum of exponentials, and the target's logit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSizes:
-    """tokens: of a microbatch, all that the axis's ranks have together, each `width` features in `dtype`.
+    """Sizes that determine the traffic of tensor parallelism.
 
-    blocks: of this rank; cuts_ffn: whether anything but their attention is cut, which experts are not; experts: in
-    each, where a loss balances them, else 0. has_first, has_last: whether it has the embedding, and the head with the
-    loss.
+    Attributes:
+        tokens: Tokens of a microbatch that all ranks of the axis have together.
+        width: Features of each token, in `dtype`.
+        blocks: Blocks on this rank.
+        cuts_ffn: Whether more of the blocks than attention is split; experts are not.
+        experts: Experts of each block if a loss balances them, else 0.
+        has_first: Whether this rank has the embedding.
+        has_last: Whether this rank has the head and the loss.
     """
 
     tokens: int
@@ -34,19 +39,21 @@ class TensorSizes:
 
 
 def expected_tensor(sizes: TensorSizes, *, ranks: int, microbatches: int, recomputed: bool) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank over `ranks` of tp, by the ledger's entries (phase tensor), as Megatron-LM's
-    sequence parallelism has them (Korthikanti et al., 2022, section 4.2.2). In a microbatch:
+    """Return the calls and bytes sent per rank in a step over `ranks` of tp, by ledger entry (phase tensor).
 
-        of each            forward                         backward              recomputed
-        block's attention  all_gather, reduce_scatter      the same              the same
-        block's ffn        all_gather, reduce_scatter      the same              all_gather: then all is there
-        embedding          reduce_scatter                  all_gather
-        head               all_gather                      reduce_scatter
-        loss               3 all_reduce, fp32, tokens
-        block's balance    all_reduce, fp32, 2 * experts                         the same
+    The traffic is that of Megatron-LM's sequence parallelism (Korthikanti et al., 2022, section 4.2.2). In a
+    microbatch:
 
-    All but the last two send (ranks - 1) / ranks of tokens * width. Gradients of what all ranks have are
-    zero/cost_model.py's `expected_copies`.
+            per                forward                         backward              recomputed
+            block's attention  all_gather, reduce_scatter      the same              the same
+            block's ffn        all_gather, reduce_scatter      the same              only all_gather
+            embedding          reduce_scatter                  all_gather
+            head               all_gather                      reduce_scatter
+            loss               3 all_reduce, fp32, tokens
+            block's balance    all_reduce, fp32, 2 * experts                         the same
+
+    All but the last two rows send (ranks - 1) / ranks of tokens * width. Gradients of parameters that all ranks have
+    are in `expected_copies` (zero/cost_model.py).
     """
     cut = sizes.blocks * (1 + sizes.cuts_ffn)
     ends = sizes.has_first + sizes.has_last

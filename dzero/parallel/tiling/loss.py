@@ -1,12 +1,12 @@
-"""Logits and their cross-entropy in tiles: the [tokens, vocabulary] logits never exist, neither forward nor backward.
+"""Logits and their cross-entropy in tiles: [tokens, vocabulary] logits never exist, neither in forward nor in backward.
 
-    head                cut along      a tile gives                              joined by
-    of its own          vocabulary     log-sum-exp and the target's logit        the log-sum-exp of the tiles'
+    head                cut along      a tile computes                           joined by
+    untied              vocabulary     log-sum-exp and the target's logit        log-sum-exp over the tiles
     tied (embedding)    tokens         the sum of its tokens' losses             addition
 
-Both keep a tile's inputs alone, and compute its logits again in backward. Tiles of the vocabulary are units as well:
-the head's weight is gathered tile by tile. A tied head's weight is the embedding's, which is looked up whole, so it
-stays whole. Logits are made in the working dtype; log-sum-exp and loss are fp32, as with an untiled head.
+Both keep only the inputs of a tile, and recompute its logits in backward. Tiles of the vocabulary are also units, so
+the head's weight is gathered tile by tile. A tied head's weight is that of the embedding, which is looked up whole, so
+it stays whole. Logits have the working dtype; log-sum-exp and loss are fp32, as with an untiled head.
 """
 
 from __future__ import annotations
@@ -27,11 +27,17 @@ IGNORED = -100
 
 
 def tile_loss(model: nn.Module, n: int) -> None:
-    """From now on `model(tokens, targets)` is the mean cross-entropy [nats, fp32 scalar], made in `n` tiles.
+    """Make `model(tokens, targets)` return the mean cross-entropy (nats, fp32 scalar), computed in `n` tiles.
 
-    targets: int64 of tokens' shape; -100 is left out, as by `functional.cross_entropy`. `model(tokens)` still gives
-    logits. model: has `features(tokens)` [..., hidden] and `head`, an nn.Linear, of which `head(features(tokens))` is
-    its forward. Raises ValueError for another model, n < 1, and more tiles than the vocabulary of a head of its own.
+    `model(tokens)` still returns logits. targets are int64 with the shape of tokens; -100 is ignored, as in
+    `torch.nn.functional.cross_entropy`.
+
+    Args:
+        model: Has `features(tokens)` [..., hidden] and an nn.Linear `head`; its forward is `head(features(tokens))`.
+        n: Number of tiles.
+
+    Raises:
+        ValueError: If the model does not have these, or the vocabulary of an untied head cannot be cut into `n` tiles.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
@@ -52,7 +58,7 @@ def tile_loss(model: nn.Module, n: int) -> None:
 
 def _or_loss(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], forward: Forward) -> Forward:
     def with_loss(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, or with `targets` the loss; inside the model's call, where its units are gathered."""
+        """Return logits, or the loss given `targets`; runs inside the model's call, where its units are gathered."""
         if targets is None:
             logits: Tensor = forward(self, tokens)
             return logits
@@ -62,7 +68,7 @@ def _or_loss(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], forward: Forwa
 
 
 def _over_tokens(head: nn.Module, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
-    """features [tokens, hidden], targets [tokens] -> mean loss."""
+    """Return the mean loss of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
     total = torch.zeros((), device=features.device)
     for part, of_part in zip(features.chunk(n), targets.chunk(n), strict=True):
         total = total + checkpoint(_sum_of_losses, head, part, of_part, use_reentrant=False)
@@ -74,7 +80,7 @@ def _sum_of_losses(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor
 
 
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    """features [tokens, hidden], targets [tokens] -> mean loss. Raises IndexError for a target that is no id."""
+    """Return the mean loss of features [tokens, hidden]; raise IndexError if a target [tokens] is no id."""
     tiles = tiles_of(head)
     out_features = [int(tile.out_features) for tile in tiles]  # type: ignore[arg-type]
     sizes = torch.tensor(out_features, device=targets.device)
@@ -95,13 +101,13 @@ def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tens
 
 def _or_scores(forward: Forward) -> Forward:
     def scores(self: nn.Module, features: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a tile's logits: log-sum-exp and the one at `ids`, both fp32 [tokens]."""
+        """Return the log-sum-exp of a tile's logits and the logit at `ids`, both fp32 [tokens]."""
         logits = forward(self, features).float()
-        picked = logits.gather(-1, ids.unsqueeze(-1)).sum(-1)  # not squeezed: FSDP2 wants no views
+        picked = logits.gather(-1, ids.unsqueeze(-1)).sum(-1)  # not squeezed, as FSDP2 accepts no views
         return logits.logsumexp(-1), picked
 
     def with_scores(self: nn.Module, features: Tensor, ids: Tensor | None = None) -> Any:
-        """Logits, or with `ids` (ids within the tile) what the loss needs of them."""
+        """Return logits, or what the loss needs of them given `ids` within the tile."""
         if ids is None:
             return forward(self, features)
         return checkpoint(scores, self, features, ids, use_reentrant=False)

@@ -1,10 +1,10 @@
-"""The parameters of a tiled module, and their state dicts: the keys and shapes of the untiled module, both ways.
+"""State dicts of tiled modules, with the keys and shapes of the untiled module.
 
-Saved, the tiles of a parameter are one tensor again; loaded, it is cut. With sharded parameters both are DTensors
-`Shard(0)`, each rank with its rows. Tiles cut along dim 1 lie beside each other on every rank. Those cut along dim 0
-lie elsewhere than the whole's rows, so rows move between ranks, a tile at a time: no rank holds more than its own rows
-of the whole and one gathered tile. So a state dict, or loading one, is a collective: every rank calls it.
-A state dict's tensors are copies: what is read into them counts once `load_state_dict` has been called.
+On save, the tiles of a parameter are joined into one tensor; on load, it is cut. With sharded parameters both are
+DTensors with `Shard(0)`. Tiles cut along dim 1 are adjacent on every rank. Tiles cut along dim 0 are on other ranks
+than the same rows of the whole, so rows move between ranks, one tile at a time: no rank holds more than its own rows of
+the whole and one gathered tile. Making or loading a state dict is therefore a collective that every rank must call. A
+state dict holds copies: values read into its tensors take effect only through `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dzero.parallel.tiling.tiles import TileCut, Tiles
 
 @torch.no_grad()
 def join_on_save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    """State dict post-hook of a tiled module."""
+    """Join the tiles in a state dict; post-hook of a tiled module."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
     for cut in tiles.cuts:
@@ -46,14 +46,14 @@ def cut_on_load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load state dict pre-hook of a tiled module."""
+    """Cut whole parameters in a state dict into tiles; load pre-hook of a tiled module."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
     for cut in tiles.cuts:
         key = prefix + cut.key
         params = {index: param for index in range(len(cut.sizes)) if (param := tiles.param(index, cut)) is not None}
         whole, shape = state_dict.pop(key, None), _whole_shape(params[0], cut)
-        parts: Mapping[int, Tensor] = params  # loaded into themselves where the state dict has nothing that fits
+        parts: Mapping[int, Tensor] = params  # loaded into themselves if the state dict has no fitting tensor
         if whole is None:
             missing_keys.append(key)
         elif whole.shape != shape:
@@ -65,9 +65,10 @@ def cut_on_load(
 
 @torch.no_grad()
 def join_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
-    """What `get_optimizer_state_dict(model, optim)` gave, by the untiled names and shapes. Collective.
+    """Convert a result of `get_optimizer_state_dict(model, optim)` to untiled names and shapes. Collective.
 
-    Raises ValueError for states that are not placed as their parameter is: 8-bit ones follow the tiles' blocks.
+    Raises:
+        ValueError: If a state is not placed like its parameter, as 8-bit states, whose blocks follow the tiles.
     """
     state, groups = dict(packed["state"]), packed["param_groups"]
     names = {}
@@ -88,7 +89,7 @@ def join_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any
 
 @torch.no_grad()
 def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]:
-    """The way back, for `set_optimizer_state_dict(model, optim, …)`. Collective."""
+    """Convert untiled optimizer states for `set_optimizer_state_dict(model, optim, …)`. Collective."""
     state, groups = dict(packed["state"]), packed["param_groups"]
     names = {}
     for whole, cut, parts in tiled(model):
@@ -108,7 +109,7 @@ def cut_optimizer(model: nn.Module, packed: Mapping[str, Any]) -> dict[str, Any]
 
 
 def tiled(model: nn.Module) -> Iterator[tuple[str, TileCut, list[str]]]:
-    """(untiled name, cut, names of the parts) of every parameter that was tiled."""
+    """Yield untiled name, cut, and names of the parts of every tiled parameter."""
     for name, tiles in model.named_modules():
         if isinstance(tiles, Tiles):
             for cut in tiles.cuts:
@@ -118,7 +119,7 @@ def tiled(model: nn.Module) -> Iterator[tuple[str, TileCut, list[str]]]:
 
 def _joined_state(name: str, key: str, parts: Sequence[Any], cut: TileCut, param: nn.Parameter) -> Any:
     if not isinstance(parts[0], Tensor) or parts[0].ndim == 0:
-        return parts[0]  # a count of steps: all tiles make the same
+        return parts[0]  # a step count, equal for all tiles
     if parts[0].shape != param.shape:
         raise ValueError(
             f"{key} of {name} is not shaped like its parameter (8-bit moments lie in blocks of their shards), so the "
@@ -135,7 +136,7 @@ def _state_of_part(whole: Any, cut: TileCut, index: int, param: nn.Parameter) ->
 
 
 def join(parts: Sequence[Tensor], cut: TileCut) -> Tensor:
-    """The whole of a parameter's tiles, or of their states."""
+    """Join the tiles of a parameter, or of its state."""
     first = parts[0]
     if cut.dim is None:
         return first
@@ -158,7 +159,7 @@ def join(parts: Sequence[Tensor], cut: TileCut) -> Tensor:
 
 
 def part_of(whole: Tensor, cut: TileCut, index: int, like: Tensor) -> Tensor:
-    """Tile `index` of a whole parameter, or of its state; `like`: placed as the tile is."""
+    """Return tile `index` of a whole parameter, or of its state, placed like the tile `like`."""
     if not isinstance(whole, DTensor):
         part = whole if cut.dim is None else whole.narrow(cut.dim, *cut.span(index))
         if isinstance(like, DTensor):  # every rank has the whole
@@ -175,14 +176,14 @@ def part_of(whole: Tensor, cut: TileCut, index: int, like: Tensor) -> Tensor:
     rank, ranks = mesh.get_local_rank(), mesh.size()
     spans = [_rows_of(each, whole.shape[0], ranks) for each in range(ranks)]
     within = [(min(max(low - start, 0), size), min(max(high - start, 0), size)) for low, high in spans]
-    first = within[rank][0] + start - spans[rank][0]  # in this rank's rows, of those that are in the tile
+    first = within[rank][0] + start - spans[rank][0]  # index in this rank's rows of the first one in the tile
     gathered = _gather(local[first : first + within[rank][1] - within[rank][0]], within, mesh)
     low, high = _rows_of(rank, size, ranks)
     return _sharded(gathered[low:high].clone(), mesh, tuple(shape))
 
 
 def _gather(local: Tensor, rows: Sequence[tuple[int, int]], mesh: DeviceMesh) -> Tensor:
-    """Rows [0, last) of which rank r of the mesh has `rows[r]`, on every rank; as bytes, whatever the dtype."""
+    """Gather on every rank the rows of all ranks, `rows[r]` of mesh rank r, as bytes of any dtype."""
     gathered = local.new_empty((rows[-1][1], *local.shape[1:]))
     low, high = rows[mesh.get_local_rank()]
     gathered[low:high] = local
@@ -193,7 +194,7 @@ def _gather(local: Tensor, rows: Sequence[tuple[int, int]], mesh: DeviceMesh) ->
 
 
 def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
-    """[first, last) of the rows of a rank under `Shard(0)`."""
+    """Return the rows [first, last) of a rank under `Shard(0)`."""
     step = -(-rows // ranks)
     return min(rank * step, rows), min((rank + 1) * step, rows)
 

@@ -1,20 +1,21 @@
-"""Memory-centric tiling (ZeRO-Infinity, section 5.1.3): a huge operator as tiles that are gathered and freed in turn.
+"""Memory-centric tiling (ZeRO-Infinity, section 5.1.3): large operators in tiles that are gathered and freed in turn.
 
     module                                    cut along            tiles give          joined by
     nn.Linear                                 output features      y[..., rows]        concatenation, no rounding
     MLP: down(act(gate(x)) * up(x))           hidden features      a part of the sum   addition in fp32, rounded once
 
-Output features, not input ones: each output stays one dot product, and dim 0 is the one that ZeRO shards. An MLP's
-hidden features meet in one sum only, so a tile is a narrower MLP of the same class: where its forward is recomputed in
-backward, the hidden activations too exist for one tile at a time. A bias of `down` belongs to the first tile.
-The gradient of x is a sum over tiles in x's dtype, made by autograd as for any value with several readers.
+A Linear is cut along output features, not input features: each output stays one dot product, and ZeRO shards the same
+dim 0. The hidden features of an MLP meet in only one sum, so a tile is a narrower MLP of the same class. If backward
+recomputes a tile's forward, hidden activations also exist for one tile at a time. The bias of `down` belongs to the
+first tile. The gradient of x is a sum over tiles in x's dtype, made by autograd as for any tensor with several uses.
 
-Note: what stays. The module keeps its class name, children, hooks and place; its parameters are None, and the new child
-`tiles` holds theirs. Each tile is a unit of `zero/units.py`. State dicts show the untiled keys and shapes
-(`state_dicts.py`); `named_parameters()` and what is made from it (names in logs, optimizer groups) show the tiles.
+Note: module attributes. The module keeps its class name, children, hooks and position. Its parameters become None, and
+the new child `tiles` holds theirs. Each tile is a unit (`zero/units.py`). State dicts have the untiled keys and shapes
+(`tiling/state_dicts.py`). `named_parameters()`, and thus names in logs and optimizer groups, refer to the tiles.
 
-Note: values. A module with values is cut at once. On meta, the untiled parameters are filled whole, one Linear at a
-time, and cut, once for each tile (`fill_tiles`): the values are those of the untiled model, wherever they come from.
+Note: values. A module with values is cut at once. On meta, `fill_tiles` fills the untiled parameters whole, one Linear
+at a time and once for each tile, and cuts them. The values thus equal those of the untiled model, whatever their
+source.
 """
 
 from __future__ import annotations
@@ -31,28 +32,31 @@ from dzero.parallel.forward_wrapping import Forward, checkpointed_part, keep, wr
 from dzero.parallel.tiling.state_dicts import cut_on_load, join_on_save
 from dzero.parallel.tiling.tiles import TileCut, Tiles
 
-# (cut along their output features, along their input features), by their names in the MLP.
+# Names in an MLP of the Linears cut along output features, and of the one cut along input features.
 MLPS = ((("gate", "up"), "down"), (("gate_proj", "up_proj"), "down_proj"))
 
 
 def tile(module: nn.Module, n: int, *, recompute: bool = False) -> nn.Module:
-    """`module` itself, from now on in `n` tiles; do it before the model is sharded.
+    """Tile `module` in place and return it; call this before the model is sharded.
 
-    module: an nn.Linear, or an MLP whose only parameters are those of three nn.Linear named as in `MLPS`.
-    recompute: keep the input alone for backward, and compute what is inside a tile again. Needed in a checkpointed
-        block: its recomputation would gather all tiles at once, and stops before them this way.
+    Args:
+        module: An nn.Linear, or an MLP whose only parameters are those of three nn.Linear named as in `MLPS`.
+        n: Number of tiles.
+        recompute: Keep only the input for backward, and recompute each tile. A checkpointed block needs this: its
+            recomputation stops before the tiles, and would otherwise gather all of them at once.
 
-    Raises ValueError for another module, for n < 1, and for more tiles than features.
+    Raises:
+        ValueError: If the module cannot be tiled, or `n` is less than 1 or more than the features.
     """
     tile_all([module], n, recompute=recompute)
     return module
 
 
 def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -> None:
-    """`tile` each of the modules; those of one class keep sharing one, and so a compilation."""
+    """Tile each module as `tile` does; modules of one class keep sharing a class, and so a compilation."""
     if n < 1:
         raise ValueError(f"tiles={n}: must be a whole number ≥ 1")
-    plans = [(module, _plan(module, n)) for module in modules]  # all are refused before any is cut
+    plans = [(module, _plan(module, n)) for module in modules]  # checks all modules before any is cut
     if n == 1:
         return
     for module, cuts in plans:
@@ -64,24 +68,24 @@ def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -
 
 
 def tiles_of(module: nn.Module) -> list[nn.Module]:
-    """The tiles of a module that was tiled, else none."""
+    """Return the tiles of a module, or an empty list if it is not tiled."""
     tiles = module._modules.get("tiles")
     return [*tiles.children()] if isinstance(tiles, Tiles) else []
 
 
 def is_mlp(module: nn.Module) -> bool:
-    """Whether `tile` knows it as an MLP."""
+    """Return whether `tile` recognizes the module as an MLP."""
     return _mlp_names(module) is not None
 
 
 def find_tiles(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, tile) of every tile. Raises ValueError where a parameter that was cut is used, or cut, elsewhere too."""
+    """Return (name, tile) of every tile; raise ValueError if a tiled parameter is used or tiled elsewhere too."""
     found = []
     params = {*model.parameters()}
     cut: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, Tiles):
-            origins = {id(origin) for origin in module.origins}  # Python makes one such reference per object
+            origins = {id(origin) for origin in module.origins}  # Python creates one such weak reference per object
             if origins & cut or any(origin() in params for origin in module.origins):
                 raise ValueError(
                     f"{name.removesuffix('.tiles')} was tiled, but the model uses its parameter elsewhere too: tied "
@@ -93,7 +97,7 @@ def find_tiles(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def fill_tiles(model: nn.Module, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
-    """`materialise`, which knows the untiled modules, for a model with tiles."""
+    """Return a function that fills a model with tiles by `materialise`, which fills the untiled modules."""
     whose = {each: (module, index) for module in model.modules() for index, each in enumerate(tiles_of(module))}
 
     def fill(module: nn.Module) -> None:
@@ -106,10 +110,10 @@ def fill_tiles(model: nn.Module, materialise: Callable[[nn.Module], None]) -> Ca
 
 
 def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None]) -> None:
-    """Each untiled Linear for a moment: its place in the model, its name and its initialiser are those that count."""
+    """Fill a tile from untiled Linears, each restored for a moment at its position, with its name and initializer."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
-    module.register_module("tiles", None)  # what is filled is the untiled module
+    module.register_module("tiles", None)  # `materialise` needs the untiled module
     on_meta = [cut for cut in tiles.cuts if (param := tiles.param(index, cut)) is not None and param.is_meta]
     for owner, cuts in itertools.groupby(on_meta, key=lambda cut: cut.owner):
         linear = module.get_submodule(owner)
@@ -125,7 +129,7 @@ def _fill(module: nn.Module, index: int, materialise: Callable[[nn.Module], None
 
 
 def _plan(module: nn.Module, n: int) -> list[TileCut]:
-    """Every parameter of `module` and where it is cut. Raises ValueError."""
+    """Return the cut of every parameter of `module`; raise ValueError if it cannot be tiled."""
     kind = type(module).__name__
     if tiles_of(module):
         raise ValueError(f"{kind} is in {len(tiles_of(module))} tiles already: tile it once")
@@ -179,7 +183,7 @@ def _cut(module: nn.Module, cuts: list[TileCut], n: int, recompute: bool) -> Non
 
 def _concatenated(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        """x [..., inputs] -> [..., outputs]."""
+        """Map x [..., inputs] to [..., outputs]."""
         return torch.cat([*_outputs(self, x)], dim=-1)
 
     return forward
@@ -187,7 +191,7 @@ def _concatenated(_: Forward) -> Forward:
 
 def _added(_: Forward) -> Forward:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        """x [..., inputs] -> the same; partial sums in fp32."""
+        """Map x [..., inputs] to the same shape, with partial sums in fp32."""
         outputs = _outputs(self, x)
         first = next(outputs)
         total = first.float()
@@ -199,7 +203,7 @@ def _added(_: Forward) -> Forward:
 
 
 def _outputs(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
-    """What each tile makes of x, when it is asked for."""
+    """Return an iterator that computes the output of each tile for x on demand."""
     tiles = module.tiles
     assert isinstance(tiles, Tiles)
     again = (keep(x, len(tiles_of(module))),) if tiles.recompute and torch.is_grad_enabled() else ()

@@ -1,4 +1,4 @@
-"""What a tiled module holds: its tiles, and how each of its parameters is cut."""
+"""Contents of a tiled module: its tiles, and the cut of each of its parameters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from torch import nn
 
 @dataclass(frozen=True)
 class TileCut:
-    """One parameter of the untiled module: its key there, the dim along which it is cut (None: it belongs to the first
-    tile), and the tiles' sizes along it."""
+    """Cut of a parameter of the untiled module.
+
+    Attributes:
+        key: Name of the parameter in the untiled module.
+        dim: Dim along which it is cut; None if it belongs to the first tile.
+        sizes: Size of each tile along the dim.
+    """
 
     key: str
     dim: int | None
@@ -21,24 +26,26 @@ class TileCut:
 
     @property
     def owner(self) -> str:
-        """Name of the module that holds it; empty for the tiled module itself."""
+        """Name of the submodule that holds the parameter; empty for the tiled module itself."""
         return self.key.rpartition(".")[0]
 
     @property
     def attribute(self) -> str:
-        """Its name there."""
+        """Name of the parameter in its owner."""
         return self.key.rpartition(".")[2]
 
     def span(self, index: int) -> tuple[int, int]:
-        """Where tile `index` begins along `dim`, and its size."""
+        """Return the start of tile `index` along `dim`, and its size."""
         return sum(self.sizes[:index]), self.sizes[index]
 
 
 class Tiles(nn.Module):
-    """The tiles, children "0", "1", …: modules like the untiled one, with a part of each parameter.
+    """Tiles, as children "0", "1", …: modules like the untiled one, each with a part of every parameter.
 
-    `on_meta`: untiled parameters without values, by key. `origins`: the parameters that were cut, held weakly.
-    `recompute`: in backward, from the tiled module's input.
+    Attributes:
+        on_meta: Untiled parameters without values, by key.
+        origins: Weak references to the parameters that were cut.
+        recompute: Whether backward recomputes tiles from the tiled module's input.
     """
 
     def __init__(self, cuts: Sequence[TileCut], whole: Mapping[TileCut, nn.Parameter], recompute: bool) -> None:
@@ -48,12 +55,12 @@ class Tiles(nn.Module):
         self.origins = [weakref.ref(param) for param in whole.values()]
 
     def param(self, index: int, cut: TileCut) -> nn.Parameter | None:
-        """The part of a parameter that tile `index` holds."""
+        """Return the part of a parameter that tile `index` holds, or None."""
         param = getattr(self.get_submodule(f"{index}.{cut.owner}".rstrip(".")), cut.attribute)
         return param if isinstance(param, nn.Parameter) else None
 
     def put(self, index: int, cut: TileCut, whole: nn.Parameter) -> None:
-        """Give tile `index` its part of `whole`, a copy; and its Linear that part's sizes."""
+        """Copy the part of `whole` that belongs to tile `index` there, and set the features of its Linear."""
         if cut.dim is None and index > 0:
             return
         linear = self.get_submodule(f"{index}.{cut.owner}".rstrip("."))
