@@ -9,8 +9,8 @@
 Between attention and feed-forward a rank has 1/tp of every sequence, so nothing is computed twice, and their inputs are
 gathered. Logits stay split along the vocabulary, and `TensorParallel.loss` computes cross-entropy from them.
 
-`parallelize_tensor` takes a plan of torch, a style for each module by name, for a model of any kind. Without one it uses the
-plan of `tensor/plans.py`, for the kinds listed there.
+`parallelize_tensor` takes a plan of torch, a style for each module by name, for a model of any kind. Without one it
+uses the plan of `tensor/plans.py`, for the kinds listed there.
 
 A module without a style computes with plain parameters. If it has its whole input, all ranks compute the same
 gradients. If it has a part, each rank silently computes a part of them. A plan must therefore name every module with
