@@ -42,9 +42,9 @@ def settings() -> Iterator[str]:
 def modules() -> Iterator[str]:
     """Yield the lines of the page of all modules."""
     yield "# Modules\n"
-    yield "What each file of `dzero/` is, by its own first line; `tests/test_architecture.py` holds the layers'
-    order.\n" package = "" for path in sorted((ROOT / "dzero").rglob("*.py"), key=lambda path: (path.parent != ROOT /
-    "dzero", path)):
+    yield "What each file is, by its own first line; `tests/test_architecture.py` holds the order of layers.\n"
+    package = ""
+    for path in sorted((ROOT / "dzero").rglob("*.py"), key=lambda path: (path.parent != ROOT / "dzero", path)):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         if text is None:
             continue
