@@ -1,0 +1,107 @@
+"""Every block of code in README.md and docs/: Python runs on two ranks, and commands have settings that exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor, nn
+
+from dzero.__main__ import _parser
+from dzero.config import CONF
+from dzero.models.llama import Llama
+from dzero.models.moe import Experts, MoE
+from dzero.models.shapes import LlamaShape, MoEShape
+from dzero.overrides import composed
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SMALL = (('"cuda"', '"cpu"'), ("tp=8", "tp=2"), ("pp=4", "pp=2"), ("ep=8", "ep=2"), ("4096", "16"))
+"""What a block says, and what it says on two ranks without GPUs."""
+SIZES: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_size": 16}
+BATCH, TIME = 2, 8
+COMMAND = re.compile(r"\s*(python train\.py|python -m dzero|dzero)\s")
+
+
+def blocks(language: str) -> list[tuple[str, int, str]]:
+    """Return (page, line, block) of every block in a language; "" for commands and what they print."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            if block[1] == language:
+                where = page.relative_to(ROOT).as_posix()
+                found.append((where, text[: block.start()].count("\n") + 1, block[2]))
+    return found
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def run(rank: int, ranks: int, page: str, code: str) -> None:
+    """Run a block with the names that its page supposes."""
+    for said, here in SMALL:
+        code = code.replace(said, here)
+    torch.manual_seed(0)
+    batches = torch.randint(32, (4, BATCH, TIME + 1))
+    tokens, targets = batches[0, :, :-1], batches[0, :, 1:]
+    known = {
+        "model": MoE(MoEShape(**SIZES, experts=2, top_k=1)) if "experts" in page else Llama(LlamaShape(**SIZES)),
+        "steps": [(batches[..., :-1], batches[..., 1:])] if "pipeline" in page else [batches],
+        "loss_of": loss_of,
+        "cross_entropy": F.cross_entropy,
+        "MyExperts": Experts,
+        "tokens": tokens,
+        "targets": targets,
+        "batch": BATCH,
+        "time": TIME,
+        "device": torch.device("cpu"),
+    }
+    code = code.replace("microbatches=8", "microbatches=4").replace("loss / 8", "loss / 4")
+    exec("import torch, dzero\n" + code, known)  # noqa: S102 (our own pages)
+
+
+@pytest.mark.parametrize(("page", "line", "code"), blocks("python"), ids=lambda each: str(each)[:40].split("\n")[0])
+def test_a_block_of_python_runs(pool: Pool, page: str, line: int, code: str) -> None:
+    pool.run(run_in_the_group, 2, page, code)
+
+
+def run_in_the_group(rank: int, ranks: int, page: str, code: str) -> None:
+    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
+        run(rank, ranks, page, code)
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return (page, command) of all commands that start dzero; `&&` begins another, \\ goes on with a line."""
+    found = []
+    for page, _, block in blocks(""):
+        for line in block.replace("\\\n", " ").splitlines():
+            parts = line.partition("  #")[0].split("&&")
+            found += [(page, part.strip()) for part in parts if COMMAND.match(part)]
+    return found
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
+    words = shlex.split(command.replace("...", ""))
+    words = words[1:] if words[0] == "dzero" else words[2:] if words[1] == "train.py" else words[3:]
+    if "train.py" not in command and not command.startswith("dzero train"):
+        options = _parser().parse_args(words)
+        words = list(getattr(options, "settings", []))
+    else:
+        words = [word for word in words if word != "train" and not word.startswith("-")]
+    verify = [word for word in words if word.startswith("verify.")]
+    composed([word for word in words if word not in verify], CONF)
