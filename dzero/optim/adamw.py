@@ -1,4 +1,4 @@
-"""AdamW over sharded master parameters on any tier: updates, state dicts, and memory use."""
+"""AdamW over sharded master parameters on device, host or disk: updates, state dicts, and memory use."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class AdamW(MasterOptimizer):
             arrived()
 
     def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
-        """Return a function that starts the gather of a unit's updated `names`, or None if nothing is to be gathered."""
+        """Return a function that starts the gather of a unit's updated `names`, or None if there is none."""
         shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
         return None if unit.shares is None or not shards else partial(unit.shares.gather, shards)
 

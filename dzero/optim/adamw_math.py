@@ -112,7 +112,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def rounding_noise(first: int, length: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Return noise of elements first, first + 1, ... as int64 [length]: the low 16 bits are for m, the high 16 for v."""
+    """Return noise of elements first, first + 1, ... as int64 [length]: the low 16 bits for m, the high 16 for v."""
     index = torch.arange(first, first + length, device=device) & 0xFFFFFFFF
     return mix(index ^ seed)
 

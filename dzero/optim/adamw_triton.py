@@ -13,7 +13,7 @@ compiler to fuse a product and a sum. bf16 is read and written as 16-bit pattern
 arithmetic. The kernel therefore also runs on GPUs without bf16 units.
 
 Addresses and lengths are read from memory, so the compiler can infer neither alignment nor the absence of a mask. A
-program with a whole chunk at 16-byte aligned addresses takes a branch that asserts both, and moves up to 16 bytes per
+program with a whole chunk at 16-byte aligned addresses takes a branch that declares both, and moves up to 16 bytes per
 instruction. Other programs access single elements.
 """
 
@@ -80,7 +80,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
 ):
     """Update elements [start, start + BLOCK) of the arrays `at` (addresses of grad, work, master, remainder, m, v).
 
-    WHOLE asserts that all of these elements exist and that the addresses are multiples of 16.
+    WHOLE promises that all of these elements exist and that the addresses are multiples of 16.
     """
     grad, work, master, remainder, m, v = at
     grads = _pointers(grad, start, GRAD, BLOCK, WHOLE)
