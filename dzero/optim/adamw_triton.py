@@ -152,19 +152,10 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one chunk of one parameter per program.
+    """Update one chunk of BLOCK elements of one parameter per program, with the tables described above.
 
-    Args:
-        states: Table of state addresses, described above.
-        chunks: Table of chunks, described above.
-        dynamic: Table of the step, described above.
-        params: Number of parameters.
-        GRAD: Dtype of gradients: "fp32", "bf16" or "fp16".
-        WORK: Dtype of the working copy: "fp32", "bf16" or "fp16".
-        MASTER: "param" (the fp32 working copy is the master), "fp32" or "remainder".
-        MOMENTS_BF16: Whether the moments are bf16. They are fp32 otherwise.
-        FOLLOWS: Whether edited elements of the working copy replace the master's before the update.
-        BLOCK: Elements of a chunk.
+    The dtypes GRAD and WORK are "fp32", "bf16" or "fp16". MASTER is "param" (the fp32 working copy is the master),
+    "fp32" or "remainder". FOLLOWS: edited elements of the working copy replace the master's before the update.
     """
     program = tl.program_id(0).to(tl.int64)
     param = tl.load(chunks + 2 * program).to(tl.int64)

@@ -26,11 +26,6 @@ TRIED_ELEMS = 3
 def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig | None = None) -> MasterOptimizer:
     """Build the optimizer of a config over the trained parameters of a sharded model.
 
-    Args:
-        sharded: The sharded model.
-        config: The update rule and its settings.
-        scaler: Settings of the loss scaler, which is used for fp16 parameters only.
-
     Raises:
         ValueError: The rule rejects its options, or does not support the layout of the model.
     """

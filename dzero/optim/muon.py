@@ -164,13 +164,9 @@ class Muon(AdamW):
 
 
 def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]:
-    """Return the trained matrices that Muon can update.
+    """Return the trained 2-D parameters with several rows and columns that Muon updates.
 
-    These are the 2-D parameters with several rows and columns, except those of embeddings.
-
-    Args:
-        sharded: The sharded model.
-        exclude: Names of modules, at any level of a path, whose parameters are left out.
+    Parameters of embeddings are left out, and those below a module whose name is in `exclude`.
     """
     modules = sharded.model.modules()
     embeddings = {param for module in modules if isinstance(module, nn.Embedding) for param in module.parameters()}

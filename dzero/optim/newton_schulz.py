@@ -102,12 +102,7 @@ def mixed(grad: torch.Tensor, states: ParamStates, c: MatrixCoefficients, step: 
 
 
 def orthogonalise(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Return an approximation of U V' for a matrix U S V', by Newton-Schulz iterations in its dtype.
-
-    Args:
-        matrix: [rows, cols], any floating-point dtype. A zero matrix gives zeros.
-        iterations: Number of iterations.
-    """
+    """Return about U V' of a matrix U S V' [rows, cols], by Newton-Schulz iterations in its dtype; 0 gives 0."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
