@@ -357,7 +357,7 @@ def _coefficients(
 
 
 DECODED_ELEMS = 1 << 24
-"""Maximum elements with 8-bit moments in one batch of updates, whose decoded fp32 moments take 128 MiB."""
+"""Maximum elements with 8-bit moments per batch of updates, unless one parameter is larger; 128 MiB decoded."""
 
 
 def _decoded_together(pending: Sequence[PendingUpdate[ParamState]]) -> Iterator[Sequence[PendingUpdate[ParamState]]]:

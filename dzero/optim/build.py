@@ -47,7 +47,7 @@ def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig 
 
 
 def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
-    """Group the trained parameters: two or more dims at `weight_decay`, others at 0; empty groups are omitted."""
+    """Return parameter groups: parameters with two or more dims at `weight_decay`, others at 0; none is empty."""
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     dims = {param.name: len(param.whole) for unit in sharded.shapes for param in unit.params}

@@ -160,7 +160,7 @@ def _accumulate_kernel() -> Callable[[Array, Array, Array, Array], None]:
 
 
 def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each gradient, fp64 [len(grads)], added in an order that its length determines.
+    """Return the sum of squares of each gradient, fp64 [len(grads)], in an order that depends only on its length.
 
     Args:
         grads: Contiguous CPU tensors of one dtype: fp32, bf16 or fp16.

@@ -2,7 +2,7 @@
 
 The addresses of gradients are new in each step, whereas their lengths and chunks are cached. All of these are uploaded
 in one copy, because a chunk of 2^20 elements takes only 8 bytes of the table. The host waits for the device only when
-it is more than `column_upload.RING` calls of one table ahead, that is, at most two steps. The bits are those of
+it is more than `column_upload.RING` calls of one table ahead, so it runs up to two steps ahead. The bits are those of
 `cpu_kernels.sum_squares`; `optim/sums_triton.py` explains why.
 """
 

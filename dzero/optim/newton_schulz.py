@@ -102,7 +102,7 @@ def mixed(grad: torch.Tensor, states: ParamStates, c: MatrixCoefficients, step: 
 
 
 def orthogonalise(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """Return about U V' of a matrix U S V' [rows, cols], by Newton-Schulz iterations in its dtype; 0 gives 0."""
+    """Approximate U V' of a matrix U S V' [rows, cols] by Newton-Schulz iterations in its dtype; zeros stay zeros."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix

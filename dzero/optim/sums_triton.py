@@ -48,7 +48,7 @@ def _read_rows(pointer, begin, end, stride, ROWS: tl.constexpr):  # type: ignore
 def _add_in_order(sums, pointer, begin, end, stride, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return fp64 `sums` after adding the values at `begin`, `begin + stride`, ... before `end`, in this order.
 
-    fp64 values are added as they are. Of fp32, fp16 and uint16 (bf16 patterns), the squares are added. `begin` is a
+    fp64 values are added as they are. For fp32, fp16 and uint16 (bf16 patterns), squares are added. `begin` is a
     vector as long as `sums`, or a scalar. `count` is the maximum number of values that are added to one sum.
     """
     rows = _read_rows(pointer, begin, end, stride, ROWS)

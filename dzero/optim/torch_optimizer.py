@@ -114,7 +114,7 @@ class TorchOptimizer(MasterOptimizer):
             self._show_states()
 
     def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
-        with self._in_use:  # shared by the host lane, and by this thread for updates on the device
+        with self._in_use:  # the host lane and, for updates on the device, this thread share the wrapped class
             for each in pending:
                 each.stored.follow_edits()
                 master = each.stored.master
@@ -173,7 +173,7 @@ class TorchOptimizer(MasterOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict, with masters and the states of the wrapped class."""
-        packed = super().state_dict()  # synchronises
+        packed = super().state_dict()  # waits for pending updates
         params = [p for group in self.param_groups for p in group["params"]]
         packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
