@@ -1,4 +1,4 @@
-"""AdamW over the masters, wherever they live: the updates of a step, state dicts, bytes."""
+"""AdamW over sharded master parameters on device, host or disk: updates, state dicts, and memory use."""
 
 from __future__ import annotations
 
@@ -26,15 +26,25 @@ from dzero.zero.unit import Unit
 
 Value = TypeVar("Value")
 How = dict[str, tuple[int, Any]]
-"""The number of each parameter's update, and its coefficients, as its rule has them."""
+"""Number of the update (from 1) and coefficients of each parameter, by parameter name."""
 
 
 class AdamW(MasterOptimizer):
-    """AdamW over fp32 masters (or fp32 + remainder), with moments in fp32, bf16 or 8 bits, as the table says.
+    """AdamW over fp32 master parameters, which may be stored as bf16 plus an int16 remainder.
 
-    params: as for any optimizer (parameters or groups of the sharded model); None for every trained parameter.
-    max_norm: global-norm clipping over all ranks. threads: of updates on the CPU; None for torch's number, or beside a
-    GPU for this rank's share of the cores, each bound to one of them.
+    The layout of the sharded model sets the storage of masters and moments. Moments are fp32, bf16 or 8-bit.
+
+    Args:
+        sharded: The sharded model.
+        params: Parameters or parameter groups of the sharded model. None: all trained parameters.
+        lr: Learning rate.
+        betas: Decay rates of the first and the second moment.
+        eps: Term added to the denominator.
+        weight_decay: Decoupled weight decay.
+        max_norm: Maximum global gradient norm over all ranks. None: no clipping.
+        scaler: Settings of the loss scaler, which is used for fp16 parameters only.
+        threads: Number of CPU threads for updates. None: `torch.get_num_threads()`, or, for states offloaded from a
+            GPU, one thread bound to each of this rank's cores.
     """
 
     def __init__(
@@ -72,7 +82,7 @@ class AdamW(MasterOptimizer):
         self._count_together()
 
     def _count_together(self) -> None:
-        """Let every `step` be a view of one tensor, fp32 [parameters], so that all are read and counted at once."""
+        """Make each `step` a view of one fp32 tensor [parameters], so that all are read or incremented at once."""
         each = [stored.tensors["step"] for stored in self._stored.values()]
         self._steps = torch.stack(each) if each else torch.zeros(0)
         for number, stored in enumerate(self._stored.values()):
@@ -80,10 +90,10 @@ class AdamW(MasterOptimizer):
             self._state.put(stored.param, stored.tensors)
 
     def _take(self, unit: Unit, owned: set[nn.Parameter]) -> None:
-        """Make the states of a unit's parameters, and give them values.
+        """Create and initialize the states of the `owned` parameters of a unit.
 
-        On disk those of a unit lie together, and an fp32 parameter is its own master there: others get values as well,
-        the first time.
+        On disk, the states of a unit are stored together, and an fp32 parameter is its own master there. The first
+        call for such a unit therefore initializes the states of its other parameters too.
         """
         shapes = {shape.name: shape for shape in unit.shape.params}
         initial: list[tuple[ParamState, InitialValues]] = []
@@ -91,7 +101,7 @@ class AdamW(MasterOptimizer):
         for name, param in unit.params.items() if owned.intersection(unit.params.values()) else ():
             if param in owned or (is_first and self.offload.buffer_layout.on_disk("master", name)):
                 stored = ParamState.create(shapes[name], param, unit.layout, placement, self._moments_of(param))
-                # The fp32 values of the others wait for a group that is added later.
+                # Other parameters keep their fp32 origin for a group that is added later.
                 initial.append((stored, stored.initial(unit.take_origin(name) if param in owned else None)))
                 if param in owned:
                     self._stored[param] = stored
@@ -101,7 +111,7 @@ class AdamW(MasterOptimizer):
         unit.origin |= {stored.name: kept for stored in own if (kept := stored.kept_master()) is not None}
 
     def _moments_of(self, param: nn.Parameter) -> tuple[str, ...]:
-        """Keys of the moments that are kept for a parameter."""
+        """Return the keys of the moments that are kept for a parameter."""
         return MOMENTS
 
     def _follow(self, unit: Unit) -> None:
@@ -127,8 +137,11 @@ class AdamW(MasterOptimizer):
         self._share([each.stored for each in pending.values()])
 
     def _share(self, updated: Collection[ParamState]) -> None:
-        """Where copies share out the states of a shard, all of them get each other's new values: now, or where a unit's
-        forward is what waits for its update, then."""
+        """Gather the updated values of all replicas, where each replica updates only its replica shard.
+
+        With `offload.overlap=forward`, the gather of a unit that has a pending update runs when the unit's next forward
+        waits for that update. Otherwise it runs here.
+        """
         if self._sharded.layout.shares == 1:
             return
         names, coming = {stored.name for stored in updated}, []
@@ -141,14 +154,14 @@ class AdamW(MasterOptimizer):
             elif bring is not None:
                 unit.arrive()
                 coming.append(bring())
-                for arrived in coming[:-1]:  # one unit is under way while the one before is put in its place
+                for arrived in coming[:-1]:  # one gather is in flight while the previous one is copied out
                     arrived()
                 del coming[:-1]
         for arrived in coming:
             arrived()
 
     def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
-        """Starts to bring a unit's new values of `names`; None where all of the shard was updated here."""
+        """Return a function that starts the gather of a unit's updated `names`, or None if there is none."""
         shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
         return None if unit.shares is None or not shards else partial(unit.shares.gather, shards)
 
@@ -157,18 +170,18 @@ class AdamW(MasterOptimizer):
         super()._skip()
 
     def describe(self) -> list[str]:
-        """As `MasterOptimizer.describe`."""
+        """Return log lines about offload, including the threads of updates on the host."""
         where = f"bound to cores {self._cores}" if self._cores else "not bound"
         updates = [f"offload: updates on {self._threads} host threads, {where}"]
         return super().describe() + (updates if self.offload.schedule.slots else [])
 
     def synchronize(self) -> None:
-        """As `MasterOptimizer.synchronize`; between backward and step it takes back what was updated early."""
+        """Wait for all pending updates, and roll back early updates of a step that is not decided yet."""
         self._ahead.abandon()
         super().synchronize()
 
     def begin(self, unit: str, grads: dict[str, torch.Tensor]) -> bool:
-        """As `EarlyUpdates.begin`, as if nothing will be clipped."""
+        """Start a unit's update before the decision, as if nothing is clipped, and return whether it was started."""
         if not self._ahead.allows(unit) or any(each.is_edited for each in self._sharded.units):
             return False
         pending, how = self._plan(grads, 1.0 / self.scaler.scale)
@@ -177,11 +190,11 @@ class AdamW(MasterOptimizer):
         return bool(pending)
 
     def rollback(self) -> None:
-        """As `EarlyUpdates.rollback`."""
+        """Roll back all early updates of the step."""
         self._ahead.abandon()
 
     def _plan(self, grads: dict[str, torch.Tensor], factor: float) -> tuple[dict[str, PendingUpdate[ParamState]], How]:
-        """What to update from `grads` by name, and how; nothing is changed."""
+        """Return the updates from `grads` and their coefficients, by parameter name, and change no state."""
         pending: dict[str, PendingUpdate[ParamState]] = {}
         how: How = {}
         steps = self._steps.int().tolist()
@@ -196,9 +209,9 @@ class AdamW(MasterOptimizer):
         return pending, how
 
     def _coefficients(self, group: Mapping[str, Any], scale: float) -> Callable[[ParamState, int], Any]:
-        """Return a function of a parameter and the number of its update: its coefficients, by its group's settings.
+        """Return a function of a parameter's state and update number that computes the coefficients of `group`.
 
-        scale: of its gradient.
+        `scale` is the factor of the gradients.
         """
         lr, betas, eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
         settings = float(lr), tuple(betas), float(eps), float(decay), scale
@@ -216,9 +229,13 @@ class AdamW(MasterOptimizer):
                     each.stored.keep(update.states)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy values into the existing states, bit for bit; of `torch.optim.AdamW`'s, each rank its part.
+        """Copy the values of a state dict into the existing states, bit for bit.
 
-        Raises ValueError where kind, dtype or shape differ; nothing has been changed then.
+        Args:
+            state_dict: State dict of this class, or of `torch.optim.AdamW`, from which each rank copies its own shards.
+
+        Raises:
+            ValueError: The kind, dtype or shape of a state differs. No state has been changed.
         """
         self.synchronize()
         groups = state_dict["param_groups"]
@@ -255,10 +272,10 @@ class AdamW(MasterOptimizer):
         ]
         if copies:
             self.offload.visit(unit.shape.name, partial(copy_all, copies))
-            unit.is_edited = True  # where the model was not loaded as well, the working copies are what counts
+            unit.is_edited = True  # unless the model is loaded too, its current values override the loaded masters
 
     def portable_states(self, unit: Unit) -> list[StateSpec]:
-        """As `MasterOptimizer.portable_states`."""
+        """Return the specs of the states that `export_state` exports for a unit, in that order."""
         of_unit = self._of(unit)
         states = [
             StateSpec(stored.name, key, *kind) for stored in of_unit for key, kind in stored.portable_states().items()
@@ -268,8 +285,7 @@ class AdamW(MasterOptimizer):
         return states
 
     def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
-        """As `MasterOptimizer.export_state`."""
-
+        """Pass each state of a unit to `put(parameter, key, tensor)`, flat [shard]."""
         of_unit = self._of(unit)
         self.take_edits()
 
@@ -285,7 +301,7 @@ class AdamW(MasterOptimizer):
                 put(stored.name, "param", stored.values())
 
     def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
-        """As `MasterOptimizer.import_state`."""
+        """Import the exported states of a unit, by parameter name, and set its parameters accordingly."""
         taking = []
         for stored in self._of(unit):
             master = (each := portable_states[stored.name]).tensors["master"]
@@ -307,21 +323,21 @@ class AdamW(MasterOptimizer):
             unit.pending = partial(_in_turn, unit.pending, bring)
 
     def scalars(self) -> dict[str, Any]:
-        """As `MasterOptimizer.scalars`."""
+        """Return the scalar state in JSON types, including the number of updates of each parameter."""
         return super().scalars() | {
             "states": {stored.name: {"step": int(stored.tensors["step"])} for stored in self._stored.values()}
         }
 
     @property
     def rule_name(self) -> str:
-        """As `MasterOptimizer.rule_name`."""
+        """Name of the update rule, as in `optim.rule`."""
         return "adamw"
 
     def _of(self, unit: Unit) -> list[ParamState]:
         return [stored for param in unit.params.values() if (stored := self._stored.get(param)) is not None]
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's param, master and moments between steps; frozen parameters included."""
+        """Return the device bytes of this rank's param (frozen ones included), master and moments between steps."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for stored in self._stored.values():
             for kind, count in stored.device_bytes().items():
@@ -336,16 +352,16 @@ class AdamW(MasterOptimizer):
 def _coefficients(
     step: int, lr: float, betas: tuple[float, float], eps: float, decay: float, scale: float
 ) -> Coefficients:
-    """Return those of a group, made once for all of its parameters."""
+    """Return the coefficients of a group; the cache gives all of its parameters the same object."""
     return Coefficients.of(step=step, lr=lr, betas=betas, eps=eps, weight_decay=decay, scale=scale)
 
 
 DECODED_ELEMS = 1 << 24
-"""Of parameters with 8-bit moments that are updated at a time: their moments are 128 MiB then, in fp32."""
+"""Maximum elements with 8-bit moments per batch of updates, unless one parameter is larger; 128 MiB decoded."""
 
 
 def _decoded_together(pending: Sequence[PendingUpdate[ParamState]]) -> Iterator[Sequence[PendingUpdate[ParamState]]]:
-    """Cut `pending` so that few 8-bit moments are decoded at a time; others are updated all at once."""
+    """Yield batches of `pending` that each decode at most DECODED_ELEMS elements of 8-bit moments."""
     some: list[PendingUpdate[ParamState]] = []
     elems = 0
     for each in pending:

@@ -5,11 +5,13 @@
     v = v * beta2 + (g * g) * (1 - beta2)
     master = master * (1 - lr * decay) - (m / (sqrt(v) / sqrt(1 - beta2^t) + eps)) * lr / (1 - beta1^t)
 
-The order of operations is the contract: `cpu_kernels.py` performs the same ones in one pass and gives the same bits.
-No fused multiply-add (torch's addcmul, lerp, add with alpha) because vector body and tail would round differently.
+The order of these operations is the numerics contract: `optim/cpu_kernels.py` performs them in one pass and gives the
+same bits. No operation is a fused multiply-add (torch's addcmul, lerp, add with alpha), because the vectorized body and
+the scalar tail of a loop would round differently.
 
-bf16 moments are rounded stochastically, or a beta2 near 1 would never move them: 16 random bits are added to the fp32
-pattern before it is cut. The bits are a hash of (parameter, step, global index), so they do not depend on the shard.
+bf16 moments are rounded stochastically, because rounding to nearest would never change them when beta2 is near 1:
+16 random bits are added to the fp32 pattern before its low half is dropped. The random bits are a hash of parameter,
+step and global index, so they do not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -26,7 +28,16 @@ Scalar = float | torch.Tensor
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The scalars of one step, each rounded once from float64 to fp32; as floats, or as 0-dim fp32 tensors."""
+    """Scalars of one update, each rounded once from float64 to fp32, as floats or 0-dim fp32 tensors.
+
+    Attributes:
+        scale: Factor of the gradient: unscaling and clipping.
+        blend1: 1 - beta1.
+        blend2: 1 - beta2.
+        root: 1 / sqrt(1 - beta2^t).
+        keep: 1 - lr * weight_decay.
+        rate: lr / (1 - beta1^t).
+    """
 
     scale: Scalar
     beta1: Scalar
@@ -42,7 +53,7 @@ class Coefficients:
     def of(
         cls, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, scale: float
     ) -> Coefficients:
-        """Bias corrections and factors of update number `step` (from 1)."""
+        """Compute the coefficients of update number `step`, which counts from 1."""
         beta1, beta2 = betas
         values = (
             scale,
@@ -59,16 +70,19 @@ class Coefficients:
 
     @cached_property
     def floats(self) -> tuple[np.float32, ...]:
-        """The values in declaration order, for the CPU kernels."""
+        """Values in declaration order, for the CPU and CUDA kernels."""
         return tuple(np.float32(value) for value in astuple(self))
 
     def as_tensors(self, device: torch.device) -> Coefficients:
-        """For compiled code, which would be compiled anew for every new float; one small copy to the device."""
+        """Return the coefficients as 0-dim fp32 tensors on `device`, copied there at once."""
         return Coefficients(*torch.tensor([float(v) for v in astuple(self)], device=device).unbind())
 
 
 def adamw(grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Tensor, c: Coefficients) -> None:
-    """Update `master`, `m`, `v` in place; all fp32 and of one shape, `grad` unscaled and unclipped."""
+    """Update `master`, `m` and `v` in place.
+
+    All tensors are fp32 and have one shape. `grad` is still scaled and unclipped: `c.scale` is applied here.
+    """
     g = grad * c.scale
     m.mul_(c.beta1).add_(g * c.blend1)
     v.mul_(c.beta2).add_((g * g).mul_(c.blend2))
@@ -77,30 +91,36 @@ def adamw(grad: torch.Tensor, master: torch.Tensor, m: torch.Tensor, v: torch.Te
 
 
 def exact_sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded fp32 square root, new. torch's own on the CPU may go to a vector library that is off by one
-    place in 1 of 150 values; by way of fp64 the rounding is exact (53 ≥ 2 * 24 + 2 bits)."""
+    """Return the correctly rounded fp32 square root of `x` as a new tensor.
+
+    On the CPU, `torch.sqrt` may call a vector library that is off by one unit in the last place in 1 of 150 values.
+    Computed in fp64 and then rounded to fp32, the root is exact, because 53 ≥ 2 * 24 + 2 bits.
+    """
     return x.sqrt() if x.is_cuda else x.double().sqrt_().float()
 
 
 def noise_seed(name: str, step: int) -> int:
-    """32 bits that key the rounding of parameter `name` at update `step`."""
+    """Return the 32-bit seed of the rounding noise of parameter `name` at update `step`."""
     return zlib.crc32(f"{step}:{name}".encode())
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """32 well-mixed bits (MurmurHash3's finaliser) of int64 values in [0, 2^32)."""
+    """Return 32 well-mixed bits (MurmurHash3's finalizer) of each int64 value in [0, 2^32)."""
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def rounding_noise(first: int, length: int, seed: int, device: torch.device) -> torch.Tensor:
-    """int64 [length] hashes for elements first, first + 1, ...: the low half is for m, the high half for v."""
+    """Return noise of elements first, first + 1, ... as int64 [length]: the low 16 bits for m, the high 16 for v."""
     index = torch.arange(first, first + length, device=device) & 0xFFFFFFFF
     return mix(index ^ seed)
 
 
 def stochastic_bf16(value: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round finite fp32 [n] to bf16 up or down with the probability of its distance; `noise` int64 in [0, 2^16)."""
+    """Round finite fp32 `value` [n] to bf16, up or down with the probability that preserves its mean.
+
+    `noise` is int64 [n], uniform in [0, 2^16).
+    """
     bits = value.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     return ((bits + noise) >> 16).to(torch.int16).view(torch.bfloat16)

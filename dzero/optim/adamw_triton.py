@@ -1,18 +1,20 @@
-"""Triton source of AdamW for many parameters in one launch. `cuda_kernels.py` fills its tables and launches it.
+"""Triton kernel that updates many parameters by AdamW in one launch.
+
+`optim/cuda_kernels.py` fills its tables and launches it:
 
     states    int64 [params, 7]   addresses of work, master, remainder, m, v (0: none), then elems and first
-    chunks    int32 [grid, 2]     the parameter, and the chunk of it, that each program updates
+    chunks    int32 [grid, 2]     the parameter, and the number of the chunk in it, that each program updates
     dynamic   int64 [...]         gradient addresses [params] (0: no update), noise seeds [params], coefficient rows
                                   [params], then the coefficients of this step, fp32 [rows, 9]
 
-The arithmetic is `rules.adamw`, one rounded fp32 operation after the other, so that a GPU gives the bits of the CPU
-kernels. `div_rn` and `sqrt_rn` round correctly, where Triton's `/` and `sqrt` approximate. `OPTIONS` forbids the
-compiler to contract a product and a sum. bf16 is read and written as 16-bit patterns, because its roundings are integer
-arithmetic here; so GPUs without bf16 units run the kernel as well.
+The arithmetic is `adamw_math.adamw`, one rounded fp32 operation after the other, so a GPU gives the bits of the CPU
+kernels. `div_rn` and `sqrt_rn` round correctly, whereas Triton's `/` and `sqrt` approximate. `OPTIONS` forbids the
+compiler to fuse a product and a sum. bf16 is read and written as 16-bit patterns, because it is rounded by integer
+arithmetic. The kernel therefore also runs on GPUs without bf16 units.
 
-Addresses and lengths come out of memory, so the compiler knows neither alignment nor masks. A program that has a whole
-chunk at 16-byte aligned addresses takes a branch that says so and moves up to 16 bytes per instruction; others go
-element by element.
+Addresses and lengths are read from memory, so the compiler can infer neither alignment nor the absence of a mask. A
+program with a whole chunk at 16-byte aligned addresses takes a branch that declares both, and moves up to 16 bytes per
+instruction. Other programs access single elements.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Options of the compiler. `enable_fp_fusion` belongs to the numerics contract."""
+"""Compiler options. `enable_fp_fusion` is part of the numerics contract."""
 
 
 @triton.jit
@@ -32,13 +34,13 @@ def _from_bf16(pattern):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _to_bf16(value):  # type: ignore[no-untyped-def]
-    """Return the pattern of the nearest bf16, ties away from zero, as `working.high_half`."""
+    """Return the pattern of the nearest bf16, ties away from zero, as `zero/rounding.py` does."""
     return ((value.to(tl.uint32, bitcast=True) + 0x8000) >> 16).to(tl.uint16)
 
 
 @triton.jit
 def _mix(x):  # type: ignore[no-untyped-def]
-    """Return 32 well-mixed bits of a uint32, as `rules.mix`."""
+    """Return 32 well-mixed bits of a uint32, as `adamw_math.mix` does."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -46,7 +48,7 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _pointers(address, start, KIND: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return pointers [BLOCK] to the elements from `start` (int64) of the array of KIND at `address`."""
+    """Return pointers [BLOCK] to the elements from `start` (int64) on of the array at `address`, of dtype KIND."""
     if KIND == "bf16":
         pointer = address.to(tl.pointer_type(tl.uint16))
     elif KIND == "fp16":
@@ -78,7 +80,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
 ):
     """Update elements [start, start + BLOCK) of the arrays `at` (addresses of grad, work, master, remainder, m, v).
 
-    WHOLE: all these elements exist, and the addresses are multiples of 16.
+    WHOLE promises that all of these elements exist and that the addresses are multiples of 16.
     """
     grad, work, master, remainder, m, v = at
     grads = _pointers(grad, start, GRAD, BLOCK, WHOLE)
@@ -107,7 +109,7 @@ def _update_chunk(  # type: ignore[no-untyped-def]
         old = (high + low).to(tl.float32, bitcast=True)
     else:
         old = tl.load(masters, mask=mask)
-        if FOLLOWS:  # an element that is not its master rounded was edited, and is the master now
+        if FOLLOWS:  # an element that differs from its rounded master was edited and replaces it
             held = tl.load(works, mask=mask)
             if WORK == "bf16":
                 old = tl.where(_to_bf16(old) == held, old, _from_bf16(held))
@@ -150,10 +152,10 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     FOLLOWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update one chunk of one parameter per program; the arguments are those of the note above.
+    """Update one chunk of BLOCK elements of one parameter per program, with the tables described above.
 
-    GRAD, WORK: "fp32", "bf16" or "fp16". MASTER: "param" (the fp32 work is the master), "fp32", or "remainder".
-    FOLLOWS: elements of work that were edited since the last update become the master's first.
+    The dtypes GRAD and WORK are "fp32", "bf16" or "fp16". MASTER is "param" (the fp32 working copy is the master),
+    "fp32" or "remainder". FOLLOWS: edited elements of the working copy replace the master's before the update.
     """
     program = tl.program_id(0).to(tl.int64)
     param = tl.load(chunks + 2 * program).to(tl.int64)

@@ -1,4 +1,4 @@
-"""The optimizer a config names, with the usual two groups: matrices decay, vectors (norms, biases) do not."""
+"""Construction of the configured optimizer, with weight decay for matrices but not for vectors (norms, biases)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
 TRIED_ELEMS = 3
+"""Elements of the dummy parameter on which a rule is tried."""
 
 
 def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig | None = None) -> MasterOptimizer:
-    """The optimizer of `config` over `sharded`'s trained parameters. Raises ValueError as the optimizers do."""
+    """Build the optimizer of a config over the trained parameters of a sharded model.
+
+    Raises:
+        ValueError: The rule rejects its options, or does not support the layout of the model.
+    """
     check_options(config)
     groups = decay_groups(sharded, config.weight_decay)
     own: dict[str, Any] = {
@@ -42,7 +47,7 @@ def build_optimizer(sharded: Sharded, config: OptimConfig, scaler: ScalerConfig 
 
 
 def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: those with two or more dims at `weight_decay`, the others at 0; empty groups left out."""
+    """Return parameter groups: parameters with two or more dims at `weight_decay`, others at 0; none is empty."""
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     dims = {param.name: len(param.whole) for unit in sharded.shapes for param in unit.params}
@@ -54,14 +59,14 @@ def decay_groups(sharded: Sharded, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def check_rule_name(config: OptimConfig) -> None:
-    """Raises ValueError where `optim.rule` is neither ours nor a class of torch.optim."""
+    """Raise ValueError if `optim.rule` is neither adamw, muon nor a class of torch.optim."""
     classes = sorted(name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer")
     if config.rule not in (*OURS, *classes):
         raise ValueError(f"optim.rule={config.rule!r}: choose adamw, muon or one of torch.optim's {classes}")
 
 
 def check_layout(config: OptimConfig, layout: Layout) -> None:
-    """Raises ValueError for a rule that the table's shards or dtypes do not fit."""
+    """Raise ValueError if the update rule does not support the shards or dtypes of a layout."""
     if config.rule == "muon":
         check_muon(layout)
     elif config.rule != "adamw":
@@ -69,11 +74,11 @@ def check_layout(config: OptimConfig, layout: Layout) -> None:
 
 
 def check_uncut(config: OptimConfig, cuts: Mapping[str, int]) -> None:
-    """Raises ValueError where the rule needs whole matrices and a setting cuts them.
+    """Raise ValueError if a setting cuts matrices that the update rule needs whole.
 
     Args:
-        config: The rule.
-        cuts: The number of parts into which each setting, by its key, cuts matrices.
+        config: The update rule.
+        cuts: Number of parts into which each setting, by its key, cuts matrices.
     """
     mixing = config.rule == "muon" if config.rule in OURS else mixes(getattr(torch.optim, config.rule))
     for key, parts in cuts.items():
@@ -85,9 +90,10 @@ def check_uncut(config: OptimConfig, cuts: Mapping[str, int]) -> None:
 
 
 def moments_of(config: OptimConfig) -> int:
-    """Return the number of tensors of a parameter's size that the rule keeps for it, found by a step on a dummy.
+    """Return the number of parameter-sized tensors that the update rule keeps for each parameter.
 
-    Muon counts as AdamW: its matrices keep fewer, which a plan has room for.
+    A rule of torch.optim is tried on a dummy parameter. Muon counts as AdamW, which is an upper bound for plans: Muon's
+    matrices keep one moment.
     """
     if config.rule in OURS:
         return 2
@@ -96,7 +102,7 @@ def moments_of(config: OptimConfig) -> int:
 
 
 def check_options(config: OptimConfig) -> None:
-    """Raises ValueError for `optim.options` that the rule does not take, or with which it cannot make a step."""
+    """Raise ValueError if the update rule rejects `optim.options`, or cannot make a step with them."""
     if config.rule in OURS:
         return
     check_rule_name(config)
@@ -107,11 +113,11 @@ def check_options(config: OptimConfig) -> None:
 
 
 def _tried(config: OptimConfig) -> dict[str, Any]:
-    """Return the states of a small parameter after a step of a torch.optim rule. Raises ValueError."""
+    """Return the states of a dummy parameter after one step of a torch.optim rule, or raise ValueError."""
     rule = getattr(torch.optim, config.rule)
     allowed = sorted(set(inspect.signature(rule).parameters) - {"params", "lr", "weight_decay"})
     what = f"optim.rule={config.rule}" + (f" with optim.options={config.options}" if config.options else "")
-    # One library's call on the user's settings, whose kinds of errors it does not tell.
+    # All exceptions are converted, because torch.optim does not document which ones wrong options raise.
     with converting(what, Exception, repair=f"{config.rule} takes {allowed}"):
         params = [nn.Parameter(torch.zeros(TRIED_ELEMS)) for _ in range(2)]
         groups = [{"params": [each], "weight_decay": config.weight_decay} for each in params]

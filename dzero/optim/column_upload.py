@@ -1,11 +1,11 @@
-"""The way of a call's columns to the device: one host-to-device copy from pinned memory, which nothing waits for.
+"""Upload of a call's columns to the device by one asynchronous host-to-device copy from pinned memory.
 
-Note: when a pinned buffer may be written again. When `copy_` from pinned memory returns, the copy is only enqueued,
-and the host may run several calls ahead of the device. If it wrote call t + 1 into the buffer of call t at once, the
-device might read columns of t + 1 in call t, without an error. So there are `RING` buffers, each with the event
-that was recorded behind its last copy, and the host waits for that event before it writes the buffer again. It waits
-only when it is `RING` calls ahead. The buffer on the device needs no ring: its stream runs the launches that read
-call t before the copy of call t + 1.
+Note: when a pinned buffer may be reused. When `copy_` from pinned memory returns, the copy is only enqueued, and the
+host may run several calls ahead of the device. If the host wrote call t + 1 into the buffer of call t, the device could
+read columns of t + 1 in call t, without an error. Therefore there are `RING` pinned buffers, each with an event that is
+recorded after its last copy, and the host waits for that event before it writes the buffer again. It waits only when it
+is `RING` calls ahead. The device buffer needs no ring, because the stream runs the launches that read call t before
+the copy of call t + 1.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from dzero import streams
 from dzero.utils.numba_views import Array
 
 RING = 2
-"""Pinned buffers that take turns."""
+"""Number of pinned buffers."""
 
 
 class ColumnUpload:
-    """`RING` pinned buffers and one on the device, which is on the stream that is current when this is made.
+    """Upload of columns through `RING` pinned buffers into one device buffer.
+
+    The device buffer belongs to the stream that is current at construction.
 
     Args:
-        words: The most that one call sends, in units of 8 bytes.
-        device: Where the columns go; on a CPU they are copied, too.
+        words: Maximum size of one upload, in units of 8 bytes.
+        device: Target device. A CPU receives a copy too.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
         self._hosts = [torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda") for _ in range(RING)]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._copied: list[streams.Event] = [None] * RING  # behind each buffer's last copy
+        self._copied: list[streams.Event] = [None] * RING  # recorded after each buffer's last copy
         self._device = torch.empty(words, dtype=torch.int64, device=device)
         self._stream = streams.current_stream(self._device.device)
         self._turn = 0
@@ -39,8 +41,8 @@ class ColumnUpload:
         """Enqueue one copy of all `columns` on the current stream.
 
         Returns:
-            The device's buffer, int64 [words]: the columns in their order and dtypes, each from an 8-byte boundary on.
-            It is overwritten by the next call.
+            The device buffer, int64 [words]. It holds the columns in order, in their own dtypes, each aligned to
+            8 bytes. The next call overwrites it.
         """
         self._turn = (self._turn + 1) % RING
         host, array, used = self._hosts[self._turn], self._arrays[self._turn], 0
@@ -53,15 +55,15 @@ class ColumnUpload:
         return self._device
 
     def _follow_stream(self) -> None:
-        """Let a stream that takes over wait for the launches that read the device's buffer on the stream before."""
+        """Make a new current stream wait for the launches of the previous stream, which read the device buffer."""
         stream = streams.current_stream(self._device.device)
         if self._stream != stream:
             streams.wait_stream(self._stream, self._device.device)
-            streams.record_stream(self._device)  # freed early, its memory waits for this stream's launches as well
+            streams.record_stream(self._device)  # so that its memory is not reused before this stream's launches end
             self._stream = stream
 
 
 def _enqueue_copy(target: torch.Tensor, source: torch.Tensor) -> streams.Event:
-    """Copy without waiting; return the event that tells when `source` has been read, None if it has been."""
+    """Enqueue the copy; return an event recorded after it, or None if the copy is complete."""
     target.copy_(source, non_blocking=True)
     return streams.record_event(target.device)

@@ -1,4 +1,4 @@
-"""Settings of the update rule. No torch: what a rule of torch.optim takes is checked in build.py."""
+"""Settings of the update rule, without an import of torch: `optim/build.py` checks options of torch.optim rules."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ MOST_NORM, MOST_RATE, MOST_ITERATIONS = 1e18, 1e6, 1000
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Settings of Muon's matrices."""
+    """Settings of Muon for its matrices."""
 
     lr: float | None = None
     """Learning rate of matrices. null: optim.lr, which fits scale=rms."""
     momentum: float = 0.95
-    """Average of gradients that is kept, in [0, 1)."""
+    """Decay rate of the average of gradients, in [0, 1)."""
     nesterov: bool = True
-    """Look ahead by one step of the momentum."""
+    """Use Nesterov momentum."""
     iterations: int = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     scale: str = "rms"
-    """Scale of an update by the matrix's shape: rms or original."""
+    """Scaling of an update by the shape of its matrix: rms or original."""
     compute: str = "auto"
-    """Dtype in which matrices are orthogonalised: fp32, bf16, or auto (bf16 for bf16 parameters)."""
+    """Dtype in which matrices are orthogonalized: fp32, bf16, or auto (bf16 for bf16 parameters, else fp32)."""
     exclude: list[str] = field(default_factory=lambda: ["head", "lm_head"])
-    """Modules, by any part of their name, whose matrices are AdamW's, as all embeddings' are."""
+    """Names of modules, at any level of a path, whose matrices use AdamW. Embeddings always use AdamW."""
 
     def __post_init__(self) -> None:
         rate = number(MOST_RATE, or_null="for optim.lr")
@@ -47,21 +47,21 @@ class OptimConfig:
     """The update rule and its settings."""
 
     rule: str = "adamw"
-    """adamw; muon (matrices, adamw for the rest); or an element-wise class of torch.optim, such as SGD."""
+    """Update rule: adamw, muon (matrices; the rest uses adamw), or an element-wise class of torch.optim such as SGD."""
     lr: float = 3e-4
-    """Learning rate, the schedule's peak."""
+    """Learning rate at the peak of the schedule."""
     weight_decay: float = 0.1
-    """Weight decay of matrices; vectors have none."""
+    """Weight decay of matrices. Vectors have none."""
     max_norm: float | None = 1.0
-    """Longest global gradient norm, beyond which gradients are clipped. null: no clipping."""
+    """Global gradient norm above which gradients are clipped. null: no clipping."""
     betas: list[float] | None = None
-    """adamw's betas. null: [0.9, 0.95]."""
+    """Betas of adamw. null: [0.9, 0.95]."""
     eps: float | None = None
-    """adamw's epsilon. null: 1e-8."""
+    """Epsilon of adamw. null: 1e-8."""
     muon: MuonConfig = field(default_factory=MuonConfig)
     """Settings of muon."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of a rule of torch.optim, such as {momentum: 0.9}."""
+    """Keyword arguments of a torch.optim rule, such as {momentum: 0.9}."""
 
     def __post_init__(self) -> None:
         clip = positive(MOST_NORM, or_null="for no clipping")

@@ -1,14 +1,14 @@
-"""CPU kernels of the update: one pass over memory, plain IEEE arithmetic, the same bits wherever a shard is cut.
+"""CPU kernels of the optimizer, each of which makes one pass over memory in plain IEEE arithmetic.
 
     kernel        reads                            writes                     used for
-    adamw         grad, param, master, m, v        param, master, m, v        the update (maths: adamw_math.py)
+    adamw         grad, param, master, m, v        param, master, m, v        the update (math: adamw_math.py)
     sum_squares   grad                             one fp64                   the norm and the finite check
     accumulate    acc, grad                        acc, one fp64              gradients of several microbatches
 
-One call works on many tensors, which it finds by their addresses: a call from Python costs as much as a thousand
-elements. Tests compare every kernel with the torch operations of `adamw_math.py`. The update runs on slices of
-`CHUNK_ELEMS` in a thread pool that the optimizer owns. Tensors without memory stay as they are, and their squares sum
-to 0.
+The update gives the same bits for any sharding. One call processes many tensors, passed as addresses, because a call
+from Python costs as much as a thousand elements. Tests compare every kernel with the torch operations of
+`adamw_math.py`. The update runs on slices of `CHUNK_ELEMS` elements in the optimizer's thread pool. Tensors without
+memory (of a simulation) are left as they are, and their squares sum to 0.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from numba import carray
 from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer
 
 CHUNK_ELEMS = 1 << 20
+"""Maximum elements of a chunk."""
 
 
 @numba.njit(inline="always")
 def _mix(x):  # type: ignore[no-untyped-def]
-    """Mix 32 bits well (the finaliser of MurmurHash3); `rules.mix` is the same."""
+    """Return 32 well-mixed bits of a uint32, as `adamw_math.mix` does."""
     x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B))
     x = np.uint32((x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35))
     return np.uint32(x ^ (x >> np.uint32(16)))
@@ -36,13 +37,18 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 @cache
 def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: bool = False) -> Callable[..., None]:
-    """Compile AdamW for one row of dtypes. `master`: `param` (fp32 param is it), `fp32`, or `remainder` (bf16 param).
+    """Compile the AdamW kernel for one combination of dtypes.
 
-    follows: an element of the working copy that is not its fp32 master rounded was edited, and is the master then.
+    The kernel takes the tables of `optim/update_table.py`, the range of chunks to update, their length, then the
+    gradient addresses, seeds and coefficient rows of this step, int64 [params] each, and the coefficients, fp32
+    [rows, 9]. Working copies are bf16, or the fp32 master itself. fp16 ones are updated by torch (`flat_update.step`).
 
-    The kernel takes the tables of update_table.py, the range of chunks to update, how long they are, and of this step
-    int64 [params] addresses of gradients, seeds and rows of coefficients, and these, fp32 [rows, 9] (see
-    `rules.Coefficients`). Working copies are bf16, or the fp32 master itself (fp16 ones are made by torch).
+    Args:
+        grad_bf16: Whether gradients are bf16. They are fp32 otherwise.
+        master: "param" (the fp32 parameter is the master), "fp32" or "remainder" (beside a bf16 parameter).
+        moments_bf16: Whether the moments are bf16. They are fp32 otherwise.
+        follows: Whether an element of the working copy that differs from its rounded fp32 master, and so was edited,
+            replaces the master before the update.
     """
     grad_type, grad_bytes = (np.uint16, 2) if grad_bf16 else (np.float32, 4)
     moment_type, moment_bytes = (np.uint16, 2) if moments_bf16 else (np.float32, 4)
@@ -94,12 +100,12 @@ def adamw_kernel(*, grad_bf16: bool, master: str, moments_bf16: bool, follows: b
 
 
 LANES = 256
+"""Running sums of a chunk: element i is added to lane i mod LANES."""
 
 
 @cache
 def _sum_squares_kernel(*, bf16: bool) -> Callable[[Array, Array, Array], None]:
-    """Sums of squares in fp64: LANES running sums (element i goes to lane i mod LANES), then the lanes in order, for
-    each chunk; then the chunks in order."""
+    """Compile the fp64 sums of squares, which add each chunk's lanes in order, and then the chunks in order."""
     dtype = np.uint16 if bf16 else np.float32
 
     def kernel(addresses, sizes, sums):  # type: ignore[no-untyped-def]
@@ -126,7 +132,7 @@ def _sum_squares_kernel(*, bf16: bool) -> Callable[[Array, Array, Array], None]:
 
 @cache
 def _accumulate_kernel() -> Callable[[Array, Array, Array, Array], None]:
-    """acc += grad (both fp32), and the new acc's sum of squares as above."""
+    """Compile `acc += grad` (both fp32) with the sum of squares of the new acc, in the same order."""
 
     def kernel(accs, grads, sizes, sums):  # type: ignore[no-untyped-def]
         lanes = np.zeros(LANES)
@@ -154,9 +160,10 @@ def _accumulate_kernel() -> Callable[[Array, Array, Array, Array], None]:
 
 
 def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each one's sum of squares, fp64 [len(grads)]; its order depends on the length alone.
+    """Return the sum of squares of each gradient, fp64 [len(grads)], in an order that depends only on its length.
 
-    grads: contiguous CPU tensors of one dtype: fp32, bf16 or fp16.
+    Args:
+        grads: Contiguous CPU tensors of one dtype: fp32, bf16 or fp16.
     """
     sums = torch.zeros(len(grads), dtype=torch.float64)
     if grads and has_memory(grads[0]):
@@ -166,9 +173,9 @@ def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def accumulate(accs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Add each of `grads` to its acc, contiguous CPU tensors of one dtype; return `sum_squares(accs)`, fp64.
+    """Add each of `grads` to its acc in place, and return `sum_squares(accs)`, fp64 [len(accs)].
 
-    Of fp32 both are done in one pass.
+    All are contiguous CPU tensors of one dtype. fp32 tensors take one pass over memory.
     """
     if accs and accs[0].dtype != torch.float32:
         torch._foreach_add_([*accs], [*grads])

@@ -1,12 +1,12 @@
-"""The AdamW update on CUDA: one launch for each way of storing that occurs, one host-to-device copy for all of them.
+"""AdamW update on CUDA: one kernel launch per storage variant, and one host-to-device copy per step.
 
-    what                                         where it lives                              written
-    addresses of states, lengths, chunks         `CudaUpdateTable`, on the device                once
-    gradient addresses, seeds, coefficients      `ColumnUpload`, pinned and on the device      every step, in one copy
+    data                                         stored in                                  written
+    addresses of states, lengths, chunks         `CudaUpdateTable`, on the device           once
+    gradient addresses, seeds, coefficients      `ColumnUpload`, pinned and on the device   every step, in one copy
 
-The kernel (`adamw_triton.py`) has the bits of `rules.adamw` and of the CPU kernels. Preparing a step works on whole
-columns: nothing runs once per parameter. Triton is imported when the first table on a GPU is made, because CPU builds
-of torch come without it; therefore the sources of kernels are the modules of dzero that are imported by their names.
+The kernel (`optim/adamw_triton.py`) gives the bits of `adamw_math.adamw` and of the CPU kernels. A step is prepared by
+operations on whole columns, without a Python loop over parameters. CPU builds of torch do not include Triton, so it is
+imported when the first table on a GPU is created. For this reason the kernel modules are imported by name.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from dzero.optim.update_table import LocalStates, Variant, chunks_by_variant, st
 from dzero.utils.numba_views import Array
 
 BLOCK_ELEMS = 1024
-"""Elements that one program updates: 8 per thread of 4 warps, so 16 bytes of bf16 in one access, of fp32 in two.
+"""Elements per program: 8 per thread of 4 warps. A thread reads them in one 16-byte access (bf16) or in two (fp32).
 
-About 120 registers per thread then hold the chunk without spilling, and an H100's multiprocessor keeps 4 programs, of
-which some fetch their addresses while others stream. 16 elements per thread need 240 registers for the same bytes in
-flight. The chunk table has 8 bytes per 1024 elements."""
+The chunk then fits into about 120 registers per thread without spilling. A multiprocessor of an H100 holds 4 such
+programs: some load their addresses while others stream data. 16 elements per thread would take 240 registers for the
+same bytes in flight. The chunk table has 8 bytes per 1024 elements."""
 COEFFICIENTS = 9
-"""Values of one `rules.Coefficients`, in their order."""
+"""Number of values of one `adamw_math.Coefficients`."""
 ADAMW = "dzero.optim.adamw_triton"
-"""The module that is the kernel's source."""
+"""Module with the source of the kernel."""
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""The kernel's names for dtypes of gradients and working copies."""
+"""Kernel names for the dtypes of gradients and working copies."""
 
 
 class CudaUpdateTable:
-    """Parameters whose states stay where they are, and the launches that update them.
+    """Table of parameters whose states keep their addresses, with the launches that update them.
 
-    The table holds the states, so their addresses stay valid. Make a new one when a parameter's storage is
-    replaced. All launches go to the current stream.
+    The table holds references to the states, so their addresses stay valid. Create a new table when the storage of a
+    state is replaced. All launches are enqueued on the current stream.
 
     Args:
-        states: The parameters' states, all on one device; `update` takes its columns in this order.
-        grad_dtypes: The dtype of each parameter's gradient.
+        states: States of the parameters, all on one device. The columns of `update` have the same order.
+        grad_dtypes: Dtype of each parameter's gradient.
 
     Raises:
-        ValueError: States are on several devices, or stored in a way for which there is no kernel.
-        ModuleNotFoundError: The states are on a GPU, and triton cannot be imported.
+        ValueError: The states are on several devices, or there is no kernel for their dtypes.
+        ModuleNotFoundError: The states are on a GPU, and Triton cannot be imported.
     """
 
     def __init__(self, states: Sequence[LocalStates], grad_dtypes: Sequence[torch.dtype]) -> None:
@@ -70,23 +70,23 @@ class CudaUpdateTable:
 
     @property
     def launches(self) -> int:
-        """The number of launches of one `update`."""
+        """Number of kernel launches of one `update`."""
         return len(self._chunks)
 
     def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """Enqueue one step on the current stream: one copy to the device, and one launch for each variant.
+        """Enqueue one update on the current stream: one copy to the device, and one launch per variant.
 
-        The gradients' memory must not be given away or written before the stream has come to the end of the launches.
+        The memory of the gradients must not be freed or written until the stream has completed the launches.
 
         Args:
-            grads: int64 [params], the address of each gradient: contiguous, of the dtype that the table was told, and
-                as long as the states. 0 leaves the parameter as it is.
-            seeds: int64 [params], `rules.noise_seed` of each; used for bf16 moments only.
-            rows: int64 [params], the row of `coefficients` for each parameter.
-            coefficients: fp32 [rows, 9], each row a `rules.Coefficients`.
+            grads: int64 [params], address of each gradient, which is contiguous, has the dtype given to the table, and
+                is as long as the states. 0: the parameter is not updated.
+            seeds: int64 [params], `adamw_math.noise_seed` of each parameter; used for bf16 moments only.
+            rows: int64 [params], row of `coefficients` for each parameter.
+            coefficients: fp32 [rows, 9], each row the values of one `adamw_math.Coefficients`.
 
         Raises:
-            ValueError: A column has not one value per parameter, or names a row that is not there.
+            ValueError: A column does not have one value per parameter, or `rows` is out of range.
         """
         columns = (grads, seeds, rows)
         if any(column.shape != (self.params,) for column in columns):
@@ -98,7 +98,7 @@ class CudaUpdateTable:
                 f"rows {rows.min()} to {rows.max()} of coefficients of shape {coefficients.shape}: "
                 f"give rows of {COEFFICIENTS} values, and indices of theirs"
             )
-        if len(coefficients) > self.params:  # the buffer has room for as many as can be in use
+        if len(coefficients) > self.params:  # the upload buffer has space for one row per parameter
             used, rows = np.unique(rows, return_inverse=True)
             coefficients = coefficients[used]
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
@@ -109,7 +109,7 @@ class CudaUpdateTable:
 
 
 def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic: torch.Tensor, params: int) -> None:
-    """Start the kernel on the current stream, one program for each row of `chunks`."""
+    """Launch the kernel on the current stream, one program per row of `chunks`."""
     source = kernels(ADAMW)
     source.adamw_kernel[(len(chunks),)](
         table,
@@ -128,7 +128,7 @@ def _launch(variant: Variant, table: torch.Tensor, chunks: torch.Tensor, dynamic
 
 @cache
 def kernels(module: str) -> Any:
-    """Import the source of kernels, and triton with it.
+    """Import a module of Triton kernels by name.
 
     Raises:
         ModuleNotFoundError: Triton cannot be imported.

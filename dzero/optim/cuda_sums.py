@@ -1,9 +1,9 @@
-"""Sums of squares of many gradients on CUDA: one copy to the device and two launches for all of them.
+"""Sums of squares of many gradients on CUDA, by one copy to the device and two launches for all of them.
 
-Addresses of gradients are new in each step; lengths, and chunks that follow from them, are kept. All of it travels in
-one copy, as a chunk takes 8 bytes of the table and 2^20 elements of memory. The host waits for the device only where
-it is more than `staging.RING` calls of one table ahead, so at most two steps. The bits are those of
-`host_kernels.sum_squares`; `sums_triton.py` says how.
+The addresses of gradients are new in each step, whereas their lengths and chunks are cached. All of these are uploaded
+in one copy, because a chunk of 2^20 elements takes only 8 bytes of the table. The host waits for the device only when
+it is more than `column_upload.RING` calls of one table ahead, so it runs up to two steps ahead. The bits are those of
+`cpu_kernels.sum_squares`; `optim/sums_triton.py` explains why.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from dzero.optim.update_table import chunks_of
 from dzero.utils.numba_views import Array
 
 SUMS = "dzero.optim.sums_triton"
-"""The module that is the kernels' source."""
+"""Module with the source of the kernels."""
 GROUP = 32
-"""Lanes that one program sums: one per thread of a warp, so that a chunk has as many programs as possible."""
+"""Lanes per program: one per thread of a warp, so that a chunk has as many programs as possible."""
 ROWS = 64
-"""Elements of a lane that a thread reads ahead: at 16 cycles per addition, 64 hide 1000 cycles of latency."""
+"""Elements of a lane that a thread reads ahead. At 16 cycles per addition, 64 elements hide 1000 cycles of latency."""
 BLOCK_CHUNKS = 128
-"""Chunks of a gradient whose lanes one program adds at once, each in one thread."""
+"""Chunks whose lanes one program adds concurrently, one chunk per thread."""
 TOTAL_ROWS = 16
 """Partial sums that a thread reads ahead."""
 KEPT = 8
-"""Tables that a `CudaSums` keeps. A unit asks for all its gradients in each step, and seldom for a few of them."""
+"""Tables that a `CudaSums` caches. A unit sums all its gradients in each step, and rarely only some of them."""
 
 
 class SumsTable:
-    """Gradients of certain lengths, wherever they lie, and the launches that sum their squares.
+    """Table of gradients with fixed lengths and any addresses, with the launches that sum their squares.
 
     Args:
-        sizes: The lengths of the gradients, in elements.
-        dtype: The dtype of all gradients: fp32, bf16 or fp16.
-        device: Where the gradients lie: a GPU, or a CPU whose kernels Triton interprets.
-        chunk_elems: The length of a chunk; other lengths than the default give other sums.
+        sizes: Lengths of the gradients, in elements.
+        dtype: Dtype of all gradients: fp32, bf16 or fp16.
+        device: Device of the gradients: a GPU, or the CPU under Triton's interpreter.
+        chunk_elems: Elements of a chunk. Other values than the default change the bits of the sums.
 
     Raises:
         ValueError: There is no kernel for the dtype.
@@ -64,10 +64,10 @@ class SumsTable:
     def sum_squares(self, addresses: Array) -> torch.Tensor:
         """Enqueue the launches on the current stream, and return the sums, fp64 [grads], on the device.
 
-        The gradients' memory must not be given away or written before the stream has come to the end of the launches.
+        The memory of the gradients must not be freed or written until the stream has completed the launches.
 
         Args:
-            addresses: int64 [grads], of contiguous gradients with the dtype and lengths that the table was told.
+            addresses: int64 [grads], addresses of contiguous gradients with the dtype and lengths of the table.
         """
         sums = torch.empty(self._grads, dtype=torch.float64, device=self._device)
         if not self._chunks:
@@ -108,22 +108,22 @@ class SumsTable:
 
 
 class CudaSums:
-    """The tables of those gradients of one owner that were summed last; `KEPT` of them, each for other lengths."""
+    """Cache of the `KEPT` most recently used tables of one unit, one per combination of lengths and dtype."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], SumsTable] = {}
 
     def sum_squares(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return each one's sum of squares, fp64 [len(grads)], on their device, without waiting for it.
+        """Enqueue the sum of squares of each gradient, and return the sums, fp64 [len(grads)], on the device.
 
         Args:
-            grads: At least one, contiguous, of one dtype (fp32, bf16 or fp16) and on one GPU. Their memory must not be
-                given away or written before the current stream has come to the end of what is enqueued here.
+            grads: One or more contiguous tensors of one dtype (fp32, bf16 or fp16) on one GPU. Their memory must not be
+                freed or written until the current stream has completed the launches.
         """
         sizes = tuple(grad.numel() for grad in grads)
         key = (sizes, grads[0].dtype, grads[0].device)
         table = self._tables.pop(key, None) or SumsTable(*key)
-        self._tables[key] = table  # the last of the dict is the one used last
+        self._tables[key] = table  # the dict is ordered from least to most recently used
         if len(self._tables) > KEPT:
             del self._tables[next(iter(self._tables))]
         return table.sum_squares(np.array([grad.data_ptr() for grad in grads], np.int64))

@@ -1,11 +1,12 @@
-"""AdamW applied to one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
+"""AdamW updates of one rank's states, flat and in place, in chunks so that no temporary has a parameter's size.
 
-    CPU              cpu_kernels.adamw_kernel, a call for each thread and row of dtypes    the bits of adamw_math.adamw
-    CPU, fp16        `step` on chunks, torch's operations                                   the same bits
-    CUDA             adamw_triton.adamw_kernel, a launch for each row of dtypes             the same bits
-    without memory   nothing (a simulation has no values)
+    states           executed by                                             result
+    CPU              `cpu_kernels.adamw_kernel`, calls per storage variant   the bits of `adamw_math.adamw`
+    CPU, fp16        `step` on chunks, torch operations                      the same bits
+    CUDA             `adamw_triton.adamw_kernel`, a launch per variant       the same bits
+    without memory   nothing                                                 none: a simulation has no values
 
-Tables of the states' addresses are made once (update_table.py); a step adds those of its gradients.
+Tables of the states' addresses are built once (`optim/update_table.py`). Each step adds the addresses of its gradients.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ from dzero.zero.rounding import join, split, to_working
 
 @dataclass
 class ParamStates:
-    """One parameter's local states, all flat [n] and contiguous.
+    """Local states of one parameter. All tensors are flat [n] and contiguous.
 
-    work: the working copy (fp32, bf16, fp16). master: fp32; `work` itself for fp32 parameters; None with a remainder.
-    remainder: int16 or None. m, v: fp32 or bf16, v empty where the rule keeps one moment. first: global flat index of
-    element 0. name: keys the rounding noise. follows: `work` is what forward reads, and what was edited there since the
-    last update is the master's new value. passing: made for one update.
+    Attributes:
+        name: Name of the parameter, which seeds the rounding noise.
+        first: Global flat index of element 0.
+        work: Working copy: fp32, bf16 or fp16.
+        master: fp32 master, which is `work` itself for an fp32 parameter. None beside a remainder.
+        remainder: int16 remainder, or None.
+        m: First moment: fp32 or bf16.
+        v: Second moment, of the dtype of `m`. Empty if the update rule keeps one moment.
+        follows: Whether forward reads `work`, so that elements edited there since the last update replace the master's.
+        passing: Whether these states are temporary and exist for one update only.
     """
 
     name: str
@@ -51,7 +58,7 @@ class ParamStates:
     passing: bool = False
 
     def slice(self, start: int, length: int) -> ParamStates:
-        """Elements [start, start + length)."""
+        """Return the states of elements [start, start + length) as views."""
 
         def cut(state: torch.Tensor | None) -> torch.Tensor | None:
             return None if state is None else state[start : start + length]
@@ -63,7 +70,7 @@ class ParamStates:
 
 
 class ParamUpdate(NamedTuple):
-    """One parameter's update of this step: its states, its gradient [n] and its coefficients."""
+    """Update of one parameter: its states, gradient [n], coefficients, and number of the update."""
 
     states: ParamStates
     grad: torch.Tensor
@@ -71,7 +78,7 @@ class ParamUpdate(NamedTuple):
     step: int
 
     def chunks(self, elems: int) -> Iterator[ParamUpdate]:
-        """The same update in pieces of at most `elems` elements; itself where it is one."""
+        """Yield the update in pieces of at most `elems` elements, or itself if one piece is enough."""
         if 0 < self.grad.numel() <= elems:
             yield self
             return
@@ -81,20 +88,22 @@ class ParamUpdate(NamedTuple):
 
 
 class UpdateTable(Protocol):
-    """Parameters whose states stay where they are, updated by a few calls."""
+    """Table of parameters whose states keep their addresses and are updated by a few kernel calls."""
 
     def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """As `CudaUpdateTable.update`."""
+        """Update all parameters; the arguments are those of `CudaUpdateTable.update`."""
 
 
 KEPT_TABLES = 256
-"""Tables of other sets of parameters that stay: of a model's units, say, or of what got gradients in a step."""
+"""Maximum number of cached tables. Each unit, and each set of parameters that got gradients, may have its own."""
 
 
 class AdamWUpdater:
-    """Runs updates; owns the CPU kernels' pool of `threads` (1: in the caller) and the tables.
+    """Executor of AdamW updates, with a thread pool for CPU kernels and a cache of tables.
 
-    cores: bind each thread to one of these.
+    Args:
+        threads: Number of CPU threads. 1: CPU kernels run in the calling thread, unless `cores` are given.
+        cores: Cores to which the threads are bound, one each. Empty: no binding.
     """
 
     def __init__(self, threads: int, cores: Sequence[int] = ()) -> None:
@@ -103,7 +112,7 @@ class AdamWUpdater:
 
     @torch.no_grad()
     def run(self, updates: Sequence[ParamUpdate]) -> None:
-        """Apply all updates; returns when they are done (CUDA: enqueued on the current stream)."""
+        """Apply all updates, and return when they are complete (on CUDA: enqueued on the current stream)."""
         alike: dict[tuple[str, torch.dtype], list[ParamUpdate]] = {}
         for update in updates:
             if has_memory(update.grad):
@@ -117,7 +126,7 @@ class AdamWUpdater:
                 self._update(some)
 
     def _update(self, updates: list[ParamUpdate]) -> None:
-        """Update parameters of one device and one dtype of gradients, by their table."""
+        """Update parameters on one kind of device, with gradients of one dtype, through their table."""
         kept = self._kept(updates)
         numbers: dict[int, int] = {}
         rows = [numbers.setdefault(id(update.coefficients), len(numbers)) for update in updates]
@@ -130,7 +139,7 @@ class AdamWUpdater:
         )
 
     def _kept(self, updates: list[ParamUpdate]) -> _Kept:
-        """Return the table of these parameters: that of the last step, where their states are still the same."""
+        """Return the table of these parameters, from the cache if their states are still the same objects."""
         first = updates[0].grad
         key = (first.device, first.dtype, *(update.states.name for update in updates))
         kept = self._tables.get(key)
@@ -144,7 +153,7 @@ class AdamWUpdater:
 
 
 class _Kept:
-    """A table, and what belongs to its parameters. `states` are held, so that their addresses stay valid."""
+    """Cached table, with the noise seeds of its parameters and with its states, whose addresses must stay valid."""
 
     def __init__(self, states: list[ParamStates], grad: torch.Tensor, workers: Workers) -> None:
         self.states = states
@@ -156,21 +165,21 @@ class _Kept:
         self._seeds = NoiseSeeds([each.name for each in states]) if noisy else None
 
     def seeds(self, updates: list[ParamUpdate]) -> Array:
-        """Return the keys of the rounding noise of this step, int64 [params]."""
+        """Return the seeds of the rounding noise of this step, int64 [params]."""
         if self._seeds is None:
             return np.zeros(len(updates), np.int64)
         return self._seeds.at(np.array([update.step for update in updates]))
 
 
 PIECES = 4
-"""Of the work for each thread: a thread that is late then has less left to do."""
+"""Pieces of work per thread. Smaller pieces leave less to do for a thread that is late."""
 
 ALONE_ELEMS = 1 << 16
-"""Fewer elements are not worth another thread."""
+"""Minimum elements per piece. Fewer elements are not worth another thread."""
 
 
 class CpuUpdateTable:
-    """As `cuda_kernels.CudaTable`, of states on the CPU but fp16: one call of a kernel for each variant and thread."""
+    """Counterpart of `CudaUpdateTable` for CPU states except fp16: a kernel call per variant and range of chunks."""
 
     def __init__(self, states: Sequence[LocalStates], grad_dtypes: Sequence[torch.dtype], workers: Workers) -> None:
         variants = [Variant.of(each, grad) for each, grad in zip(states, grad_dtypes, strict=True)]
@@ -181,7 +190,7 @@ class CpuUpdateTable:
         ]
 
     def _ranges(self, chunks: Array) -> list[tuple[int, int]]:
-        """Return [first, last) of the chunks that threads take at a time, of about as many elements each."""
+        """Return ranges [begin, end) of chunks with about the same number of elements each."""
         left = self._table[chunks[:, 0], 5] - chunks[:, 1].astype(np.int64) * self._chunk_elems
         done = np.cumsum(np.minimum(left, self._chunk_elems))
         pieces = min(PIECES * self._workers.threads, int(done[-1]) // ALONE_ELEMS) or 1
@@ -190,8 +199,7 @@ class CpuUpdateTable:
         return list(itertools.pairwise(cuts))
 
     def update(self, grads: Array, seeds: Array, rows: Array, coefficients: Array) -> None:
-        """As `CudaUpdateTable.update`; returns when it is done."""
-
+        """Update all parameters and return when done; the arguments are those of `CudaUpdateTable.update`."""
         for kernel, chunks, ranges in self._work:
 
             def run(cut: tuple[int, int], kernel: Callable[..., None] = kernel, chunks: Array = chunks) -> None:
@@ -210,7 +218,7 @@ def _kernel(variant: Variant) -> Callable[..., None]:
 
 
 class Workers:
-    """A pool of `threads`, each bound to one of `cores` if there are any; without either the caller does all."""
+    """Pool of `threads` threads, each bound to one of `cores` if given; one unbound thread is the caller itself."""
 
     def __init__(self, threads: int, cores: Sequence[int]) -> None:
         free = SimpleQueue[int]()
@@ -220,7 +228,7 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, "update", _bind, (free,)) if threads > 1 or cores else None
 
     def each(self, do: Callable[[Any], None], pieces: Sequence[Any]) -> None:
-        """Do all pieces, one of them here."""
+        """Call `do` on each of `pieces`, in the pool or, for one piece or without a pool, in the calling thread."""
         if self._pool is None or len(pieces) == 1:
             for piece in pieces:
                 do(piece)
@@ -229,7 +237,7 @@ class Workers:
 
 
 def _bind(free: SimpleQueue[int]) -> None:
-    """This thread takes a core for itself, while there are any."""
+    """Bind the calling thread to a core of its own, if one is left."""
     with suppress(Empty):
         os.sched_setaffinity(0, {free.get_nowait()})
 
@@ -258,9 +266,13 @@ def step(
     seed: int,
     follows: bool,
 ) -> None:
-    """`ParamStates` updated in place by torch's operations: decode, `adamw_math.adamw`, round. All tensors flat [n]."""
+    """Update states in place by torch operations: decode, `adamw_math.adamw`, round.
+
+    The states are those of `ParamStates`, flat [n]. `grad` [n] is still scaled and unclipped, and `seed` comes from
+    `adamw_math.noise_seed`.
+    """
     state = master_of(work, master, remainder, follows=follows)
-    m32, v32 = m.float(), v.float()  # the states themselves where they are fp32
+    m32, v32 = m.float(), v.float()  # fp32 states are not copied
     adamw_math.adamw(grad.float(), state, m32, v32, coefficients)
     if m.dtype == torch.bfloat16:
         noise = adamw_math.rounding_noise(first, m.numel(), seed, m.device)
@@ -272,9 +284,9 @@ def step(
 def master_of(
     work: torch.Tensor, master: torch.Tensor | None, remainder: torch.Tensor | None, *, follows: bool
 ) -> torch.Tensor:
-    """Return fp32 [n], to be updated in place and then given to `write_back`: the master itself, or a new one.
+    """Return the fp32 master [n], or a new tensor joined from `work` and `remainder`.
 
-    follows: as in `ParamStates`.
+    The caller updates it in place and passes it to `write_back`. The arguments are those of `ParamStates`.
     """
     if master is not None:
         return follow_edits(master, work) if follows else master
@@ -283,13 +295,13 @@ def master_of(
 
 
 def follow_edits(master: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-    """Take the elements of `work` that are not `master` [same shape, fp32] rounded into it, in place; return it."""
+    """Copy elements of `work` that differ from the rounded fp32 `master` into `master` in place, and return it."""
     edited = to_working(master, work.dtype) != work
     return master.copy_(torch.where(edited, work.float(), master))
 
 
 def write_back(state: torch.Tensor, work: torch.Tensor, remainder: torch.Tensor | None) -> None:
-    """Round an updated fp32 `state` [n] into the working copy, and what that leaves into the remainder."""
+    """Round the updated fp32 master `state` [n] into the working copy, and its rounding error into the remainder."""
     if remainder is not None:
         rounded, low = split(state)
         work.copy_(rounded)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16: the one number by which losses are multiplied so that gradients do not vanish."""
+"""Dynamic loss scaling for fp16: losses are multiplied by a scale so that small gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ MOST_SCALE = 2.0**40
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerConfig:
-    """Dynamic loss scaling, for precision.param=fp16."""
+    """Settings of dynamic loss scaling, for precision.param=fp16."""
 
     init: float = 65536.0
-    """First loss scale."""
+    """Initial loss scale."""
     growth_interval: int = 2000
-    """Good steps in a row after which the scale doubles."""
+    """Consecutive finite steps after which the scale doubles."""
     hysteresis: int = 1
-    """Bad steps in a row at which it halves, and at each one after. 1: at once."""
+    """Consecutive non-finite steps after which the scale halves, and halves again at each further one."""
     floor: float = 1.0
-    """Smallest scale."""
+    """Minimum loss scale."""
 
     def __post_init__(self) -> None:
         scale = positive(MOST_SCALE)
@@ -30,7 +30,13 @@ class ScalerConfig:
 
 
 class LossScaler:
-    """The scale and its history. Every rank feeds it the same decisions, so every rank holds the same scale."""
+    """Loss scale that grows after finite steps and shrinks after non-finite ones.
+
+    All ranks pass the same decisions to `update`, so all ranks have the same scale.
+
+    Args:
+        config: Settings. None: the scale is fixed at 1.
+    """
 
     def __init__(self, config: ScalerConfig | None) -> None:
         self._config = config
@@ -39,7 +45,7 @@ class LossScaler:
         self._bad_steps = 0
 
     def update(self, *, finite: bool) -> None:
-        """After each step: grow or back off; a fixed scale of 1 (no config) never moves."""
+        """Grow or reduce the scale after a step; a fixed scale does not change."""
         config = self._config
         if config is None:
             return
@@ -55,13 +61,13 @@ class LossScaler:
                 self.scale = max(self.scale / 2, config.floor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers; nothing of a fixed scale."""
+        """Return the scale and its step counts as plain numbers; empty for a fixed scale."""
         if self._config is None:
             return {}
         return {"scale": self.scale, "good_steps": self._good_steps, "bad_steps": self._bad_steps}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """Continue where `state_dict` was taken; as it is where one of both is fixed (16 bits of another kind)."""
+        """Restore the state of `state_dict`, unless the saved or this scale is fixed (fp16 on one side only)."""
         if self._config is None or not state:
             return
         self.scale = float(state["scale"])

@@ -1,8 +1,10 @@
-"""Learning-rate schedules as factors of the base rate, for `torch.optim.lr_scheduler.LambdaLR`.
+"""Learning-rate schedules as factors of the base learning rate, for `torch.optim.lr_scheduler.LambdaLR`.
 
-constant   warm-up, then 1
-cosine     warm-up, then half a cosine from 1 to `final`
-wsd        warm-up, stable at 1, then linear decay to `final` over the last `decay_steps` (Hu et al. 2024)
+    constant   warm-up, then 1
+    cosine     warm-up, then half a cosine from 1 to `final`
+    wsd        warm-up, stable at 1, then linear decay to `final` over the last `decay_steps` (Hu et al. 2024)
+
+Warm-up is linear. Lengths and `final` are fields of `ScheduleConfig`.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ KINDS = ("constant", "cosine", "wsd")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over a run, as a factor of optim.lr."""
+    """Learning-rate schedule of a run, as a factor of optim.lr."""
 
     kind: str = "cosine"
-    """constant, cosine, or wsd (warm-up, stable, linear decay)."""
+    """Kind of schedule: constant, cosine, or wsd (warm-up, stable, linear decay)."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up. null: a 20th of the run."""
+    """Steps of linear warm-up. null: 1/20 of the run."""
     decay_steps: int | None = None
-    """Steps of the decay (wsd)."""
+    """Steps of the decay (wsd only)."""
     final: float = 0.1
     """Factor at the last step (cosine, wsd)."""
 
@@ -41,7 +43,11 @@ class ScheduleConfig:
             )
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
-        """Factor for step 0, 1, ... of a run of `total_steps`. Raises ValueError when warm-up and decay do not fit."""
+        """Return a function of the step, from 0, that computes the factor of a run of `total_steps`.
+
+        Raises:
+            ValueError: Warm-up and decay together are longer than the run.
+        """
         warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
         decay = self.decay_steps or 0
         if warmup + decay > total_steps:

@@ -1,15 +1,15 @@
-"""Whole matrices out of shards and back: each is orthogonalised by the one rank that owns it
-(optim/rank_assignment.py).
+"""Muon updates of sharded matrices, each of which is orthogonalized whole by the rank that owns it.
 
-    mix       every rank updates the momentum of its shards; what is to be orthogonalised is padded and rounded
-    collect   the shards of each owner's matrices travel to it
-    work      every owner orthogonalises what it has, one whole matrix after the other
-    return    every rank's shards of the result travel back to it
-    apply     every rank updates its masters and working copies
+    mix             every rank updates the momentum of its shards, and pads and rounds the input of Newton-Schulz
+    collect         every owner (`optim/rank_assignment.py`) receives the shards of its matrices
+    orthogonalize   every owner processes its matrices, one whole matrix after the other
+    return          every rank receives its shards of the results
+    apply           every rank updates its masters and working copies
 
-One round after the other, so besides the states a rank holds the round's shards twice, and the matrix at work. An owner
-makes the same of the same matrix, whatever it is cut into. At stage 0 all copies get it from one owner; with hybrid
-sharding each copy has an owner of its own, so the ranks of one place in it are to be of one kind of hardware.
+Rounds run one after the other. Besides the states, a rank therefore holds the shards of one round twice, and one whole
+matrix. An owner computes the same bits for any sharding of a matrix. At stage 0, all replicas receive a matrix from one
+owner. With hybrid sharding, each replica has its own owner. Ranks with the same shard must then run on the same kind
+of hardware, or the bits of the replicas may differ.
 """
 
 from __future__ import annotations
@@ -33,11 +33,17 @@ from dzero.zero.shard import Sharded
 from dzero.zero.unit_shapes import ParamShape
 
 How = Mapping[str, tuple[int, MatrixCoefficients]]
-"""The number of each matrix's update, and its coefficients."""
+"""Number of the update and coefficients of each matrix, by parameter name."""
 
 
 class MatrixUpdates:
-    """Updates `matrices`, trained parameters of `sharded`; they travel and are orthogonalised in dtype `payload`."""
+    """Muon updates of the matrices of a sharded model, in rounds.
+
+    Args:
+        matrices: Shapes of the trained parameters that Muon updates.
+        sharded: The sharded model.
+        payload: Dtype in which matrices are sent and orthogonalized.
+    """
 
     def __init__(self, matrices: Sequence[ParamShape], sharded: Sharded, payload: torch.dtype) -> None:
         self._layout, self._payload, self._ledger = sharded.layout, payload, sharded.ledger
@@ -45,18 +51,18 @@ class MatrixUpdates:
         self._axis = SHARD if self._shards > 1 else REPLICATE
         self._group = sharded.mesh.get_group(self._axis)
         self._rank, self._ranks = self._group.rank(), self._group.size()
-        # Whole parameters come back from all owners to every rank, so a round of them takes as many times the room.
+        # At stage 0 every rank receives the results of all owners, so a round takes `ranks` times the memory.
         room = ROOM_ELEMS if self._shards > 1 else ROOM_ELEMS // self._ranks
         self._rounds = rounds_of(matrices, self._ranks, room)
 
     @property
     def traffic(self) -> dict[Entry, Traffic]:
-        """What a step of all matrices moves from this rank."""
+        """Calls and bytes that this rank sends when a step updates all matrices."""
         return expected_updates(self._layout, self._rounds, self._axis, self._rank, self._payload)
 
     @torch.no_grad()
     def run(self, pending: Mapping[str, PendingUpdate[ParamState]], how: How) -> None:
-        """Update these matrices, by name; every rank has the same names."""
+        """Update the matrices of `pending`, by parameter name; all ranks pass the same names."""
         for number, every in enumerate(self._rounds):
             owned = of_names(every, pending)
             if any(owned):
@@ -81,7 +87,7 @@ class MatrixUpdates:
         pending: Mapping[str, PendingUpdate[ParamState]],
         how: How,
     ) -> torch.Tensor:
-        """This rank's shards of what an owner has, padded, one after the other: payload dtype, flat."""
+        """Update momenta, and return this rank's padded shards of an owner's matrices, flat, in the payload dtype."""
         device = next(iter(states.values())).work.device
         part = torch.zeros(part_elems(owned, self._shards), dtype=self._payload, device=device)
         for matrix, slot in _slots(owned, part, self._shards):
@@ -91,7 +97,7 @@ class MatrixUpdates:
         return part
 
     def _collect(self, what: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[shards, n] of what this rank owns, from the parts that are for its owners."""
+        """Return all shards [shards, n] of this rank's matrices, gathered from `parts`, one part per owner."""
         own = parts[self._rank]
         if self._shards == 1:
             return own.view(1, -1)
@@ -101,7 +107,7 @@ class MatrixUpdates:
         return collected
 
     def _return(self, what: str, collected: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """The way back: `parts` become this rank's shards of every owner's result."""
+        """Send the results back, so that `parts` hold this rank's shards of every owner's results."""
         if self._shards == 1:
             self._swap(what, "all_gather", _elems(parts), send=[collected.view(-1)] * self._ranks, receive=parts)
             return
@@ -111,7 +117,7 @@ class MatrixUpdates:
     def _swap(
         self, what: str, kind: str, elems: int, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]
     ) -> None:
-        """`elems`: of all owners' parts, which every rank says alike."""
+        """Exchange tensors with all peers; `elems`, for the collective log, is the same on all ranks."""
         if self._ranks == 1:
             return
         begun = Collective(kind, what, self._axis, elems, self._payload)
@@ -122,10 +128,10 @@ class MatrixUpdates:
         self._ledger.record("update", kind, self._axis, self._payload, sent)
 
     def _orthogonalise(self, collected: torch.Tensor, owned: Sequence[ParamShape], how: How) -> None:
-        """[shards, n], in place."""
+        """Orthogonalize the matrices in `collected` [shards, n] in place."""
         for matrix, slot in _slots(owned, collected, self._shards):
             rows, cols = matrix.shape
-            # A copy in memory of its own: a product's bits may depend on how its factors are aligned.
+            # Cloned into its own allocation, because the bits of a product may depend on the alignment of its factors.
             whole = slot.reshape(-1, cols)[:rows].clone()
             made = slot.new_zeros(slot.numel() // cols, cols)
             made[:rows] = newton_schulz.orthogonalise(whole, how[matrix.name][1].iterations)
@@ -137,6 +143,6 @@ def _elems(parts: Sequence[torch.Tensor]) -> int:
 
 
 def _slots(owned: Sequence[ParamShape], part: torch.Tensor, shards: int) -> list[tuple[ParamShape, torch.Tensor]]:
-    """Each matrix of an owner with its padded shards, in the last dim of `part`."""
+    """Return each matrix of an owner with its padded shards, as views of the last dim of `part`."""
     pieces = torch.split(part, [matrix.shard_elems(shards) for matrix in owned], dim=-1)
     return list(zip(owned, pieces, strict=True))

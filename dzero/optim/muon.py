@@ -1,12 +1,12 @@
-"""Muon beside AdamW, by parameter group, in one optimizer: one decision, one step, one set of states.
+"""Muon and AdamW in one optimizer, by parameter group, with a common gradient decision, step and state dict.
 
-    rule of a group   its parameters                                  states                     update
-    muon              matrices: 2-D, but no embedding and no head     master, step, exp_avg      optim/matrix_gather.py
-    adamw             all others                                      as AdamW's                 optim/flat_update.py
+    rule of a group   its parameters                            states                    update
+    muon              2-D matrices except embeddings and head   master, step, exp_avg     optim/matrix_gather.py
+    adamw             all others                                as in AdamW               optim/flat_update.py
 
-The momentum is kept as `exp_avg`, the average of gradients that AdamW's first moment is too, placed and stored as the
-table's moments; it is carried, saved and loaded as that is. Matrices are orthogonalised whole, whatever they are cut
-into, so the stages agree to the bit as they do with AdamW.
+The momentum is an average of gradients, like AdamW's first moment. It is therefore stored as `exp_avg`, and is placed,
+saved and loaded like AdamW's moments. Matrices are orthogonalized whole for any sharding, so all ZeRO stages give the
+same bits, as with AdamW.
 """
 
 from __future__ import annotations
@@ -33,15 +33,27 @@ from dzero.zero.shard import Sharded
 
 RULES = ("muon", "adamw")
 OPTIONS = ("lr", "momentum", "nesterov", "iterations", "scale")
-"""Settings of a group of Muon's, besides weight_decay."""
+"""Settings of a group with rule="muon", besides weight_decay."""
 
 
 class Muon(AdamW):
-    """Muon for the groups with rule="muon", AdamW for those with rule="adamw" or none.
+    """Muon for parameter groups with rule="muon", AdamW for groups with rule="adamw" or without rule.
 
-    params: groups of the sharded model's parameters; None for all that are trained, by `matrices_of`. What a group does
-    not set comes from `muon`, or from the arguments, which are as `AdamW`'s. Raises ValueError for what cannot be
-    orthogonalised whole: states off the device, and parameters that are cut along other axes or into tiles.
+    Args:
+        sharded: The sharded model.
+        params: Parameter groups. None: all trained parameters, split by `matrices_of`.
+        muon: Defaults of groups with rule="muon".
+        lr: Learning rate. Groups with rule="muon" use `muon.lr` instead if it is set.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        weight_decay: Decoupled weight decay.
+        max_norm: Maximum global gradient norm over all ranks. None: no clipping.
+        scaler: Settings of the loss scaler, which is used for fp16 parameters only.
+        threads: Number of CPU threads for updates, as for `AdamW`.
+
+    Raises:
+        ValueError: The groups are invalid, or matrices cannot be orthogonalized whole: states are off the device or
+            split over replicas, or parameters are cut along other axes or into tiles.
     """
 
     def __init__(
@@ -119,12 +131,12 @@ class Muon(AdamW):
         self._updates.run(matrices, how)
 
     def describe(self) -> list[str]:
-        """As `MasterOptimizer.describe`; and whose rule is which."""
+        """Return log lines with the number of parameters per rule, and those of `AdamW.describe`."""
         others = len(self._rules) - len(self._matrices)
         return [f"muon: {len(self._matrices)} matrices, {others} other parameters by adamw", *super().describe()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `AdamW.load_state_dict`. Raises ValueError where groups have other rules."""
+        """Copy the values of a state dict whose groups have the same rules, as `AdamW.load_state_dict` does."""
         saved = [group.get("rule") for group in state_dict["param_groups"]]
         own = [group["rule"] for group in self.param_groups]
         if saved != own:
@@ -132,7 +144,7 @@ class Muon(AdamW):
         super().load_state_dict(state_dict)
 
     def take_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """As `MasterOptimizer.take_scalars`. Raises ValueError where other parameters were Muon's."""
+        """Restore the values of `scalars`; raise ValueError if rule="muon" applied to other parameters."""
         groups = scalars["groups"] if scalars["rule"] == self.rule_name else []
         saved = {name for group in groups if group["rule"] == "muon" for name in group["params"]}
         if groups and saved != self._matrices:
@@ -142,17 +154,20 @@ class Muon(AdamW):
 
     @property
     def rule_name(self) -> str:
-        """As `MasterOptimizer.rule_name`."""
+        """Name of the update rule, as in `optim.rule`."""
         return "muon"
 
     @property
     def traffic(self) -> dict[Entry, Traffic]:
-        """As `MasterOptimizer.traffic`."""
+        """Calls and bytes that this rank sends for a step's update, by entry of the ledger."""
         return self._updates.traffic
 
 
 def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]:
-    """Trained 2-D parameters of several rows and columns, but embeddings', and those below a module of `exclude`."""
+    """Return the trained 2-D parameters with several rows and columns that Muon updates.
+
+    Parameters of embeddings are left out, and those below a module whose name is in `exclude`.
+    """
     modules = sharded.model.modules()
     embeddings = {param for module in modules if isinstance(module, nn.Embedding) for param in module.parameters()}
     return {
@@ -164,7 +179,7 @@ def matrices_of(sharded: Sharded, exclude: Collection[str]) -> set[nn.Parameter]
 
 
 def split_by_rule(groups: Iterable[dict[str, Any]], matrices: Collection[nn.Parameter]) -> list[dict[str, Any]]:
-    """Each group as one of Muon's with its matrices, and one of AdamW's with its others; empty ones left out."""
+    """Split each group into rule="muon" with its `matrices` and rule="adamw" with the rest; omit empty groups."""
     found = []
     for group in groups:
         for rule, params in (
@@ -181,7 +196,7 @@ def _trained(sharded: Sharded) -> list[nn.Parameter]:
 
 
 def check_muon(layout: Layout) -> None:
-    """Raises ValueError for a table that takes states off the device, where shards do not travel between ranks."""
+    """Raise ValueError for a layout in which an owner cannot gather whole matrices on the device."""
     if layout.shares > 1:
         raise ValueError(
             "zero.states_over=all: Muon's matrices are put together from shards, not from parts of them; take "
@@ -201,7 +216,7 @@ def check_muon(layout: Layout) -> None:
 
 
 def _payload(compute: str, layout: Layout) -> torch.dtype:
-    """Return the dtype in which matrices travel; `auto` is bf16 for bf16 parameters and fp32 for others."""
+    """Return the dtype in which matrices are sent and orthogonalized; `auto` is bf16 for bf16 parameters, else fp32."""
     if compute == "auto":
         return torch.bfloat16 if layout.param.dtype == torch.bfloat16 else torch.float32
     return dtype_of(compute)

@@ -1,17 +1,17 @@
-"""Muon's rule on plain tensors (Jordan et al. 2024): momentum, orthogonalisation of a whole matrix, decoupled decay.
+"""Muon on plain tensors (Jordan et al. 2024): momentum, orthogonalization of whole matrices, decoupled decay.
 
     g = grad * scale                              scale: unscaling and clipping in one factor
     m = m * momentum + g * (1 - momentum)
-    u = g * (1 - momentum) + m * momentum         Nesterov's; else u = m
+    u = g * (1 - momentum) + m * momentum         with Nesterov momentum; otherwise u = m
     o = orthogonalise(u)                          the whole matrix [rows, cols]: its singular values become about 1
     master = master * (1 - lr * decay) - o * (lr * factor)
 
-    scale     factor                              so that
-    rms       0.2 * sqrt(max(rows, cols))         o's RMS is that of AdamW's updates (Liu et al. 2025): one lr for both
-    original  sqrt(max(1, rows / cols))           o's spectral norm follows the matrix's shape (Jordan)
+    scale     factor                              effect
+    rms       0.2 * sqrt(max(rows, cols))         o has the RMS of AdamW's updates (Liu et al. 2025): one lr for both
+    original  sqrt(max(1, rows / cols))           o has a spectral norm that follows the shape (Jordan)
 
-All but the orthogonalisation is element-wise, in separate fp32 operations, so any slice of a matrix has the same bits
-(optim/adamw_math.py says why); that one is made of whole matrices only, each at one rank.
+The orthogonalization runs on whole matrices, each on one rank. Everything else is element-wise, in separate fp32
+operations, so any slice of a matrix gets the same bits (see `optim/adamw_math.py`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,23 @@ from dzero.optim.adamw_math import noise_seed, rounding_noise, stochastic_bf16
 from dzero.optim.flat_update import ParamStates, master_of, write_back
 
 QUINTIC = 3.4445, -4.7750, 2.0315
-"""a x + b x³ + c x⁵, whose slope at 0 is steep: small singular values grow fast, and all end between 0.7 and 1.2."""
+"""Coefficients a, b, c of the polynomial a x + b x³ + c x⁵ that each iteration applies to the singular values.
+
+Its slope at 0 is steep, so small singular values grow fast. All of them end between 0.7 and 1.2."""
 LEAST_NORM = 1e-7
+"""Lower bound of the norm by which a matrix is divided, so that zeros stay zeros."""
 
 
 @dataclass(frozen=True)
 class MatrixCoefficients:
-    """The scalars of one matrix's update; floats rounded once from float64 to fp32."""
+    """Scalars of one matrix's update. Floats are rounded once from float64 to fp32.
+
+    Attributes:
+        scale: Factor of the gradient: unscaling and clipping.
+        blend: 1 - momentum.
+        keep: 1 - lr * weight_decay.
+        rate: lr * `shape_factor`.
+    """
 
     scale: float
     momentum: float
@@ -56,7 +66,7 @@ class MatrixCoefficients:
         scale: str,
         grad_scale: float,
     ) -> MatrixCoefficients:
-        """Of a matrix [rows, cols]; `scale`: one of `SCALES`, `grad_scale`: unscaling and clipping."""
+        """Compute the coefficients of a matrix [rows, cols]; `scale` is "rms" or "original"."""
         rate = lr * shape_factor(rows, cols, scale)
         return cls(
             scale=_fp32(grad_scale),
@@ -74,14 +84,14 @@ def _fp32(value: float) -> float:
 
 
 def shape_factor(rows: int, cols: int, scale: str) -> float:
-    """What multiplies the rate of a matrix [rows, cols]."""
+    """Return the factor of the learning rate of a matrix [rows, cols]."""
     return 0.2 * math.sqrt(max(rows, cols)) if scale == "rms" else math.sqrt(max(1.0, rows / cols))
 
 
 def mixed(grad: torch.Tensor, states: ParamStates, c: MatrixCoefficients, step: int) -> torch.Tensor:
-    """Update the momentum of a shard, and give what is to be orthogonalised, fp32 [n]; `step` keys rounding noise."""
+    """Update the momentum of a shard, and return the input of `orthogonalise`, fp32 [n]; `step` seeds the noise."""
     g = grad.float() * c.scale
-    m = states.m.float()  # the state itself where it is fp32
+    m = states.m.float()  # an fp32 state is not copied
     g.mul_(c.blend)
     m.mul_(c.momentum).add_(g)
     found = g.add_(m * c.momentum) if c.nesterov else m
@@ -92,11 +102,11 @@ def mixed(grad: torch.Tensor, states: ParamStates, c: MatrixCoefficients, step: 
 
 
 def orthogonalise(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-    """About U V' of `matrix` = U S V' [rows, cols], by Newton-Schulz iterations in its dtype; zeros stay zeros."""
+    """Approximate U V' of a matrix U S V' [rows, cols] by Newton-Schulz iterations in its dtype; zeros stay zeros."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
-    x = x / x.norm().clamp(min=LEAST_NORM)  # Frobenius, so no singular value is above 1
+    x = x / x.norm().clamp(min=LEAST_NORM)  # the Frobenius norm, so that no singular value exceeds 1
     for _ in range(iterations):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -104,7 +114,7 @@ def orthogonalise(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
 
 
 def apply(update: torch.Tensor, states: ParamStates, c: MatrixCoefficients) -> None:
-    """Take a shard's part of an orthogonalised matrix [n] into the master and the working copy."""
+    """Apply a shard [n] of an orthogonalized matrix to the shard's master and working copy."""
     state = master_of(states.work, states.master, states.remainder, follows=states.follows)
     state.mul_(c.keep).sub_(update.float() * c.rate)
     write_back(state, states.work, states.remainder)

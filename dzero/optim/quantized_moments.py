@@ -1,11 +1,11 @@
-"""Moments in 8 bits: torchao's block-wise codes, padded so that any shard fits.
+"""8-bit moments in torchao's block-wise format, padded so that any shard fits.
 
     codes   uint8 [blocks * 256]   index into a fixed table of 256 values (dynamic exponent, Dettmers et al. 2022)
-    scale   fp32  [blocks]         the block's largest magnitude
+    scale   fp32  [blocks]         largest magnitude of the block
 
-Every rank pads to the largest shard, so that codes and scales are DTensors of their own, one row per rank, which a
-state dict keeps exactly (for the same number of ranks: the blocks follow the shards). About 2 bytes per parameter for
-both moments.
+Every rank pads to the largest shard. Codes and scales are therefore DTensors with one row per rank, which a state dict
+stores exactly, but for the same number of ranks only, because the blocks follow the shards. Both moments take about
+2 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ from typing import Any, NamedTuple
 import torch
 
 BLOCK_ELEMS = 256
+"""Elements of a block, which share one scale."""
 
 
 def blocks_of(elems: int) -> int:
-    """Blocks that hold a shard of `elems`, without padding."""
+    """Return the number of blocks of an unpadded shard of `elems` elements."""
     return -(-elems // BLOCK_ELEMS)
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """fp32 [elems] of uint8 codes [elems] and the fp32 scale of each block of them."""
+    """Decode uint8 codes [elems] and fp32 scales [blocks] into a new fp32 tensor [elems]."""
     whole = QuantizedMoment.zeros(codes.numel(), codes.numel(), signed=signed, device=codes.device)
     whole.put(codes, scale)
     return whole.load()
 
 
 class KnownBlocks(NamedTuple):
-    """Which blocks are `known` as they were stored, bool [blocks]; uint8 `codes` [elems], fp32 `scale` [blocks]."""
+    """Blocks of a saved 8-bit moment that can be restored exactly.
+
+    Attributes:
+        known: bool [blocks], whether a block is known as it was stored.
+        codes: uint8 [elems], codes of the known blocks.
+        scale: fp32 [blocks], scales of the known blocks.
+    """
 
     known: torch.Tensor
     codes: torch.Tensor
@@ -39,8 +46,8 @@ class KnownBlocks(NamedTuple):
 
 
 def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
-    """torchao's state for `elems` zeros, a multiple of BLOCK_ELEMS."""
-    # Imported here because it costs a second and prints about its CUDA extensions, which only this storage needs.
+    """Return a torchao state of `elems` zeros, where `elems` is a multiple of BLOCK_ELEMS."""
+    # Imported here, because the import takes a second and prints a message about CUDA extensions.
     from torchao.optim.subclass_8bit import OptimState8bit
 
     return OptimState8bit.zeros((elems,), signed, BLOCK_ELEMS, device)
@@ -48,29 +55,29 @@ def blank(elems: int, *, signed: bool, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class QuantizedMoment:
-    """A flat fp32 tensor of `elems` elements kept in 8 bits."""
+    """Flat tensor of `elems` elements, stored in 8 bits and decoded to fp32."""
 
     state: Any
     elems: int
 
     @classmethod
     def zeros(cls, elems: int, padded_elems: int, *, signed: bool, device: torch.device) -> QuantizedMoment:
-        """Zeros for a shard of `elems`, stored as `padded_elems` in whole blocks; `signed`: may be negative."""
+        """Create zeros for a shard of `elems`, stored as `padded_elems` in whole blocks; `signed` allows negatives."""
         blocks = max(1, -(-padded_elems // BLOCK_ELEMS))
         return cls(blank(blocks * BLOCK_ELEMS, signed=signed, device=device), elems)
 
     def place(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """Keep codes and scales in these tensors from now on, with the values that these have."""
+        """Use these tensors, with their current values, as storage of codes and scales."""
         self.state.codes, self.state.scale = codes, scale
 
     def clear(self) -> None:
-        """All zeros."""
+        """Set all values to zero."""
         self.state.codes.zero_()
         self.state.scale.zero_()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored."""
+        """Stored tensors `codes` and `scale`, padded."""
         return {"codes": self.state.codes, "scale": self.state.scale}
 
     def load(self) -> torch.Tensor:
@@ -79,24 +86,24 @@ class QuantizedMoment:
         return decoded[: self.elems].clone()
 
     def store(self, value: torch.Tensor) -> None:
-        """Encode fp32 [elems]; the padding stays zero."""
+        """Encode an fp32 tensor [elems]; the padding is zero."""
         padded = torch.zeros(self.state.codes.numel(), device=value.device)
         padded[: self.elems] = value
         self.state.copy_(padded)
 
     def export_state(self) -> dict[str, torch.Tensor]:
-        """What is stored, without padding; see `put`."""
+        """Return views of the stored `codes` and `scale` without padding."""
         blocks = blocks_of(self.elems)
         return {"codes": self.state.codes[: self.elems], "scale": self.state.scale[:blocks]}
 
     def put(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """The way back, on any rank whose shard begins at the same element."""
+        """Store unpadded codes and scales that were exported from a shard with the same first element."""
         self.clear()
         self.state.codes[: self.elems] = codes
         self.state.scale[: scale.numel()] = scale
 
     def import_state(self, value: torch.Tensor, blocks: KnownBlocks | None) -> None:
-        """As `store`; but blocks that are known stay what they were, since encoding is not the inverse of decoding."""
+        """Encode `value`, but copy known blocks exactly, because encoding is not the inverse of decoding."""
         self.store(value)
         if blocks is not None:
             known = blocks.known.repeat_interleave(BLOCK_ELEMS)[: self.elems]

@@ -1,14 +1,15 @@
-"""Which rank orthogonalises which matrix, and what that moves. Pure: from shapes alone, the same on every rank.
+"""Assignment of matrices to the ranks that orthogonalize them, and its traffic, computed from shapes alone.
 
-Matrices go in rounds, the costliest first. In a round each goes to the owner with the least work that has room for it;
-an owner holds at most `ROOM_ELEMS` of whole matrices at a time, or one that is larger.
+All ranks compute the same assignment. Matrices are assigned in rounds, in order of decreasing cost. Within a round, a
+matrix is assigned to the owner with the least work that has space for it. An owner holds at most `ROOM_ELEMS` elements
+of whole matrices at a time, or one larger matrix.
 
-    parameters are        to the owners                          back from them
-    cut (stages 1-3)      all_to_all of shards in, a round       all_to_all of shards out, a round
-    whole (stage 0)       nothing: every rank has the gradient   all_gather of what each owner made, a round
+    parameters         to the owners, per round               from the owners, per round
+    cut (stages 1-3)   all_to_all of shards                   all_to_all of shards
+    whole (stage 0)    nothing: every rank has the gradient   all_gather of each owner's results
 
-Bytes follow `comm/ledger.py`, with shards padded to the largest. Owners differ in what they own, so ranks differ in
-what they send: P bytes of shards for each owner that is not this rank, and its own P to every other rank.
+Bytes are counted as in `comm/ledger.py`, with shards padded to the largest. Owners have different matrices, so ranks
+send different amounts: the P bytes of this rank's shards for each other owner, and its own P to every other rank.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import ParamShape
 
 ROOM_ELEMS = 1 << 24
+"""Maximum elements of whole matrices that an owner holds at a time, unless one matrix is larger."""
 Round = tuple[tuple[ParamShape, ...], ...]
-"""What each owner, by rank, has in a round."""
+"""Matrices of each owner, by rank, in one round."""
 
 
 @dataclass
@@ -41,7 +43,11 @@ class _Owner:
 
 
 def rounds_of(matrices: Sequence[ParamShape], owners: int, room_elems: int = ROOM_ELEMS) -> list[Round]:
-    """Every matrix in one round, with one of `owners` ranks; ties go in the model's order to the lowest rank."""
+    """Assign each matrix to one round and, in it, to one of `owners` ranks.
+
+    Matrices of equal cost are taken in the model's order. Of owners with equal work, the lowest rank is chosen. A
+    matrix larger than `room_elems` raises this limit to its own size.
+    """
     room = max([room_elems, *(matrix.elems for matrix in matrices)])
     rounds: list[list[_Owner]] = []
     for matrix in sorted(matrices, key=cost_of, reverse=True):
@@ -54,30 +60,30 @@ def rounds_of(matrices: Sequence[ParamShape], owners: int, room_elems: int = ROO
 
 
 def _with_room(owners: list[_Owner], most_elems: int) -> list[_Owner]:
-    """Those that hold no more than that, the one with the least work first."""
+    """Return the owners that hold at most `most_elems` elements, in order of increasing work."""
     return sorted((owner for owner in owners if owner.elems <= most_elems), key=lambda owner: owner.cost)
 
 
 def cost_of(matrix: ParamShape) -> int:
-    """Multiplications of one Newton-Schulz iteration: two products of the matrix's size, one of its smaller side's."""
+    """Return the number of multiplications of one Newton-Schulz iteration on the matrix."""
     short, long = sorted(matrix.shape)
     return 2 * short * short * long + short**3
 
 
 def of_names(each: Round, names: Collection[str]) -> Round:
-    """A round of only these matrices."""
+    """Return the round with only the matrices of these names."""
     return tuple(tuple(matrix for matrix in owned if matrix.name in names) for owned in each)
 
 
 def part_elems(owned: Sequence[ParamShape], shards: int) -> int:
-    """Elements of one rank's padded shards of what an owner has."""
+    """Return the elements of one rank's padded shards of an owner's matrices."""
     return sum(matrix.shard_elems(shards) for matrix in owned)
 
 
 def expected_updates(
     layout: Layout, rounds: Sequence[Round], axis: str, rank: int, payload: torch.dtype
 ) -> dict[Entry, Traffic]:
-    """Calls and bytes that `rank` of the owners' axis sends for one optimizer step, by the ledger's entries."""
+    """Return the calls and bytes that `rank` of mesh axis `axis` sends for one step, by entry of the ledger."""
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
     cut = layout.shard > 1
     for each in rounds:

@@ -1,4 +1,6 @@
-"""Triton source of the sums of squares of many gradients in two launches. `cuda_sums.py` fills the table.
+"""Triton kernels for the sums of squares of many gradients in two launches.
+
+`optim/cuda_sums.py` fills the table and launches them:
 
     table       int64 [3 * grads + 1 + chunks]   addresses [grads], lengths [grads], the first chunk of each gradient
                                                  and the end of the last [grads + 1], then as int32 [chunks, 2] the
@@ -6,20 +8,21 @@
     partials    fp64 [LANES + 1, chunks]         sums of the lanes of each chunk; the last row is for their totals
     sums        fp64 [grads]                     the result
 
-The bits are those of `host_kernels.sum_squares`, because every fp64 addition has the same operands: element i of a
-chunk goes to lane i mod LANES, a lane adds its squares one after the other, and lanes, then chunks, are added in order,
-each beginning at 0.0. Additions of 0.0 for what is masked change nothing, as no sum of squares is -0.0. The square of
-an fp32, bf16 or fp16 value is exact in fp64, so a contraction of product and sum would have the same bits; `OPTIONS`
-forbids it all the same, so that the compiled code shows the operations of the CPU's. A NaN's pattern may differ.
+The bits are those of `cpu_kernels.sum_squares`, because every fp64 addition has the same operands: element i of a
+chunk belongs to lane i mod LANES, a lane adds its squares in order, and then lanes and chunks are added in order, each
+sum beginning at 0.0. Masked elements add 0.0, which changes nothing, because no sum of squares is -0.0. The square of
+an fp32, bf16 or fp16 value is exact in fp64, so a fused product and sum would give the same bits. `OPTIONS` forbids it
+nevertheless, so that the compiled code has the operations of the CPU kernel. The bit pattern of a NaN may differ.
 
-Note: how a fixed order keeps a GPU busy. A lane is one chain of additions that no second thread can help with. So a
-program sums only a GROUP of lanes, one per thread of a warp: a chunk of 2^20 elements gives 8 programs, and all chunks
-of all gradients run at once. A whole chunk still takes the time of 4096 dependent additions, some 40 us at 16 cycles
-each, however idle the GPU is. A small unit pays this in latency alone, as nothing waits for its sums during backward.
+Note: how a fixed order keeps a GPU busy. A lane is one chain of dependent additions, which cannot be split over
+threads. A program therefore sums a GROUP of lanes, one per thread of a warp: a chunk of 2^20 elements has 8 programs,
+and all chunks of all gradients run concurrently. A whole chunk still takes the time of 4096 dependent additions, about
+40 us at 16 cycles each, even on an idle GPU. For a small unit this is latency only, because nothing waits for its sums
+during backward.
 
-Note: why the loop carries what it has read. Loads must run ahead of the additions, or each addition waits for memory.
-Where a loop adds what it has read in the same turn, ptxas moves every load down to its addition, to save registers. It
-cannot do so where the values come from the turn before. Tests look for this in the machine code.
+Note: why the loop carries the values that it has read. Loads must run ahead of the additions, or each addition waits
+for memory. If a loop adds values in the iteration that reads them, ptxas moves each load down to its addition to save
+registers. It cannot do so if the values come from the previous iteration. Tests check this in the machine code.
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ import triton
 import triton.language as tl
 
 OPTIONS = {"enable_fp_fusion": False}
-"""Options of the compiler for both kernels."""
+"""Compiler options of both kernels."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _read_rows(pointer, begin, end, stride, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return a tuple of what lies at the positions `begin`, `begin + stride`, ...: ROWS of these; 0 from `end` on."""
+    """Return a tuple of the ROWS values at positions `begin`, `begin + stride`, ..., with 0 from position `end` on."""
     first, rows = pointer + begin, ()
     for row in tl.static_range(ROWS):
         value = tl.load(first + row * stride, mask=begin + row * stride < end, other=0)
@@ -43,10 +46,10 @@ def _read_rows(pointer, begin, end, stride, ROWS: tl.constexpr):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _add_in_order(sums, pointer, begin, end, stride, count, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return `sums`, fp64, plus what lies at `begin`, `begin + stride`, ... before `end`, one after the other.
+    """Return fp64 `sums` after adding the values at `begin`, `begin + stride`, ... before `end`, in this order.
 
-    pointer: to fp64, which is added as it is; or to fp32, fp16 or uint16 (a bf16 pattern), whose squares are added.
-    begin: int, a vector as long as `sums`, or scalar. count: the most values that are added to one sum.
+    fp64 values are added as they are. For fp32, fp16 and uint16 (bf16 patterns), squares are added. `begin` is a
+    vector as long as `sums`, or a scalar. `count` is the maximum number of values that are added to one sum.
     """
     rows = _read_rows(pointer, begin, end, stride, ROWS)
     for _ in range(0, count, ROWS):
@@ -77,9 +80,9 @@ def lane_sums_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sum the squares in GROUP lanes of one chunk per program: LANES / GROUP programs for each chunk.
+    """Sum the squares in GROUP lanes of one chunk per program, with LANES / GROUP programs per chunk.
 
-    DTYPE: "fp32", "bf16" or "fp16". CHUNK: the most elements of a chunk. ROWS: elements of each lane per read.
+    DTYPE is "fp32", "bf16" or "fp16". CHUNK is the maximum length of a chunk. ROWS is the elements of a lane per read.
     """
     program = tl.program_id(0)
     chunk = program // (LANES // GROUP)
@@ -111,10 +114,10 @@ def totals_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the lanes of each chunk of one gradient per program, BLOCK chunks at once, then these chunks, in order."""
+    """Sum one gradient per program: the lanes of BLOCK chunks concurrently, then these chunks, each in order."""
     grad = tl.program_id(0)
     first, last = tl.load(table + 2 * grads + grad), tl.load(table + 2 * grads + grad + 1)
-    end = LANES * chunks.to(tl.int64)  # of the lanes; their totals begin there
+    end = LANES * chunks.to(tl.int64)  # end of the lanes, where their totals begin
     total = tl.zeros([], tl.float64)
     for begin in range(first, last, BLOCK):
         chunk = begin + tl.arange(0, BLOCK)
@@ -122,7 +125,7 @@ def totals_kernel(  # type: ignore[no-untyped-def]
         of_chunks = tl.zeros([BLOCK], tl.float64)
         of_chunks = _add_in_order(of_chunks, partials, tl.where(held, chunk, end), end, chunks, LANES, ROWS)
         tl.store(partials + end + chunk, of_chunks, mask=held)
-        tl.debug_barrier()  # below, threads read what others of the program have written
+        tl.debug_barrier()  # below, threads read values that other threads of the program have written
         until = tl.minimum(begin + BLOCK, last)
         total = _add_in_order(total, partials + end, begin, until, 1, until - begin, ROWS)
     tl.store(sums + grad, total)

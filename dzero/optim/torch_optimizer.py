@@ -1,8 +1,9 @@
-"""Any element-wise `torch.optim` class over the same fp32 masters; outside the bit contract where its kernels are.
+"""Element-wise `torch.optim` classes over fp32 master parameters.
 
-The class sees this rank's masters as plain parameters with fp32 gradients. An optimizer that mixes elements of a
-parameter (Adafactor's row means, LAMB's trust ratio, Muon, LBFGS) would be silently wrong on a shard: it is refused
-unless nothing is sharded (stage 0).
+The wrapped class receives this rank's masters as plain parameters with fp32 gradients. An optimizer that mixes elements
+of a parameter (Adafactor's row means, LAMB's trust ratio, Muon, LBFGS) would be silently wrong on a shard. It is
+rejected unless nothing is sharded (stage 0). Results have the same bits for any sharding only if the kernels of the
+class guarantee it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,21 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam",
 
 
 class TorchOptimizer(MasterOptimizer):
-    """`rule` (a class such as torch.optim.SGD) with its own `options`, over fp32 masters.
+    """Optimizer that runs a `torch.optim` class over fp32 master parameters.
 
-    elementwise: assert it for a class of your own that updates every element by itself. Raises ValueError for other
-    classes at stages 1-3, and for the `remainder` master and 16- or 8-bit moments, which only AdamW keeps.
+    Args:
+        sharded: The sharded model.
+        rule: Optimizer class, such as `torch.optim.SGD`.
+        params: Parameters or parameter groups of the sharded model. None: all trained parameters.
+        max_norm: Maximum global gradient norm over all ranks. None: no clipping.
+        scaler: Settings of the loss scaler, which is used for fp16 parameters only.
+        elementwise: True declares that a custom class updates every element by itself. None: such a class counts as
+            one that mixes elements.
+        **options: Keyword arguments of the class.
+
+    Raises:
+        ValueError: The class mixes elements of a parameter and masters are sharded (stages 1-3), or the layout stores
+            states in a way that only AdamW supports, such as remainders and 16- or 8-bit moments.
     """
 
     places_moments = False
@@ -55,8 +67,8 @@ class TorchOptimizer(MasterOptimizer):
         self._mixes = mixes(rule, elementwise)
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
-            options.setdefault("foreach", False)  # foreach keeps temporaries of every parameter at once
-        rule([nn.Parameter(torch.zeros(1))], **options)  # raises for wrong ones before anything moves
+            options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
+        rule([nn.Parameter(torch.zeros(1))], **options)  # raises for invalid options before any state is moved
         self._placement, self._in_use = StatePlacement(sharded, self.offload), Lock()
         self._mastered: dict[nn.Parameter, MasterParam] = {}
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
@@ -65,10 +77,10 @@ class TorchOptimizer(MasterOptimizer):
         self.inner = rule(groups, **options)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
-            own["updates"] = 0  # saved with the group: classes like SGD keep no count
+            own["updates"] = 0  # saved with the group, because classes like SGD keep no step count
 
     def _mastered_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Make the masters of a group's parameters; return it as the class sees it."""
+        """Create the masters of a group's parameters, and return the group with masters for the wrapped class."""
         unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
         for param in group["params"]:
             name = self._names[param]
@@ -90,7 +102,7 @@ class TorchOptimizer(MasterOptimizer):
             check_whole(mixed, self._sharded, "a rule that mixes elements of a parameter")
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
-        self.synchronize()  # the class's own settings and states are in use until the last step's updates have ended
+        self.synchronize()  # updates of the last step still use the settings and states of the wrapped class
         self.take_edits()
         self._settle_groups()
         pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
@@ -102,12 +114,12 @@ class TorchOptimizer(MasterOptimizer):
             self._show_states()
 
     def _run(self, factor: float, pending: Sequence[PendingUpdate[MasterParam]]) -> None:
-        with self._in_use:  # by the host's lane, and by this thread for what is updated on the device
+        with self._in_use:  # the host lane and, for updates on the device, this thread share the wrapped class
             for each in pending:
                 each.stored.follow_edits()
                 master = each.stored.master
                 master.grad = each.grad.float().mul(factor).view(master.shape)
-            self.inner.step()  # leaves out what has no gradient
+            self.inner.step()  # skips masters without gradient
             for each in pending:
                 each.stored.master.grad = None
                 each.stored.write_back()
@@ -123,7 +135,7 @@ class TorchOptimizer(MasterOptimizer):
                 mastered.take_edits()
 
     def describe(self) -> list[str]:
-        """As `MasterOptimizer.describe`."""
+        """Return log lines about offload and the kind of updates."""
         updates = [f"offload: {type(self.inner).__name__} updates with torch's own operations, not in one pass"]
         return super().describe() + (updates if self.offload.schedule.slots else [])
 
@@ -136,7 +148,7 @@ class TorchOptimizer(MasterOptimizer):
             self._state.put(param, self._states(param))
 
     def _without_gradients(self) -> None:
-        """torch's checkpoint helpers create the states of a fresh optimizer by a step with zero `.grad`s and rates."""
+        """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
         if self._state or any(param.grad is None for param in self._mastered):
             super()._without_gradients()
         masters = [mastered.master for mastered in self._mastered.values()]
@@ -149,10 +161,10 @@ class TorchOptimizer(MasterOptimizer):
         self._show_states()
 
     def _states(self, param: nn.Parameter) -> dict[str, Any]:
-        """The master and the class's states of a parameter, those of its shape as DTensors placed like it."""
+        """Return the master and states of a parameter; those of its shape are DTensors placed like it."""
         mastered = self._mastered[param]
         master, mesh = mastered.master, mastered.mesh
-        copied = mastered.param.dtype == torch.float32  # the parameter says it all
+        copied = mastered.param.dtype == torch.float32  # the master equals the parameter
         states: dict[str, Any] = {} if copied else {"master": placed_like(master.detach(), param, mesh)}
         for key, value in self.inner.state.get(master, {}).items():
             same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
@@ -160,14 +172,14 @@ class TorchOptimizer(MasterOptimizer):
         return states
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters and the class's own states."""
-        packed = super().state_dict()  # synchronises
+        """Return the state dict, with masters and the states of the wrapped class."""
+        packed = super().state_dict()  # waits for pending updates
         params = [p for group in self.param_groups for p in group["params"]]
         packed["state"] = {index: self._states(param) for index, param in enumerate(params)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy masters and states; dtypes and devices stay the masters'."""
+        """Copy masters and states from a state dict; dtype and device of the masters do not change."""
         self.synchronize()
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
@@ -183,7 +195,7 @@ class TorchOptimizer(MasterOptimizer):
         self._show_states()
 
     def portable_states(self, unit: Unit) -> list[StateSpec]:
-        """As `MasterOptimizer.portable_states`."""
+        """Return the specs of the states that `export_state` exports for a unit, in that order."""
         return [
             StateSpec(mastered.name, key, tensor.dtype, tensor.numel())
             for mastered in self._of(unit)
@@ -191,7 +203,7 @@ class TorchOptimizer(MasterOptimizer):
         ]
 
     def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
-        """As `MasterOptimizer.export_state`."""
+        """Pass each state of a unit to `put(parameter, key, tensor)`, flat [shard]."""
         self.take_edits()
         for mastered in self._of(unit):
             mastered.follow_edits()
@@ -199,7 +211,7 @@ class TorchOptimizer(MasterOptimizer):
                 put(mastered.name, key, tensor)
 
     def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
-        """As `MasterOptimizer.import_state`."""
+        """Import the exported states of a unit, by parameter name, and set its parameters accordingly."""
         for mastered in (of_unit := self._of(unit)):
             master, each = mastered.master, portable_states[mastered.name]
             tensors = {key: value.view(master.shape) for key, value in each.tensors.items()}
@@ -214,14 +226,14 @@ class TorchOptimizer(MasterOptimizer):
             unit.is_edited = False
             moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
             numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
-            self.inner.state.pop(master, None)  # of a save before the first update there is nothing
+            self.inner.state.pop(master, None)  # a save before the first update has no states
             if moments or numbers:
                 self.inner.state[master] = {**numbers, **moments}
         if of_unit:
             self._show_states()
 
     def scalars(self) -> dict[str, Any]:
-        """As `MasterOptimizer.scalars`."""
+        """Return the scalar state in JSON types, including scalar states of the wrapped class."""
         states = {
             mastered.name: {
                 key: float(value)
@@ -233,21 +245,21 @@ class TorchOptimizer(MasterOptimizer):
         return super().scalars() | {"states": states, "updates": self.param_groups[0]["updates"]}
 
     def take_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """As `MasterOptimizer.take_scalars`."""
+        """Restore the values of `scalars`, including the number of updates."""
         super().take_scalars(scalars)
         for group in self.param_groups:
             group["updates"] = int(scalars["updates"])
 
     @property
     def rule_name(self) -> str:
-        """As `MasterOptimizer.rule_name`."""
+        """Name of the wrapped class, as in `optim.rule`."""
         return type(self.inner).__name__
 
     def _of(self, unit: Unit) -> list[MasterParam]:
         return [mastered for param in unit.params.values() if (mastered := self._mastered.get(param)) is not None]
 
     def _carried(self, unit: Unit, mastered: MasterParam) -> Iterator[tuple[str, torch.Tensor]]:
-        """By key, flat: the master, the class's own states of its shape, and an older parameter that forward uses."""
+        """Yield flat states by key: the master, states of its shape, and an older parameter that forward still uses."""
         master = mastered.master
         yield "master", master.detach().view(-1)
         for key, value in self.inner.state.get(master, {}).items():
@@ -257,7 +269,7 @@ class TorchOptimizer(MasterOptimizer):
             yield "param", read(mastered.local)
 
     def state_bytes(self) -> dict[str, int]:
-        """As `MasterOptimizer.state_bytes`; the class's states count as moments."""
+        """Return the device bytes of this rank's param, master and moments (states of the wrapped class)."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for param in self._sharded.named_params().values():
             totals["param"] += device_bytes(param)
@@ -272,7 +284,7 @@ class TorchOptimizer(MasterOptimizer):
 
 
 def mixes(rule: type[torch.optim.Optimizer], elementwise: bool | None = None) -> bool:
-    """Whether it may update an element by others of its parameter."""
+    """Return whether a class may update an element from other elements of its parameter."""
     known = _is_torchs(rule) and rule.__name__ in ELEMENTWISE
     return not (known if elementwise is None else elementwise)
 
@@ -282,7 +294,7 @@ def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
 
 
 def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
-    """Raises ValueError where `rule` would go wrong on the table's shards, or keeps states in none of its dtypes."""
+    """Raise ValueError if a class would be wrong on the shards of a layout, or does not support its storage."""
     if mixes(rule, elementwise) and layout.master.sharded:
         foreign = "" if _is_torchs(rule) else ", or pass elementwise=True if it does"
         raise ValueError(

@@ -1,7 +1,8 @@
-"""State dicts of `torch.optim.AdamW`, as a run in one process saves them: taken in by ours, each rank its own part.
+"""Import of state dicts of `torch.optim.AdamW` from a run in one process, where each rank copies its own shards.
 
-torch numbers the parameters in the order of its groups, which for `model.parameters()` is ours too. A parameter that
-was never updated has no states there, and keeps none here. Masters are the model's: torch has no others.
+torch numbers parameters in the order of its groups, which for `model.parameters()` is the order of this package too. A
+parameter that was never updated has no states in such a state dict, and its moments become zeros. Masters keep the
+values of the model, because torch has no separate masters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ OTHER_RULES = ("amsgrad", "maximize")
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether whole tensors are in it, where ours has DTensors."""
+    """Return whether a state dict holds plain tensors, as torch.optim saves them, instead of DTensors."""
     states = state_dict["state"].values()
     return any(isinstance(each.get(key), torch.Tensor) for each in states for key in MOMENTS) and not any(
         isinstance(value, DTensor) for each in states for value in each.values()
@@ -26,7 +27,7 @@ def is_torchs(state_dict: Mapping[str, Any]) -> bool:
 
 
 def check_torchs(group: Mapping[str, Any], stored: ParamState, saved: Mapping[str, Any]) -> None:
-    """Raises ValueError for states of another rule or parameter, or one that other axes cut too."""
+    """Raise ValueError for states of another rule or parameter, or a parameter that other mesh axes also cut."""
     if on := [key for key in OTHER_RULES if group.get(key)]:
         raise ValueError(f"the state dict of torch.optim has {on[0]}=True, which AdamW here does not know")
     shape = tuple(stored.param.shape)
@@ -41,7 +42,7 @@ def check_torchs(group: Mapping[str, Any], stored: ParamState, saved: Mapping[st
 
 
 def take_torchs(stored: ParamState, saved: Mapping[str, Any]) -> None:
-    """Copy this rank's part of a parameter's states; where they are, as `Offload.visit` has them."""
+    """Copy this rank's shard of a parameter's states from whole tensors; called inside `OffloadManager.visit`."""
     stored.tensors["step"].fill_(float(saved.get("step", 0)))
     elems = stored.local.numel()
     for key in MOMENTS:

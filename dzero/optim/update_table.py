@@ -1,11 +1,11 @@
-"""What an update of many parameters in one call is made from: tables of addresses, pieces of work, seeds.
+"""Tables by which one kernel call updates many parameters.
 
     states    int64 [params, 7]   addresses of work, master, remainder, m, v (0: none), then elems and first
-    chunks    int32 [pieces, 2]   a parameter, and the number of a piece of it
-    seeds     int64 [params]      keys of the rounding noise, for bf16 moments
+    chunks    int32 [chunks, 2]   a parameter, and the number of a chunk of it
+    seeds     int64 [params]      seeds of the rounding noise, for bf16 moments
 
-The first two are made once, as long as the states stay where they are. The kernels that read them are
-`host_kernels.adamw_kernel` and, on CUDA, `adamw_triton.adamw_kernel`.
+The first two are built once and are valid as long as the states keep their addresses. The kernels that read them are
+`cpu_kernels.adamw_kernel` and, on CUDA, `adamw_triton.adamw_kernel`.
 """
 
 from __future__ import annotations
@@ -21,38 +21,55 @@ import torch
 from dzero.utils.numba_views import Array
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of gradients, and of working copies."""
+"""Dtypes that kernels support for gradients and working copies."""
 
 
 class LocalStates(Protocol):
-    """One parameter's local states on one device, flat [n] and contiguous, as `update.ParamStates` has them.
-
-    work: fp32, bf16 or fp16. master: fp32, `work` itself for an fp32 parameter, None beside a remainder. remainder:
-    int16, or None. m, v: both fp32 or both bf16. first: global flat index of element 0. follows: elements of `work`
-    that were edited since the last update are the master's new values.
-    """
+    """Local states of one parameter on one device, flat [n] and contiguous, such as `flat_update.ParamStates`."""
 
     @property
-    def work(self) -> torch.Tensor: ...
+    def work(self) -> torch.Tensor:
+        """Working copy: fp32, bf16 or fp16."""
+        ...
+
     @property
-    def master(self) -> torch.Tensor | None: ...
+    def master(self) -> torch.Tensor | None:
+        """Master in fp32, which is `work` itself for an fp32 parameter; None beside a remainder."""
+        ...
+
     @property
-    def remainder(self) -> torch.Tensor | None: ...
+    def remainder(self) -> torch.Tensor | None:
+        """Remainder in int16, or None."""
+        ...
+
     @property
-    def m(self) -> torch.Tensor: ...
+    def m(self) -> torch.Tensor:
+        """First moment: fp32 or bf16."""
+        ...
+
     @property
-    def v(self) -> torch.Tensor: ...
+    def v(self) -> torch.Tensor:
+        """Second moment, of the dtype of `m`."""
+        ...
+
     @property
-    def first(self) -> int: ...
+    def first(self) -> int:
+        """Global flat index of element 0."""
+        ...
+
     @property
-    def follows(self) -> bool: ...
+    def follows(self) -> bool:
+        """Whether elements of `work` that were edited since the last update replace the master's."""
+        ...
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of storing a parameter, for which a kernel is compiled.
+    """Combination of dtypes and storage of a parameter, for which a kernel is compiled.
 
-    master: "param" (the fp32 working copy is the master), "fp32", or "remainder".
+    Attributes:
+        master: "param" (the fp32 working copy is the master), "fp32" or "remainder".
+        follows: Whether edited elements of the working copy replace the master's before the update.
     """
 
     grad: torch.dtype
@@ -63,10 +80,10 @@ class Variant:
 
     @classmethod
     def of(cls, states: LocalStates, grad: torch.dtype) -> Variant:
-        """Return the variant of a parameter with gradients in dtype `grad`.
+        """Return the variant of a parameter whose gradient has dtype `grad`.
 
         Raises:
-            ValueError: The kernel has no such variant, or the states are not flat, contiguous and of one length.
+            ValueError: No kernel supports the dtypes, or the states are not flat, contiguous and of one length.
         """
         work, master, remainder = states.work, states.master, states.remainder
         kind = "remainder" if master is None else "param" if work.dtype == torch.float32 else "fp32"
@@ -91,7 +108,7 @@ class Variant:
 
 
 def states_table(states: Sequence[LocalStates]) -> Array:
-    """Return the table of `states`, int64 [params, 7]; the caller keeps their tensors alive."""
+    """Return the table of `states`, int64 [params, 7]; the caller must keep their tensors alive."""
     rows = [
         (
             *(0 if held is None else held.data_ptr() for held in (each.work, each.master, each.remainder)),
@@ -106,17 +123,14 @@ def states_table(states: Sequence[LocalStates]) -> Array:
 
 
 def chunks_by_variant(variants: Sequence[Variant], elems: Array, chunk_elems: int) -> dict[Variant, Array]:
-    """Return the pieces of at most `chunk_elems` of all parameters, int32 [pieces, 2], apart for each variant.
-
-    elems: int64 [params], their lengths. A variant without elements is left out.
-    """
+    """Return the chunk table of each variant that has elements; `elems` are the parameters' lengths, int64 [params]."""
     alike = {kind: [i for i, each in enumerate(variants) if each == kind] for kind in dict.fromkeys(variants)}
     chunks = {kind: chunks_of(elems, members, chunk_elems) for kind, members in alike.items()}
     return {kind: each for kind, each in chunks.items() if len(each)}
 
 
 def chunks_of(elems: Array, params: Sequence[int], chunk_elems: int) -> Array:
-    """Return int32 [pieces, 2]: parameter and number of each piece of those `params`, `elems` [all] long."""
+    """Return the chunk table, int32 [chunks, 2], of the parameters `params` (indices into `elems`)."""
     counts = -(-elems[params] // chunk_elems)
     before = np.cumsum(counts) - counts
     numbers = np.arange(counts.sum()) - np.repeat(before, counts)
@@ -124,13 +138,13 @@ def chunks_of(elems: Array, params: Sequence[int], chunk_elems: int) -> Array:
 
 
 class NoiseSeeds:
-    """`rules.noise_seed` of many parameters at once.
+    """Vectorized `adamw_math.noise_seed` of many parameters.
 
-    CRC-32 is affine: that of `prefix + name` is that of `name`, xor a word that depends on the prefix and on the length
-    of the name alone. So a step costs one CRC per length that occurs, and an xor of columns.
+    CRC-32 is affine: the CRC of `prefix + name` is the CRC of `name`, xor a word that depends only on the prefix and on
+    the length of the name. A step therefore costs one CRC per distinct length, and an xor of columns.
 
     Args:
-        names: The parameters' names.
+        names: Names of the parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -139,7 +153,7 @@ class NoiseSeeds:
         self._lengths, self._which = np.unique([len(name) for name in encoded], return_inverse=True)
 
     def at(self, steps: Array) -> Array:
-        """Return int64 [names]: the seeds of updates number `steps`, int [names]."""
+        """Return the seeds, int64 [names], of the updates with numbers `steps`, int [names]."""
         numbers, when = np.unique(steps, return_inverse=True)
         zeros = [bytes(int(length)) for length in self._lengths]
         prefixes = [zlib.crc32(f"{number}:".encode()) for number in numbers]
