@@ -1,4 +1,4 @@
-"""Which parameters the table alone cuts: what mixes elements of a parameter goes wrong, silently, on any other part."""
+"""Check for rules that mix the elements of a parameter: on a part that ZeRO did not cut they are silently wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dzero.zero.shard import Sharded
 
 
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
-    """Raises ValueError for the first of `names` that tiles or an axis of the mesh cut. rule: the class that asks."""
+    """Raise ValueError if tiles or a mesh axis cut a parameter of `names`; the message says that `rule` requires it."""
     tiles = {part for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
     splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
     for name in names:
