@@ -78,7 +78,7 @@ class MasterOptimizer(torch.optim.Optimizer):
     Attributes:
         places_moments: Whether moments are stored where the layout says; otherwise the subclass stores them.
         last_decision: Decision of the last step with gradients; None before the first.
-        skipped_steps: Number of steps that were skipped because of non-finite gradients.
+        skipped_steps: Number of steps that were skipped because of non-finite values.
         consecutive_skips: Number of steps skipped in a row up to the last one.
     """
 

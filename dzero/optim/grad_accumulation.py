@@ -234,7 +234,7 @@ class UnitGrads:
             self.phase = GradPhase.ARRIVING
 
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
-        """Average a reduction that follows the last microbatch's over the replicas, and add it."""
+        """Add a reduction that arrived after the last microbatch's, which is averaged over the replicas by itself."""
         self._is_edited = True
         if self._unit.shares is not None:
             _, pieces = self._unit.shares.reduce(pieces)
@@ -369,7 +369,7 @@ class UnitGrads:
             if not self._is_complete:
                 self.phase = GradPhase.ARRIVING
             flat = self._shown.flat(name, grad, shared_out=self._is_complete)
-            if name not in self._shown.names and name in self.views:  # reduced from other ranks that used it
+            if name not in self._shown.names and name in self.views:  # other ranks used it, this one did not
                 self._add_late_to(name, flat)
             else:
                 self._replace(name, flat)

@@ -94,7 +94,7 @@ class Gradients:
         return self._names.difference(*others) if others else self._names
 
     def own(self, owned: Collection[str]) -> None:
-        """Set the names of the parameters whose gradients are returned and counted.
+        """Set the parameters, by name, whose gradients are returned and counted for the norm.
 
         Raises:
             RuntimeError: Another optimizer owns a parameter.
@@ -128,7 +128,7 @@ class Gradients:
         return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.values().items())
 
     def arriving(self) -> dict[str, torch.Tensor]:
-        """Return `named` without waiting for transfers off the device; work that the offload starts waits for them."""
+        """Return `named` without waiting for transfers to the host or disk; work of the offload waits for them."""
         return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.views.items())
 
     def _owned_of(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:

@@ -125,7 +125,7 @@ class DataParallelSums:
             )
 
     def nonfinite(self, sums: torch.Tensor, names: Sequence[str]) -> list[str]:
-        """Return the ranks that have non-finite sums; gathers one byte for each rank and parameter.
+        """Return the ranks that have non-finite sums, by a gather of one byte for each rank and parameter.
 
         Args:
             sums: Sums of this rank, as in `add`.

@@ -273,7 +273,7 @@ class ParamState:
     def import_state(
         self, initial: InitialValues, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, KnownBlocks]
     ) -> None:
-        """Load exported states, but not the parameter, into which the caller copies its working copy.
+        """Load exported states, except the parameter itself, which the caller writes.
 
         Args:
             initial: Working copy and master.

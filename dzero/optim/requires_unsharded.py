@@ -1,4 +1,7 @@
-"""Check for rules that mix the elements of a parameter: on a part that ZeRO did not cut they are silently wrong."""
+"""Check for update rules that mix the elements of a parameter, which only ZeRO itself may cut.
+
+On a tile, or on a part along another mesh axis, such a rule would silently compute wrong updates.
+"""
 
 from __future__ import annotations
 
