@@ -237,7 +237,8 @@ class MasterOptimizer(torch.optim.Optimizer):
             closure: Computes the gradients and returns the loss, which is then returned here.
 
         Raises:
-            RuntimeError: There are no gradients, backward raised, or the loss of fp16 gradients was not scaled.
+            RuntimeError: There are no gradients, backward raised, no microbatch was the last one, the microbatches do
+                not fit the layout, or an fp16 loss was not scaled.
         """
         loss = None
         if closure is not None:
