@@ -1,14 +1,14 @@
-"""Where a rank is: its last collective and how many it began, so that ranks which disagree can be told apart.
+"""Log of a rank's collectives, which shows ranks that diverge or hang.
 
-    ranks began other collectives    who notices                                what it costs
-    of the same size                 the checksum of a step, with its decision  8 bytes a step and rank
-    the same, but not every module   that checksum, of names without gradient   nothing
-    of other sizes                   nothing matches, so the timeout            nothing
-    any, before data moves           `check`                                    a small gather before every collective
+    ranks begin                          detected by                                    cost
+    different collectives of one size    a checksum per step, sent with its decision    8 bytes per step and rank
+    the same ones, but skip a module     that checksum, by names without gradient       none
+    collectives of different sizes       the timeout, because nothing matches           none
+    any of these, before data moves      `check`                                        a small gather per collective
 
-Every rank begins the same collectives in the same order, so a number says the same on all of them: at one number two
-ranks have diverged where their collectives differ, and the rank with the lowest is behind. Not so in a pipeline, whose
-parts begin collectives of their own: there the rank that computes, or hangs, is the one that waits for no other.
+Every rank begins the same collectives in the same order, so numbers of collectives are comparable between ranks. Two
+ranks have diverged if their collectives of one number differ, and the rank with the lowest number is behind. Stages of
+a pipeline begin different collectives: there the rank that computes, or hangs, is the one that waits for no other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ import torch.distributed as dist
 from dzero import streams
 
 KEPT = 10_000
-"""Collectives of a step that are remembered one by one, where nobody ends the step (inference)."""
+"""Maximum number of collectives that are kept, for loops that never end a step (inference)."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective. `elems`: of the part that each rank contributes (all_reduce: of the whole), of `dtype`."""
+    """One collective.
+
+    Attributes:
+        unit: Name of the unit, empty for the root; or what else is sent, e.g. `scalars`.
+        elems: Number of elements that each rank contributes; for all_reduce, of the whole tensor.
+    """
 
     kind: str
     unit: str
@@ -42,18 +47,18 @@ class Collective:
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, kind: str, unit: str, axis: str, elems: int, dtype: torch.dtype) -> Collective:
-        """Return the one with these values, which a step has many times."""
+        """Return a cached instance, because every step repeats its collectives."""
         return cls(kind, unit, axis, elems, dtype)
 
     @cached_property
     def text(self) -> str:
-        """A line that names it."""
+        """One-line description."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kind} of {self.unit or 'the root'} over {self.axis} [{self.elems} x {dtype}]"
 
     @cached_property
     def encoded(self) -> bytes:
-        """The same, for checksums."""
+        """The description as bytes, for checksums."""
         return self.text.encode()
 
     def __str__(self) -> str:
@@ -61,30 +66,36 @@ class Collective:
 
 
 class CollectiveLog:
-    """This rank's collectives of the step, and their checksum (32 bits, exact in fp64).
+    """This rank's collectives of the step, and their checksum.
 
-    `check`: compare every collective with the other ranks' before it moves data. `failed`: one raised, so other ranks
-    are gone, hang, or do something else. `of_parts`: this rank has a part of a pipeline; `moves`: and waits for
-    another. `is_waiting`: for a collective. `device`: where collectives are enqueued, so that the host goes on while
-    they wait for other ranks; None where it waits with them.
+    Attributes:
+        check: Whether to compare every collective with the other ranks' before it moves data.
+        failed: Whether a collective raised, because other ranks are gone, hang, or run something else.
+        of_parts: Whether this rank runs stages of a pipeline.
+        moves: Whether this rank waits for transfers between stages.
+        is_waiting: Whether this rank waits inside a collective.
+        count: Number of collectives begun so far.
+        checksum: 32-bit checksum of the step's collectives, which fp64 represents exactly.
+        device: Device on which collectives are enqueued, so that the host continues; None if the host waits for them.
+        step: The step's collectives and notes.
     """
 
     def __init__(self) -> None:
         self.check = self.failed = self.of_parts = self.moves = self.is_waiting = False
         self.count = self.checksum = 0
         self.device: torch.device | None = None
-        self._behind: streams.Event = None  # the last collective's
+        self._behind: streams.Event = None  # after the last collective
         self._last: tuple[int, Collective] | None = None  # one object, so that other threads read both or neither
         self.step: deque[Collective | str] = deque(maxlen=KEPT)
 
     @property
     def at(self) -> tuple[int, str]:
-        """The number of the collective this rank began last, and what it is. From any thread."""
+        """Number and description of the collective that this rank began last; thread-safe."""
         count, collective = self._last or (0, "before its first collective")
         return count, f"#{count} {collective}" if count else str(collective)
 
     def within(self, collective: Collective, group: dist.ProcessGroup) -> Waiting:
-        """Begin a collective; what may wait for other ranks happens inside of what is returned, or of `waiting`."""
+        """Log a collective that begins now; run code that may wait for other ranks in the returned context."""
         self.count += 1
         self.step.append(collective)
         self._last = self.count, collective
@@ -95,7 +106,7 @@ class CollectiveLog:
         return self.waiting()
 
     def note(self, what: str) -> None:
-        """Count `what` into the checksum: ranks must agree on it, and the size of no collective shows it."""
+        """Add `what` to the checksum: a fact that ranks must agree on, but which no size of a collective shows."""
         self.step.append(what)
         self.checksum = zlib.crc32(what.encode(), self.checksum)
 
@@ -105,21 +116,21 @@ class CollectiveLog:
 
     @property
     def waits(self) -> bool:
-        """Whether this rank waits for others, as far as is known. From any thread."""
+        """Whether this rank is known to wait for others; thread-safe."""
         return self.is_waiting or self.moves
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device has not come to the end of the last collective. From any thread."""
+        """Whether the device has not finished the last collective yet; thread-safe."""
         return not streams.is_over(self._behind)
 
     def enqueued(self) -> None:
-        """Remember where the current stream is, behind a collective that was enqueued on it."""
+        """Record an event behind the collective that was just enqueued on the current stream."""
         if self.device is not None:
             self._behind = streams.record_event(self.device)
 
     def end_step(self) -> None:
-        """Forget the step's collectives; the numbers go on."""
+        """Forget the step's collectives; their numbers continue."""
         self.step.clear()
         self.checksum = 0
 
@@ -129,7 +140,7 @@ class CollectiveLog:
             raise RuntimeError(f"ranks begin different collectives:\n{by_rank(said, group)}")
 
     def divergence(self, group: dist.ProcessGroup) -> str:
-        """The first collective of the step that differs between the ranks of `group`. They all call this."""
+        """Describe the first collective of the step that differs between ranks of `group`, which all call this."""
         steps = [text.split("\n") for text in gather_texts("\n".join(map(str, self.step)), group)]
         for index in range(max(map(len, steps))):
             at = [step[index] if index < len(step) else "none" for step in steps]
@@ -139,7 +150,7 @@ class CollectiveLog:
 
 
 class Waiting:
-    """A context in which the rank of a `CollectiveLog` waits for others; an exception there marks it as failed."""
+    """Context in which the rank of a `CollectiveLog` waits for others; an exception inside marks the log as failed."""
 
     __slots__ = ("_before", "_collective_log")
 
@@ -159,14 +170,14 @@ class Waiting:
 
 
 def by_rank(texts: Sequence[str], group: dist.ProcessGroup) -> str:
-    """A line for each rank of `group`."""
+    """Return one line of text for each rank of `group`."""
     return "\n".join(
         f"  rank {rank}: {text}" for rank, text in zip(dist.get_process_group_ranks(group), texts, strict=True)
     )
 
 
 def gather_texts(text: str, group: dist.ProcessGroup) -> list[str]:
-    """What every rank of `group` says, in rank order."""
+    """Return the texts of all ranks of `group`, in rank order."""
     device = torch.device("cpu" if "cpu" in dist.get_backend_config(group) else "cuda")
     mine = torch.tensor([*text.encode()], dtype=torch.uint8, device=device)
     length = torch.tensor([mine.numel()], device=device)

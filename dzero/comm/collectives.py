@@ -1,13 +1,13 @@
-"""The objects FSDP2 calls instead of its own collectives: they move the data through an `AxisReduction` and count it.
+"""Collectives that replace FSDP2's own; they move data through an `AxisReduction` and record it in the ledger.
 
-    FSDP2 asks                        we give                      axis        phase
-    set_custom_all_gather             UnshardParams                shard       unshard
-    set_custom_reduce_scatter         ReduceGrads                  shard       reduce
-    (called by optim/unit_grads)      AverageCopies                replicate   reduce
-    (called by zero/shares)            ReduceGrads                  replicate   reduce
-                                      GatherUpdated                replicate   update
-    (called by optim/grads, trainer)  GatherScalars                all ranks   control
-    (called by optim/grad_norm)       AllToAllScalars              both        control
+    called by                           object            axis               phase
+    FSDP2 (set_custom_all_gather)       UnshardParams     shard              unshard
+    FSDP2 (set_custom_reduce_scatter)   ReduceGrads       shard              reduce
+    optim/grad_accumulation.py          AverageCopies     replicate          reduce
+    zero/replica_shards.py              ReduceGrads       replicate          reduce
+                                        GatherUpdated     replicate          update
+    optim/, trainer/                    GatherScalars     all                control
+    optim/grad_norm.py                  AllToAllScalars   replicate, shard   control
 
 FSDP2 calls neither of the first two on an axis of one rank.
 """
@@ -29,22 +29,22 @@ from dzero.comm.spans import span
 
 
 class _Buffers:
-    """FSDP2's allocation interface: one temporary buffer per call."""
+    """FSDP2's allocation interface, with one temporary buffer per call."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of shape `size`, which FSDP2 drops after the call."""
+        """Return an uninitialized tensor of shape `size`, which FSDP2 drops after the call."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Works(dist.Work):
-    """Several works as one, for FSDP2 to wait on before it copies out."""
+    """Several works as one, which FSDP2 waits for before it copies out."""
 
     def __init__(self, span: str, works: list[dist.Work], collective_log: CollectiveLog) -> None:
         super().__init__()
         self._span, self._works, self._collective_log = span, works, collective_log
 
     def wait(self, timeout: object = None) -> bool:
-        """Block (CPU) or make the current stream wait (CUDA) until every part has arrived."""
+        """Block (CPU), or make the current stream wait (CUDA), until all works are done."""
         with span(self._span), self._collective_log.waiting():
             for work in self._works:
                 work.wait()
@@ -54,7 +54,12 @@ class _Works(dist.Work):
 class UnshardParams(_Buffers):
     """Gathers one unit's shards [n] into its unsharded buffer [ranks * n], in the parameters' dtype.
 
-    before: called when FSDP2 is about to read the shards.
+    Args:
+        unit: Name of the unit.
+        exchange: Collectives along the axis.
+        axis: Name of the mesh axis.
+        ledger: Ledger that counts the collective.
+        before: Called when FSDP2 is about to read the shards.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class UnshardParams(_Buffers):
         self._ledger, self._before = ledger, before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As FSDP2 asks; it copies the shards into the buffer right after, on the stream that is current now."""
+        """Return the gather buffer, into which FSDP2 copies this rank's shards next, on the current stream."""
         self._before()
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -75,7 +80,7 @@ class UnshardParams(_Buffers):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """FSDP2's own signature. The work to wait for before the output is read; None where it waited already."""
+        """Gather as FSDP2 asks; return the work to wait for before reading the output, or None if already waited."""
         exchange = self._exchange
         if group is not exchange.group:  # reshard_after_forward=<int>: backward gathers in a smaller group
             exchange = type(exchange)(group)  # type: ignore[call-arg]
@@ -84,7 +89,7 @@ class UnshardParams(_Buffers):
             works = exchange.all_gather(output_tensor, input_tensor)
             sent = (exchange.ranks - 1) * input_tensor.nbytes
             self._ledger.record("unshard", "all_gather", self._axis, output_tensor.dtype, sent)
-        # FSDP2 orders streams by an event recorded right after this call, unless it asked for a work.
+        # Unless FSDP2 asked for a work, it orders streams by an event that it records right after this call.
         pending = _Works(f"wait {self._span}", works, self._ledger.collective_log)
         if async_op or not streams.exist(output_tensor.device):
             return pending
@@ -93,10 +98,17 @@ class UnshardParams(_Buffers):
 
 
 class ReduceGrads(_Buffers):
-    """Averages one unit's gradients [ranks * n] over the shard axis into this rank's part [n].
+    """Averages one unit's gradients [ranks * n] over an axis into this rank's part [n].
 
-    `wire` is the dtype of the payload; FSDP2's divide factor is 1, the division is done here, in fp32. loans: of the
-    parts, where others than their own stream read them.
+    FSDP2's divide factor is 1, because `exchange` divides.
+
+    Args:
+        unit: Name of the unit.
+        exchange: Collectives along the axis.
+        axis: Name of the mesh axis.
+        wire: Dtype of the payload.
+        ledger: Ledger that counts the collective.
+        loans: Loans of the parts to other streams that read them, if any.
     """
 
     def __init__(
@@ -112,7 +124,7 @@ class ReduceGrads(_Buffers):
         self._wire, self._ledger, self._loans = wire, ledger, loans
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As FSDP2 asks: for the input, and then for the part, on the stream that reduces."""
+        """Return the buffer of the input or of the part, for which FSDP2 calls this on the stream that reduces."""
         if self._loans is not None:
             self._loans.make()
         return super().allocate(size, dtype=dtype, device=device)
@@ -125,8 +137,8 @@ class ReduceGrads(_Buffers):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """FSDP2's own signature: input [ranks * n], output [n], complete when this returns."""
-        del group, op, async_op  # FSDP2 reduces on its own stream and never waits on a work
+        """Implement FSDP2's signature: input [ranks * n], output [n], complete when this returns."""
+        del group, op, async_op  # FSDP2 reduces on its own stream and never waits for a work
         begun = Collective.of("reduce_scatter", self._unit, self._axis, output_tensor.numel(), self._wire)
         with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             self._exchange.reduce_scatter(output_tensor, input_tensor, self._wire)
@@ -142,7 +154,7 @@ class AverageCopies:
         self._wire, self._ledger = wire, ledger
 
     def __call__(self, grads: torch.Tensor) -> None:
-        """`grads` [n], flat, of any float dtype."""
+        """Average `grads` [n], flat and of any float dtype."""
         exchange, wire = self._exchange, self._wire
         begun = Collective.of("all_reduce", self._unit, self._axis, grads.numel(), wire)
         with span(self._span), self._ledger.collective_log.within(begun, exchange.group):
@@ -154,9 +166,9 @@ class AverageCopies:
 
 
 class GatherUpdated:
-    """Gathers the updated parts [n] of one unit's shard from its copies into all of it [ranks * n].
+    """Gathers the updated replica shards [n] of one unit into its whole shard [ranks * n].
 
-    Counted by `book`, in the step that makes it due: it may be issued where the next one's forward needs it.
+    `book` counts it, in the step whose update it belongs to. It may be issued later, when the next forward needs it.
     """
 
     def __init__(self, unit: str, exchange: AxisReduction, axis: str, ledger: Ledger) -> None:
@@ -164,14 +176,14 @@ class GatherUpdated:
         self._ledger = ledger
 
     def __call__(self, output: torch.Tensor, part: torch.Tensor) -> dist.Work:
-        """`part` may be its place in `output`; wait on what is returned before that is read."""
+        """Gather `part`, which may be its own slice of `output`; wait for the returned work before reading `output`."""
         begun = Collective.of("all_gather", self._unit, self._axis, part.numel(), part.dtype)
         with span(self._span), self._ledger.collective_log.within(begun, self._exchange.group):
             works = self._exchange.all_gather(output, part)
         return _Works(f"wait {self._span}", works, self._ledger.collective_log)
 
     def book(self, part_elems: int, dtype: torch.dtype) -> None:
-        """One more of parts of so many elements."""
+        """Count one gather of parts of `part_elems` elements."""
         sent = (self._exchange.ranks - 1) * part_elems * dtype.itemsize
         self._ledger.record("update", "all_gather", self._axis, dtype, sent)
 
@@ -186,7 +198,7 @@ class GatherScalars:
         self._group, self._axis, self._ledger, self._phase = group, axis, ledger, phase
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` [n], as long on every rank -> [ranks, n], new, of the same dtype."""
+        """Return a new [ranks, n] of every rank's `values` [n], which have one length and dtype."""
         ranks = self._group.size()
         gathered = values.new_empty(ranks, values.numel())
         if ranks == 1:
@@ -216,7 +228,7 @@ class AllToAllScalars:
         Returns:
             A new [ranks, n], row r from rank r.
         """
-        taken = rows.clone()  # so that it has values where nothing arrives: in the `fake` group before torch 2.13
+        taken = rows.clone()  # gives it values if nothing arrives: in the `fake` group before torch 2.13
         ranks = self._group.size()
         if ranks == 1:
             return taken
@@ -228,7 +240,7 @@ class AllToAllScalars:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Of every rank what JSON takes, in their order; for what is not told in every step."""
+    """Return the JSON `value` of every rank, in rank order; for values that are not sent in every step."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)

@@ -1,12 +1,12 @@
-"""What attention moves where sequences are cut: inside forward and backward, counted under the phase `context`.
+"""Collectives of attention over sequences that are cut, in forward and backward; the ledger's phase is `context`.
 
-    call      a rank gives         and gets                          sends                 in the ledger
-    gather    part                 [ranks, *part]                    (ranks - 1) * part    all_gather
-    turn      [ranks, *part]       [ranks, *part], one from each     (ranks - 1) * part    all_to_all
-    add       [ranks, *part]       part, the sum over ranks          (ranks - 1) * part    reduce_scatter
-    ring      part                 torch moves it (parallel/context/ring.py) of each hop a part    permute
+    call      input of a rank   output                               a rank sends         kind in the ledger
+    gather    part              [ranks, *part]                       (ranks - 1) * part   all_gather
+    turn      [ranks, *part]    [ranks, *part], one from each rank   (ranks - 1) * part   all_to_all
+    add       [ranks, *part]    part, the sum over ranks             (ranks - 1) * part   reduce_scatter
+    ring      part              (see parallel/context/ring.py)       2 * part per hop     permute
 
-Sums are made here, in fp32 (fp64 of fp64), and rounded once. Every call returns when its result may be used.
+Sums are computed here, in fp32 (fp64 for fp64), and rounded once. Every call returns when its result may be used.
 """
 
 from __future__ import annotations
@@ -25,36 +25,35 @@ from dzero.comm.spans import span
 
 
 class ContextExchange:
-    """One axis, over which every sequence is cut."""
+    """Collectives along one axis that cuts every sequence."""
 
     def __init__(self, exchange: AxisReduction, rank: int, axis: str, ledger: Ledger) -> None:
         self.rank, self.ranks = rank, exchange.ranks
         self._exchange, self._axis, self._ledger = exchange, axis, ledger
 
     def gather(self, part: Tensor) -> Tensor:
-        """part [...], as large on every rank -> [ranks, ...]."""
+        """Gather `part` [...], of one shape on every rank, as [ranks, ...]."""
         gathered = part.new_empty(self.ranks, *part.shape)
         self._move("all_gather", gathered, part.contiguous())
         return gathered
 
     def turn(self, parts: Tensor) -> Tensor:
-        """parts [ranks, ...], part r for rank r -> [ranks, ...], part r from rank r."""
+        """Send part r of `parts` [ranks, ...] to rank r; return [ranks, ...] with part r from rank r."""
         return self._turned("all_to_all", parts)
 
     def add(self, parts: Tensor) -> Tensor:
-        """parts [ranks, ...], part r for rank r -> [...], the sum of what all ranks have for this one."""
+        """Send part r of `parts` [ranks, ...] to rank r; return [...], the sum of the parts from all ranks."""
         received = self._turned("reduce_scatter", parts)
         return received.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of the axis's ranks."""
+        """Process group of the axis."""
         return self._exchange.group
 
     @contextmanager
     def ring(self, part: Tensor, hops: Sequence[tuple[torch.dtype, int]]) -> Iterator[None]:
-        """What is done inside sends two of `part`, keys and values, from each rank to the next: so many times in each
-        dtype."""
+        """Count the ring inside: keys and values, two of `part`, go on to the next rank `hops` times per dtype."""
         begun = Collective("permute", "attention", self._axis, 2 * part.numel(), part.dtype)
         with span("ring attention"), self._ledger.collective_log.within(begun, self.group):
             yield

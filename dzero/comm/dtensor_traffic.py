@@ -1,11 +1,11 @@
-"""What a model that is cut over tp sends by itself: its DTensors call torch's functional collectives, past ours.
+"""Traffic of a model that tp cuts: its DTensors call torch's functional collectives, not those of this package.
 
-    operator                 kind             bytes that one of n ranks sends (ledger.py)
-    all_gather_into_tensor   all_gather       what comes out, less what goes in
-    reduce_scatter_tensor    reduce_scatter   what goes in, less what comes out
+    operator                 kind             bytes that one of n ranks sends (comm/ledger.py)
+    all_gather_into_tensor   all_gather       output minus input
+    reduce_scatter_tensor    reduce_scatter   input minus output
     all_reduce               all_reduce       2 (n - 1) / n of the tensor
 
-Seeing them takes a look at every operator, so a run counts those of its first step, as all later ones send the same.
+Counting them intercepts every operator, so a run counts only its first step; all later steps send the same.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from dzero.comm.ledger import Ledger
 
 PHASE = "tensor"
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "all_to_all_single")
-"""What waits for one, and what torch's ring attention calls, which the ledger counts."""
+"""Operators that send nothing, and that of torch's ring attention, which the ledger counts elsewhere."""
 
 
 def called_by(func: Any, args: Any) -> Any:
-    """The name of the group whose ranks a functional collective is among; None of any other operator."""
+    """Return the group name of a functional collective, or None for any other operator."""
     if func.namespace != "_c10d_functional" or func._overloadpacket.__name__ in SILENT:
         return None
     return getattr(args[-1], "group_name", args[-1])
 
 
 def sent_by(func: Any, args: Any, out: Any, ranks: int) -> tuple[str, int]:
-    """Kind and bytes of such a collective. Raises NotImplementedError for others than the table's."""
+    """Return kind and sent bytes of a functional collective; raise NotImplementedError for one not in the table."""
     name = func._overloadpacket.__name__
     if name == "all_gather_into_tensor":
         return "all_gather", out.nbytes - args[0].nbytes
@@ -43,14 +43,14 @@ def sent_by(func: Any, args: Any, out: Any, ranks: int) -> tuple[str, int]:
 
 
 class CountDTensorTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `ledger` counts what operators send over `group`, as that axis."""
+    """Dispatch mode in which `ledger` counts what operators send over `group`, as traffic of `axis`."""
 
     def __init__(self, group: dist.ProcessGroup, axis: str, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group, self._axis, self._ledger = group, axis, ledger
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch calls it; DTensors are left to take themselves apart first."""
+        """Run `func` and count it; DTensors are first left to dispatch to their local tensors."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""The exact sum on the CPU in one pass: widen, add in rank order, scale, round once.
+"""The exact average on the CPU in one pass: widen, add in rank order, scale, round once.
 
-The same bits as `exchange`'s torch operations, which make a pass of each: totals stay in a tile that fits the
-first-level cache.
+The bits are those of the torch operations in comm/reduction.py, which make one pass each. Totals stay in a tile that
+fits the L1 cache.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def average(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, rank: int) -> None:
-    """output [n] = round(sum over ranks r, in order, of r's payload / ranks); dtypes as in `DTYPES`.
+    """Compute output = round(sum over ranks r, in order, of the payload of r / ranks).
 
-    `incoming` [ranks, >= n] holds the peers' payloads; row `rank` is `mine` [n] instead, which may be `output` itself.
+    Args:
+        output: [n], of one of `DTYPES`.
+        mine: Payload [n] of this rank, of one of `DTYPES`; may be `output` itself.
+        incoming: Payloads [ranks, >= n] of the other ranks; row `rank` is not read.
+        rank: This rank.
     """
     if not has_memory(output):
         return
@@ -33,7 +37,7 @@ def average(output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor, ra
 @cache
 def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
     def kernel(output, mine, incoming, rank):  # type: ignore[no-untyped-def]
-        """`average` on flat arrays, a tile at a time, so that the fp32 sums stay in the cache."""
+        """Average flat arrays tile by tile, so that the fp32 sums stay in the cache."""
         ranks = incoming.shape[0]
         scale = np.float32(1.0 / ranks)
         total = np.empty(TILE_ELEMS, np.float32)
@@ -57,7 +61,7 @@ def _kernel(*, wire_bf16: bool, output_bf16: bool) -> Callable[..., None]:
 
 @numba.njit(inline="always")
 def _to_nearest_bf16(value):  # type: ignore[no-untyped-def]
-    """The pattern torch's cast gives: ties to even; every NaN becomes 0x7FC0."""
+    """Return the bf16 pattern that torch's cast gives: ties to even; every NaN becomes 0x7FC0."""
     bits = np.float32(value).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)

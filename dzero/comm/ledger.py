@@ -1,13 +1,13 @@
-"""What moved: every collective of the project, counted where it is issued.
+"""Ledger of the project's collectives, each counted where it is issued.
 
     entry  = (phase, kind, axis, dtype)  ->  calls, bytes
     bytes  = payload that one rank must send, with n ranks that own e elements each (padded to the largest):
              all_gather, reduce_scatter   (n - 1) * e * wire bytes
              all_reduce                   (n - 1) * e * (wire bytes out + bytes back)
-             all_to_all                   what it has for each of the others; they may differ (optim/rank_assignment.py)
+             all_to_all                   payload for the other ranks; sizes may differ (optim/rank_assignment.py)
 
-These are the bandwidth-optimal counts; the `exact` collectives send just these, a backend's own may send more.
-An entry costs one dictionary addition per *collective* (not per operator), with no synchronisation.
+These are the bandwidth-optimal counts. The `exact` collectives send just these; a backend's own may send more.
+An entry costs one dictionary addition per *collective* (not per operator), with no synchronization.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ import torch
 from dzero.comm.collective_log import CollectiveLog
 
 EXCEPTIONAL = "exceptional"
-"""The phase of what few steps send: to name parameters whose gradients are not finite, or edited apart on copies."""
+"""Phase of rare collectives, which name parameters with non-finite gradients, or gradients that differ after edits."""
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """`phase` (unshard, reduce, tensor, context, experts, pipeline, update, control, exceptional), `kind` of
-    collective, mesh `axis`, `dtype` sent."""
+    """Key of the ledger.
+
+    Attributes:
+        phase: unshard, reduce, tensor, context, experts, pipeline, update, control or exceptional.
+        dtype: Dtype that is sent, as `dtype_key` names it.
+    """
 
     phase: str
     kind: str
@@ -38,13 +42,13 @@ class Entry:
     @classmethod
     @lru_cache(maxsize=1024)
     def of(cls, phase: str, kind: str, axis: str, dtype: torch.dtype) -> Entry:
-        """Return the one with these values, which a step has many times."""
+        """Return a cached instance, because every step repeats its entries."""
         return cls(phase, kind, axis, dtype_key(dtype))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls and bytes sent by one rank."""
+    """Calls, and bytes that one rank sends."""
 
     calls: int = 0
     sent_bytes: int = 0
@@ -54,14 +58,16 @@ class Traffic:
 
 
 def dtype_key(dtype: torch.dtype) -> str:
-    """`bfloat16` for torch.bfloat16, as in entries."""
+    """Return the name of a dtype in entries, e.g. `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 class Ledger:
-    """Running totals since the last `take()`. `collective_log`: which collective this rank is in.
+    """Running totals since the last `take()`.
 
-    listener: told of every one that is counted, with the bytes it sends.
+    Attributes:
+        collective_log: Log of this rank's collectives.
+        listener: Called for every counted collective with its entry and the bytes it sends.
     """
 
     def __init__(self) -> None:
@@ -79,11 +85,11 @@ class Ledger:
             self.listener(entry, sent_bytes)
 
     def totals(self) -> dict[Entry, Traffic]:
-        """Totals by entry, without resetting them."""
+        """Return the totals by entry, without resetting them."""
         return {entry: Traffic(self._calls[entry], self._bytes[entry]) for entry in sorted(self._calls)}
 
     def take(self) -> dict[Entry, Traffic]:
-        """Totals by entry since the last call; starts counting anew."""
+        """Return the totals by entry since the last call, and reset them."""
         totals = self.totals()
         self._calls.clear()
         self._bytes.clear()

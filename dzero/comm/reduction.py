@@ -1,17 +1,16 @@
-"""How one mesh axis moves and sums data: `ExactReduction`, whose result depends on nothing but its inputs, or
-`NativeReduction`.
+"""Reductions along one mesh axis: `ExactReduction`, a function of its inputs alone, or the backend's `NativeReduction`.
 
 Exact (the default on gloo):
-    reduce   every rank sends each peer the peer's part in the *wire* dtype; the owner sums in fp32 in rank order,
-             multiplies by 1/ranks and rounds once into the output's dtype. So the result is the same whatever the
-             stage, the unit's size, the block size or the algorithm.
-    gather   every rank sends its part straight into its place at each peer: no staging at all.
-    turn     the same, with a part of its own for each peer.
-Native: the backend's own reduce_scatter / all_gather / all_reduce, in the wire dtype, then times 1/ranks; fp16 is
-    multiplied before, in the dtype that it comes in: sums of more ranks would overflow sooner than their mean.
+    reduce       every rank sends each peer the peer's part in the *wire* dtype; the owner sums in fp32 in rank order,
+                 multiplies by 1/ranks and rounds once to the output's dtype. The result is the same for any stage,
+                 unit size, block size or algorithm.
+    gather       every rank sends its part directly to its place at each peer, without staging.
+    all-to-all   the same, with a different part for each peer.
+Native: the backend's own reduce_scatter / all_gather / all_reduce in the wire dtype, then times 1/ranks. fp16 is
+    multiplied before, in its original dtype, because sums over more ranks would overflow sooner than their mean.
 
-Reductions average over the axis; their pieces travel in blocks whose staging stays below `STAGING_BYTES`, and block
-k + 1 is on its way while block k is summed.
+Reductions average over the axis. Exact ones move blocks whose staging stays below `STAGING_BYTES`, and block k + 1
+travels while block k is summed.
 """
 
 from __future__ import annotations
@@ -25,37 +24,42 @@ import torch.distributed as dist
 
 from dzero.comm import host_sum
 
-# torch 2.13 gave these names of their own. The two below are called on a group, once for every unit: what
-# torch.distributed puts around them costs half as much again as a small collective.
+# torch 2.13 renamed these. The two below are methods of the group and called for every unit: the wrappers in
+# torch.distributed would make a small collective cost half as much again.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _OLD_NAMES = not hasattr(dist.ProcessGroup, "all_gather_single")
 _all_gather = dist.ProcessGroup._allgather_base if _OLD_NAMES else dist.ProcessGroup.all_gather_single
 _reduce_scatter = dist.ProcessGroup._reduce_scatter_base if _OLD_NAMES else dist.ProcessGroup.reduce_scatter_single
 
 STAGING_BYTES = 32 << 20
-# Blocks that stay in a core's cache between arrival and sum; GPUs want fewer, larger messages.
+# Blocks stay in a core's cache between arrival and sum; on GPUs fewer, larger messages are faster.
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": STAGING_BYTES}
 
 
 class AxisReduction(Protocol):
-    """Averaging reductions and gathers along one axis; all tensors are flat and contiguous."""
+    """Averaging reductions and gathers along one axis, over flat contiguous tensors.
+
+    Attributes:
+        group: Process group of the axis.
+        ranks: Number of ranks.
+        exact: Whether sums are fp32, so that an all-reduce returns full precision instead of the wire dtype's.
+    """
 
     group: dist.ProcessGroup
     ranks: int
     exact: bool
-    """Sums in fp32, so an all-reduce returns full precision; else it returns in the wire dtype."""
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
-        """Average `full` [ranks * n] over the axis; this rank's part goes to `output` [n], any float dtype."""
+        """Average `full` [ranks * n] over the axis and write this rank's part to `output` [n], of any float dtype."""
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
         """Average `full` [n] over the axis in place."""
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        """Start gathering `part` [n] of every rank into `output` [ranks * n]; wait on the returned works."""
+        """Start gathering `part` [n] of every rank into `output` [ranks * n]; wait for the returned works."""
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """Start sending part r of `full` [ranks * n] to rank r, whose part for this rank becomes part r of `output`."""
+        """Start sending part r of `full` [ranks * n] to rank r, and receiving part r of `output` from rank r."""
 
 
 class ExactReduction:
@@ -68,11 +72,11 @@ class ExactReduction:
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `AxisReduction.reduce_scatter`."""
+        """Average `full` exactly, in blocks."""
         self._average(output, full.view(self.ranks, -1).unbind(), wire)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `AxisReduction.all_reduce`: own the rank's chunk (the last ones may be short or empty), then gather."""
+        """Average this rank's chunk, then gather all chunks; the last ones may be short or empty."""
         length = -(-full.numel() // self.ranks)
         chunks = [full[r * length : (r + 1) * length] for r in range(self.ranks)]
         self._average(chunks[self.rank], chunks, wire)
@@ -80,20 +84,20 @@ class ExactReduction:
             work.wait()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        """As `AxisReduction.all_gather`."""
+        """Start to exchange the parts directly with all peers."""
         parts = list(output.view(self.ranks, -1).unbind())
-        if not _same_memory(parts[self.rank], part):  # FSDP2 hands over the view itself
+        if not _same_memory(parts[self.rank], part):  # FSDP2 passes the view itself
             parts[self.rank].copy_(part)
         return swap(self.group, send=[part] * self.ranks, receive=parts)
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """As `AxisReduction.all_to_all`."""
+        """Start to exchange the parts directly with all peers."""
         send, receive = ([*each.view(self.ranks, -1).unbind()] for each in (full, output))
         receive[self.rank].copy_(send[self.rank])
         return swap(self.group, send=send, receive=receive)
 
     def _average(self, output: torch.Tensor, parts: Sequence[torch.Tensor], wire: torch.dtype) -> None:
-        """output [n] = round(sum over ranks r, in order, of their payload for this rank / ranks)."""
+        """Compute output [n] = round(sum over ranks r, in order, of the payload of r for this rank / ranks)."""
         length = max(part.numel() for part in parts)
         block = self._block_elems(length, wire, parts[0])
         buffers = cycle(self._stage(block, wire, parts[0]))
@@ -115,7 +119,7 @@ class ExactReduction:
     def _post(
         self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor, wire: torch.dtype
     ) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
-        """Exchange one block; returns the works, this rank's own payload, and the peers' [ranks, block] in `wire`."""
+        """Exchange one block; return the works, this rank's own payload, and the peers' [ranks, block] in `wire`."""
         mine, incoming = pieces[self.rank], buffer[: self.ranks]
         outgoing = pieces
         if mine.dtype != wire:
@@ -126,7 +130,7 @@ class ExactReduction:
         return works, outgoing[self.rank], incoming
 
     def _sum(self, output: torch.Tensor, mine: torch.Tensor, incoming: torch.Tensor) -> None:
-        """Separate IEEE operations (no fused multiply-add), so every slice of the data sums to the same bits."""
+        """Average with separate IEEE operations (no fused multiply-add), so that slices of data give the same bits."""
         if not output.is_cuda and mine.dtype in host_sum.DTYPES and output.dtype in host_sum.DTYPES:
             host_sum.average(output, mine, incoming, self.rank)
             return
@@ -141,7 +145,7 @@ class ExactReduction:
         return max(1, min(length, BLOCK_BYTES.get(like.device.type, STAGING_BYTES) // (slots * wire.itemsize)))
 
     def _stage(self, block: int, wire: torch.dtype, like: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Two buffers, [slots, block] each, kept from call to call (fresh pages cost more than the sum)."""
+        """Return two buffers of [slots, block], kept between calls (fresh pages cost more than the sum)."""
         slots = self.ranks * (1 if like.dtype == wire else 2)
         needed = 2 * slots * block * wire.itemsize
         if self._staging.numel() < needed or self._staging.device != like.device:
@@ -150,13 +154,13 @@ class ExactReduction:
 
 
 def swap(group: dist.ProcessGroup, *, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]) -> list[dist.Work]:
-    """One send to and one receive from every peer, by rank, in place; wait on the returned works.
+    """Start sending `send[r]` to each peer r and receiving `receive[r]` from it; wait for the returned works.
 
-    Empty tensors are not sent (both sides know the sizes); what is this rank's own is left where it is.
+    Empty tensors are not sent, as both sides know the sizes. The tensors at this rank's own index are not touched.
     """
     rank = group.rank()
     peers = [peer for peer in range(group.size()) if peer != rank]
-    if not send[rank].is_cuda:  # what `batch_isend_irecv` comes to for gloo, whose wrappers cost more than the calls
+    if not send[rank].is_cuda:  # `batch_isend_irecv` does the same on gloo, but its wrappers cost more than the calls
         works = []
         for peer in peers:
             if (tensor := receive[peer]).numel():
@@ -178,25 +182,28 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _tag(tensor: torch.Tensor) -> int:
-    """Messages of different sizes never match: gloo would end one rank's process and give the other a part."""
+    """Return a tag by size, so that messages of different sizes never match.
+
+    On a mismatch gloo would end one rank's process and give the other rank a part of the message.
+    """
     return tensor.nbytes & 0x7FFFFFFF
 
 
 class NativeReduction:
-    """The backend's own collectives, for backends that reduce well by themselves (nccl's default)."""
+    """Collectives of the backend, for backends that reduce well by themselves (the default on nccl)."""
 
     exact = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
         self._now = dist.ReduceScatterOptions()
-        self._now.asyncOp = False  # nccl's: on the stream that is current
+        self._now.asyncOp = False  # for nccl: on the current stream
 
     def reduce_scatter(self, output: torch.Tensor, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `AxisReduction.reduce_scatter`; sums in the wire dtype, in the backend's order."""
+        """Average in the wire dtype, in the backend's order."""
         target = output if output.dtype == wire else torch.empty_like(output, dtype=wire)
         work = _reduce_scatter(self.group, target, self._payload(full, wire), self._now)
-        if work is not None:  # gloo's; nccl's is in order on its stream
+        if work is not None:  # on gloo; nccl is ordered on its stream
             work.wait()
         if target is not output:
             output.copy_(target)
@@ -204,7 +211,7 @@ class NativeReduction:
             output.mul_(1.0 / self.ranks)
 
     def all_reduce(self, full: torch.Tensor, wire: torch.dtype) -> None:
-        """As `AxisReduction.all_reduce`; sums in the wire dtype, in the backend's order."""
+        """Average in the wire dtype, in the backend's order."""
         payload = self._payload(full, wire)
         dist.all_reduce(payload, group=self.group)
         if payload is not full:
@@ -216,10 +223,10 @@ class NativeReduction:
         return full.to(wire) if wire != torch.float16 else full.mul(1.0 / self.ranks).to(wire)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> list[dist.Work]:
-        """As `AxisReduction.all_gather`."""
+        """Start the backend's all-gather."""
         return [_all_gather(self.group, output, part)]
 
     def all_to_all(self, output: torch.Tensor, full: torch.Tensor) -> list[dist.Work]:
-        """As `AxisReduction.all_to_all`."""
+        """Start the backend's all-to-all."""
         work = dist.all_to_all_single(output, full, group=self.group, async_op=True)
         return [] if work is None else [work]

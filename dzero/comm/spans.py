@@ -12,5 +12,5 @@ _NOTHING = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context whose body shows as `name`; torch's own takes several microseconds also without a profiler."""
+    """Return a context that shows as `name`; torch's own takes several microseconds even without a profiler."""
     return record_function(name) if getattr(torch.autograd.profiler, "_is_profiler_enabled", True) else _NOTHING

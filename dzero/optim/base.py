@@ -1,14 +1,14 @@
-"""The optimizer that owns the fp32 masters: a real `torch.optim.Optimizer` over sharded parameters.
+"""The optimizer base class: a `torch.optim.Optimizer` over sharded parameters that owns the fp32 masters.
 
-A step, after the last microbatch's backward has left the reduced gradients in `Gradients`:
+A step runs after the backward of the last microbatch, when `Gradients` holds the reduced gradients:
 
-    decide   all ranks agree on norm, finiteness and the clipping factor      (optim/grad_decision.py)
-    update   every rank its own shard, in fp32, rounded once                  (optim/flat_update.py, torch_optimizer.py)
-    record   the decision stays in `last_decision`; the loss scale moves
+    decide   all ranks agree on the norm, finiteness and the clipping factor    (optim/grad_decision.py)
+    update   every rank updates its shard in fp32 and rounds it once            (flat_update.py, torch_optimizer.py)
+    record   `last_decision` is set, and the loss scale is updated
 
-A step with a non-finite gradient on any rank changes nothing but the loss scale and the skip count. States exist from
-construction on, and loading copies values into them: their dtype, device and placement are the table's, not the
-parameter's or the file's.
+If a gradient is non-finite on any rank, the step changes only the loss scale and the skip counts. States exist from
+construction on, and loading copies values into them. Their dtype, device and placement are those of the layout
+(zero/layout.py), not those of the parameter or the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dzero.zero.unit import Unit, as_module
 
 
 class StateSpec(NamedTuple):
-    """A state of the parameter `name` as it is carried: dtype and elements [shard]."""
+    """Dtype and number of elements [shard] of the portable state `key` of the parameter `name`."""
 
     name: str
     key: str
@@ -45,9 +45,14 @@ class StateSpec(NamedTuple):
 
 
 class PortableState(NamedTuple):
-    """A parameter's states on their way between layouts, flat [shard] on the CPU. `tensors`: `master` in fp32, the
-    moments in any dtype, and `param` where forward still uses older values than the master's (overlap=delayed).
-    `blocks`: of 8-bit moments, what is known as it was stored. `scalars`: what is no tensor, e.g. `step`."""
+    """States of one parameter in a form that any layout can load; tensors are flat [shard] and on the CPU.
+
+    Attributes:
+        tensors: `master` in fp32, the moments in any dtype, and `param` if forward still uses older values than the
+            master's (offload.overlap=delayed).
+        blocks: For 8-bit moments, the blocks whose stored codes are known.
+        scalars: States that are not tensors, e.g. `step`.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     blocks: Mapping[str, KnownBlocks]
@@ -55,15 +60,26 @@ class PortableState(NamedTuple):
 
 
 def trained(sharded: Sharded) -> list[nn.Parameter]:
-    """The parameters that are trained, in the order of `model.parameters()`, as torch's optimizers number them."""
+    """Return the trained parameters in the order of `model.parameters()`, in which torch's optimizers number them."""
     named = sharded.named_params()
     return [named[name] for name in sharded.names if name in named and named[name].requires_grad]
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """What all rules share: gradients, decisions, loss scaling, state dicts. Subclasses say how to update.
+    """Base class of the optimizers: gradients, step decisions, loss scaling and state dicts; subclasses add the update.
 
-    places_moments: whether the moments are kept where the table says; else by the subclass.
+    Args:
+        sharded: The sharded model.
+        params: Parameters or parameter groups of the model, as for any optimizer; None for every trained parameter.
+        defaults: Default settings of parameter groups.
+        max_norm: Global gradient norm to clip to; None for no clipping.
+        scaler: Loss scaling for fp16 parameters; None for the defaults.
+
+    Attributes:
+        places_moments: Whether moments are stored where the layout says; otherwise the subclass stores them.
+        last_decision: Decision of the last step with gradients; None before the first.
+        skipped_steps: Number of steps that were skipped because of non-finite values.
+        consecutive_skips: Number of steps skipped in a row up to the last one.
     """
 
     places_moments = True
@@ -102,7 +118,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateMapping:
-        """As any optimizer's, once no update is on its way. Values may be written in place; entries stay."""
+        """States by parameter, once no update is in progress; values may be written in place, but entries are fixed."""
         if self._is_made:
             self.synchronize()
         return self._state
@@ -114,14 +130,14 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._state = StateMapping()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more of the model's parameters from now on, e.g. as they are unfrozen. Between steps.
+        """Add a parameter group between steps, e.g. for parameters that were just unfrozen.
 
         Args:
-            param_group: As of any optimizer. The parameters were trained (requires_grad) when the model was sharded.
+            param_group: As for any optimizer. Its parameters must have required gradients when the model was sharded.
 
         Raises:
-            ValueError: For parameters that are in a group already, are not the model's, or were frozen in shard().
-            RuntimeError: For parameters that another optimizer updates.
+            ValueError: A parameter is in a group already, does not belong to the model, or was frozen in shard().
+            RuntimeError: Another optimizer updates a parameter.
         """
         super().add_param_group(param_group)
         if not self._is_made:
@@ -136,11 +152,11 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._take_group(self.param_groups[-1])
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        """Make the states of a group that came later."""
+        """Create the states of a parameter group that was added after construction."""
         raise NotImplementedError
 
     def _hook_state_dicts(self) -> None:
-        """State dicts of the model, or of a unit's modules, wait for updates; masters follow what they load."""
+        """Make state dicts of the model and its units wait for updates, and refresh masters after loading."""
         waits, follows = weakref.WeakMethod(self.synchronize), weakref.WeakMethod(self._follow)
 
         def before(*_: object) -> None:
@@ -159,17 +175,17 @@ class MasterOptimizer(torch.optim.Optimizer):
                 module.register_load_state_dict_post_hook(partial(after, unit))  # type: ignore[no-untyped-call]
 
     def _follow(self, unit: Unit) -> None:
-        """The model has loaded other values into a unit: its masters take them."""
+        """Refresh the masters of a unit whose parameters were loaded with other values."""
         raise NotImplementedError
 
     def _follow_edits(self, unit: Unit) -> None:
-        """Parameters of a unit were edited in place: its masters off the device take those elements."""
+        """Copy the edited elements of a unit's parameters into its masters off the device."""
         raise NotImplementedError
 
     def take_edits(self) -> None:
-        """Let masters off the device follow what was written into parameters since the last update.
+        """Copy what was written into parameters since the last update into masters off the device.
 
-        Those on the device are compared with their working copies by the update itself.
+        Masters on the device are compared with their working copies by the update itself.
         """
         edited = [unit for unit in self._sharded.units if unit.is_edited]
         if edited:
@@ -196,16 +212,16 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._names = names
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward on: multiplied by the loss scale (fp16), else itself."""
+        """Return the loss to call backward on: `loss` times the loss scale for fp16, otherwise `loss` itself."""
         self._loss_was_scaled = True
         return loss if self.scaler.scale == 1.0 else loss * self.scaler.scale
 
     def refuse_step(self, why: Callable[[], str]) -> None:
-        """Let the next `step` change nothing, as if a gradient were not finite. On all ranks alike.
+        """Make the next `step` change nothing, as if a gradient were non-finite; call this on all ranks.
 
         Args:
-            why: Called once the ranks have decided upon the gradients, when the host has waited for the device anyway.
-                Returns what is not finite, or nothing where the step may be made.
+            why: Called after the ranks have decided on the gradients, when the host has already waited for the device.
+                Returns a description of what is non-finite, or an empty string if the step may run.
         """
         self._refusal = why
 
@@ -215,13 +231,21 @@ class MasterOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update from the reduced gradients, or skip; see `last_decision`. Raises RuntimeError without gradients."""
+        """Update the parameters from the reduced gradients, or skip the step if a gradient is non-finite.
+
+        Args:
+            closure: Computes the gradients and returns the loss, which is then returned here.
+
+        Raises:
+            RuntimeError: There are no gradients, backward raised, no microbatch was the last one, the microbatches do
+                not fit the layout, or an fp16 loss was not scaled.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._sharded.end_step()
-        # A forward without backward (evaluation) may have left unsharded copies that the update would make stale.
+        # A forward without backward (evaluation) may have left unsharded parameters, which the update would make stale.
         self._sharded.reshard()
         with span("step decide"):
             decision = self.gradients.decide(scale=self.scaler.scale, max_norm=self.max_norm)
@@ -261,59 +285,62 @@ class MasterOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _skip(self) -> None:
-        """Nothing is updated in this step."""
+        """Leave all states as they are in this step."""
         self.offload.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, reduced or not, e.g. of microbatches that are not to count, or of a backward that raised.
-
-        Raises as `Sharded.abandon_step` does.
-        """
+        """Drop all gradients, reduced or not, e.g. of microbatches that must not count or of a backward that raised."""
         self.gradients.drop()
         super().zero_grad(set_to_none)
 
     def describe(self) -> list[str]:
-        """For the log: what lives off the device, and how that works. Nothing where all is on it."""
+        """Return log lines on what is stored off the device and how its updates run; empty without offload."""
         return self.offload.describe()
 
     def synchronize(self) -> None:
-        """Return when no update is on its way any more. Parameters read directly are then those of the last step.
+        """Wait until no update is in progress, so that parameters read directly have the values of the last step.
 
-        State dicts of the model and of the optimizer do this by themselves, and so does the next forward, unit by unit.
-        Where copies share out states (zero.states_over=all) new values may still have to travel: all ranks call this.
-        Raises OffloadError for an update that failed.
+        State dicts of the model and of the optimizer do this themselves, and forward does it unit by unit. If replicas
+        divide the states (zero.states_over=all), new values may still have to be gathered: all ranks must call this.
+
+        Raises:
+            OffloadError: An update failed.
         """
         self.offload.synchronize()
         for unit in self._sharded.units if self._sharded.layout.shares > 1 else ():
             unit.arrive()
 
     def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's; see `synchronize`."""
+        """Return the state dict of any optimizer, after `synchronize`."""
         packed: dict[str, Any] = super().state_dict()  # reads `state`, which synchronizes
         packed["state"] = {number: dict(states) for number, states in packed["state"].items()}
         return packed
 
     def portable_states(self, unit: Unit) -> list[StateSpec]:
-        """What `export_state` gives for a unit, in that order."""
+        """Return the specs of what `export_state` passes on for a unit, in the same order."""
         raise NotImplementedError
 
     def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
-        """Give each state of a unit to `put(parameter, key, tensor)`, flat [shard], in a form that any layout can take.
+        """Pass each state of a unit to `put`, flat [shard], in a form that any layout can load.
 
-        Between steps, after `await_updates`. The tensors are the states themselves: copy what is to stay as it is.
+        Call this between steps, after `await_updates`.
+
+        Args:
+            unit: The unit to export.
+            put: Called with parameter name, state key and tensor; the tensor is the state itself, not a copy.
         """
         raise NotImplementedError
 
     def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
-        """Become what was carried, by parameter; the parameters too. Between steps, after `synchronize`."""
+        """Load a unit's states, by parameter name, and its parameters; call this between steps, after `synchronize`."""
         raise NotImplementedError
 
     def await_updates(self) -> None:
-        """Return when the last step's updates have ended; what overlap=delayed holds back stays where it is."""
+        """Wait for the updates of the last step; working copies that overlap=delayed holds back are not sent."""
         self.offload.await_updates()
 
     def scalars(self) -> dict[str, Any]:
-        """What is no tensor, as JSON takes it; parameters by name."""
+        """Return everything but tensors as JSON values, with parameters by name."""
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": self._names_of(group)}
             for group in self.param_groups
@@ -322,9 +349,10 @@ class MasterOptimizer(torch.optim.Optimizer):
         return {"rule": self.rule_name, "groups": groups, "scaler": self.scaler.state_dict(), **counts}
 
     def take_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Continue where `scalars` was taken; the groups' settings stay this optimizer's own.
+        """Load the skip counts and the loss scale from `scalars`; parameter groups keep their settings.
 
-        Raises ValueError for another rule's.
+        Raises:
+            ValueError: `scalars` was saved by another rule.
         """
         if scalars["rule"] != self.rule_name:
             raise ValueError(
@@ -337,7 +365,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property
     def rule_name(self) -> str:
-        """As in `optim.rule`."""
+        """Name of the rule, as in `optim.rule`."""
         raise NotImplementedError
 
     def _names_of(self, group: Mapping[str, Any]) -> list[str]:
@@ -345,9 +373,9 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @property
     def traffic(self) -> dict[Entry, Traffic]:
-        """Calls and bytes that this rank sends for a step's update, by the ledger's entries."""
+        """Calls and bytes that this rank sends for the update of one step, by ledger entry."""
         return {}
 
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's param, master and moments on the device between steps."""
+        """Return the bytes of this rank's param, master and moments on the device between steps."""
         raise NotImplementedError

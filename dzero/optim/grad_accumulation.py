@@ -1,26 +1,27 @@
-"""One unit's gradients: taken from FSDP2, accumulated over microbatches, summed up, sent to where the table has them.
+"""The gradients of one unit: received from FSDP2, accumulated over microbatches, summed, and moved to their tier.
 
-For every unit and reduction FSDP2 delivers the flat reduced buffer (`receive`), padded as it pads shards, and sets
-`.grad`. We keep slices of that buffer, in the table's gradient dtype. After the last microbatch `.grad` is a DTensor
-over what was kept (grad_views.py), and `complete` takes over what was done to it. By where a parameter's gradients
-live:
+For every reduction of a unit, FSDP2 delivers the flat reduced buffer (`receive`), padded like its shards, and sets
+`.grad`. `UnitGrads` keeps slices of that buffer, in the gradient dtype of the layout. After the last microbatch `.grad`
+is a DTensor over what was kept (optim/grad_views.py), and `complete` takes over edits of it. What happens depends on
+where a parameter's gradient is stored:
 
-                      first microbatch          later ones                    last one
-    device            slices are kept           added to them                 averaged over the copies
-    host, no copies   leave at once             land beside and are added     -
-    host, copies      as on the device          as on the device              averaged, then leave
+                        first microbatch       later microbatches                 last microbatch
+    device              slices are kept        added to the slices                averaged over the replicas
+    host, no replicas   moved to the host      copied to the host, added there    -
+    host, replicas      as on the device       as on the device                   averaged, then moved to the host
 
-Where copies share out the states of a shard, averaging leaves this rank's part of each parameter's
-(zero/replica_shards.py). Sums of squares are taken while the data is in cache: on the device's slice, or by the
-addition that is the last; once more where a `.grad` was edited since. Each step of this is one call for all parameters
-of the unit.
+If replicas divide the states of a shard (zero/replica_shards.py), averaging leaves this rank's replica shard of each
+gradient. Sums of squares are computed while the data is in cache, on the slices on the device or in the last addition.
+They are computed again if a `.grad` was edited since. Each of these operations is one call for all parameters of the
+unit.
 
-A loss that reads a sharded parameter itself (a penalty on weights) leaves its gradient in `.grad`, by autograd. What
-comes before the unit's reduction is added after it, before the copies' average; what comes later goes into the view.
-So does what a backward reduces after the last microbatch: several without `microbatch()`, or over one graph.
+A loss that reads a sharded parameter directly, e.g. a weight penalty, leaves its gradient in `.grad` through autograd.
+If that happens before the unit's reduction, the gradient is added after the reduction and before the average over
+replicas. Otherwise it is added through the view. The same holds for gradients that are reduced after the last
+microbatch's, e.g. by several backward calls without `microbatch()` or over one graph.
 
-A parameter without gradient on all ranks has none, as in torch. Ranks must agree on which those are
-(comm/collective_log.py), unless zero.unused=zeros lets zeros stand for them.
+A parameter without a gradient on all ranks has none, as in torch. Ranks must agree on these parameters
+(comm/collective_log.py), unless zero.unused=zeros counts zeros as their gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Named = dict[str, torch.Tensor]
 
 
 class GradPhase(Enum):
-    """What there is of a unit's gradients in this step; `MOVES` has the legal ways from one to the next."""
+    """Phases of a unit's gradients within a step; `MOVES` lists the legal transitions."""
 
     EMPTY = "nothing"
     ARRIVING = "those of some microbatches, in `views` and the buffers behind them; `.grad` is None"
@@ -67,21 +68,33 @@ MOVES = {
 
 
 class EarlyUpdates(Protocol):
-    """The optimizer, where it may update a unit while backward goes on (offload.overlap=backward)."""
+    """Interface of an optimizer that may update a unit while backward is still running (offload.overlap=backward)."""
 
     def begin(self, unit: str, grads: Named) -> bool:
-        """Called when all gradients of a unit (its name) are there; return whether their update has begun."""
+        """Start the update of the unit named `unit`, whose gradients are complete; return whether it was started."""
 
     def rollback(self) -> None:
-        """Undo the updates that have begun: their gradients are refused, or dropped."""
+        """Undo the updates that were started, because their gradients are refused or dropped."""
 
 
 class UnitGrads:
-    """The gradients of one unit, between their reduction and the update.
+    """Gradients of one unit, between their reduction and the update.
 
-    `names`: of the trained parameters. `views`: gradients by name [local shard or part, flat]; `sums`: sums of squares
-    of this rank's chunks, complete after `complete`. copy: (rank, ranks) of the copies of a shard, each of which sums a
-    chunk of it. makers: of `.grad`, by name.
+    Args:
+        unit: The unit.
+        sharded: The sharded model that the unit belongs to.
+        copy: (index, count) of this rank among the replicas of its shard, each of which sums the squares of one chunk.
+        offload: Transfers to and from the tiers off the device.
+        makers: Makers of `.grad`, by parameter name.
+
+    Attributes:
+        names: Names of the trained parameters, in the order of FSDP2's buffers.
+        views: Gradients by name, flat [local shard], or [replica shard] once reduced to it.
+        sums: Sums of squares of this rank's chunks, valid after `complete`.
+        generation: Increases whenever the gradients are dropped.
+
+    Raises:
+        ValueError: A trained parameter was frozen when the model was sharded, or has a hook of its own.
     """
 
     def __init__(
@@ -118,7 +131,7 @@ class UnitGrads:
 
     @property
     def phase(self) -> GradPhase:
-        """What there is of the step's gradients."""
+        """Phase of the unit's gradients in this step."""
         return self._phase
 
     @phase.setter
@@ -128,7 +141,7 @@ class UnitGrads:
         self._phase = to
 
     def clear(self, names: frozenset[str]) -> None:
-        """Forget the step's gradients of `names`; those of other optimizers stay until these are done with them."""
+        """Drop the step's gradients of `names`; gradients of other optimizers stay until those have used them."""
         mine = names.intersection(self._trained)
         self._shown.drop(mine)
         if self.phase is GradPhase.EMPTY:
@@ -155,7 +168,7 @@ class UnitGrads:
         self._buffers: list[torch.Tensor] = []
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
-        """As `GradConsumer.receive`."""
+        """Implement `GradConsumer.receive`: take over or accumulate a reduced buffer."""
         if reduced.numel() != sum(self._padded):
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: gradients arrived for parameters that were frozen when the model was "
@@ -184,12 +197,12 @@ class UnitGrads:
         self._sharded.loans.lend(reduced)
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
-        """As `GradConsumer.shown`: of a gradient that stays where it was reduced."""
+        """Implement `GradConsumer.shown`: return a view if the gradient stays in the reduced buffer."""
         stays = self._is_complete and name in self._used and self.views.get(name) is self._pieces[name]
         return self._shown.over(name, piece) if stays else None
 
     def returned(self) -> None:
-        """As `GradConsumer.returned`."""
+        """Implement `GradConsumer.returned`: set the `.grad` that `shown` left open."""
         self._pieces = {}
         if len(self._shown.names) < len(self.names):
             others = [name for name in self.names if name not in self._shown.names]
@@ -197,7 +210,7 @@ class UnitGrads:
             self._show(others)
 
     def drain(self) -> None:
-        """As `GradConsumer.drain`."""
+        """Implement `GradConsumer.drain`."""
         self._executor.drain()
 
     @property
@@ -205,13 +218,13 @@ class UnitGrads:
         return self.phase in (GradPhase.COMPLETE, GradPhase.IN_USE)
 
     def _show(self, names: Iterable[str]) -> None:
-        """Show those of `names` that have a gradient, once it is complete."""
+        """Set the `.grad` of those of `names` that have a complete gradient."""
         for name in names if self._is_complete else ():
             if name in self.views and name in self._used:
                 self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _hide(self) -> None:
-        """Take `.grad` away, to which FSDP2 would add in the parameter's dtype; what autograd left there is held."""
+        """Set `.grad` to None, as FSDP2 would add to it in the parameter's dtype, and hold what autograd left there."""
         if self._is_complete:
             self._collect()
         for name, grad in self._shown.hide().items():
@@ -221,7 +234,7 @@ class UnitGrads:
             self.phase = GradPhase.ARRIVING
 
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
-        """Add what was reduced after the last microbatch's, averaged over the copies by itself."""
+        """Add a reduction that arrived after the last microbatch's, which is averaged over the replicas by itself."""
         self._is_edited = True
         if self._unit.shares is not None:
             _, pieces = self._unit.shares.reduce(pieces)
@@ -269,11 +282,11 @@ class UnitGrads:
         self._offloaded.add(self.views, {name: piece for name, piece in pieces.items() if name not in first})
 
     def _sum(self, grads: Named) -> None:
-        """Find the sums of squares of `grads`, in one call."""
+        """Compute the sums of squares of `grads`, in one call."""
         self.sums.find({name: self._chunk(name, grad) for name, grad in grads.items()})
 
     def _finish(self) -> None:
-        """The last microbatch's are in: average over the copies, sum squares, send away what lives elsewhere."""
+        """Finish the last microbatch: average over replicas, sum squares, and move gradients to their tier."""
         if self._is_complete or not self.views:
             return
         self.phase = GradPhase.COMPLETE
@@ -301,7 +314,7 @@ class UnitGrads:
         self._held = {}
 
     def _add_held(self, name: str, direct: torch.Tensor) -> None:
-        """Add what autograd left to the reduced gradient of a parameter; it is all of one that had none."""
+        """Add the gradient that autograd left to the parameter's reduced one, or keep it alone if there is none."""
         self.sums.drop({name})
         if name in self.views:
             self.views[name].add_(direct)
@@ -310,7 +323,7 @@ class UnitGrads:
             self._buffers.append(self.views[name])
 
     def _add_late_to(self, name: str, grad: torch.Tensor) -> None:
-        """Add to a parameter's gradient, wherever that lives by now."""
+        """Add to a complete gradient, in the tier in which it is stored."""
         if name in self._hosted:
             own = self.read(name)
             self.put(name, own.add_(grad.to(own.device)))
@@ -319,10 +332,10 @@ class UnitGrads:
             self._add_on_device({name: grad.to(self.views[name].dtype)})
 
     def look(self) -> None:
-        """As `GradUse.look`: nothing is on its way to what lives on the device."""
+        """Do nothing: no transfer writes to gradients on the device."""
 
     def write(self) -> None:
-        """As `GradUse.write`."""
+        """Implement `GradUse.write`: invalidate the sums, or raise if the update in place has begun."""
         if self.phase is GradPhase.IN_USE:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
@@ -331,22 +344,22 @@ class UnitGrads:
         self._is_edited = True
 
     def lend(self) -> None:
-        """As `GradUse.lend`: to be sure, what was summed up no longer counts."""
+        """Treat every request for the memory's address as a write."""
         self.write()
 
     def read(self, name: str) -> torch.Tensor:
-        """As `GradUse.read`."""
+        """Implement `GradUse.read`."""
         if name not in self.views:
             raise RuntimeError(f"{name}: {USED_UP}")
         return self._offloaded.read({name: self.views[name]})[name]
 
     def put(self, name: str, flat: torch.Tensor) -> None:
-        """As `GradUse.put`."""
+        """Implement `GradUse.put`."""
         self.write()
         self._offloaded.change(self.views[name], flat)
 
     def _collect(self) -> None:
-        """Take over what happened to `.grad` since: another tensor there, or none."""
+        """Take over `.grad` that were set to another tensor or to None."""
         for name, grad in self._shown.changes():
             self.write()
             if grad is None:
@@ -356,7 +369,7 @@ class UnitGrads:
             if not self._is_complete:
                 self.phase = GradPhase.ARRIVING
             flat = self._shown.flat(name, grad, shared_out=self._is_complete)
-            if name not in self._shown.names and name in self.views:  # other ranks may have reached it, this one not
+            if name not in self._shown.names and name in self.views:  # other ranks used it, this one did not
                 self._add_late_to(name, flat)
             else:
                 self._replace(name, flat)
@@ -364,7 +377,7 @@ class UnitGrads:
             self._shown.show(name, self.views[name], off_device=name in self._hosted)
 
     def _replace(self, name: str, flat: torch.Tensor) -> None:
-        """Take `flat` as a parameter's gradient in place of what it is, if it has one."""
+        """Store `flat` as a parameter's gradient, in place of the present one if there is one."""
         self._is_edited = True
         grad = flat.to(self._unit.layout.grad.dtype, copy=True)
         if name in self._hosted:
@@ -373,14 +386,14 @@ class UnitGrads:
             self.views[name] = grad
 
     def _keep_shares(self, shares: ReplicaShards) -> None:
-        """Of each buffer what was averaged takes its place."""
+        """Replace each buffer by the averaged replica shards of its gradients."""
         for index, buffer in enumerate(self._buffers):
             whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
             self._buffers[index], owned = shares.reduce(whole)
             self.views |= owned
 
     def complete(self) -> None:
-        """Complete `sums`, also for a unit that the last microbatch did not reach."""
+        """Complete `sums`, also if the last microbatch did not reach the unit."""
         if not self._is_complete and self.views:
             self._hide()
             self._finish()
@@ -388,7 +401,7 @@ class UnitGrads:
         self._collect()
         if unused := self.views.keys() - self._used:
             for name in unused:
-                del self.views[name]  # zeros, or others' gradients: then ranks differ, and the step is refused
+                del self.views[name]  # zeros, or gradients of other ranks: then the step is refused
             self.sums.drop(unused)
         self._offloaded.put_sums(self.sums)
         if self._is_edited:
@@ -398,21 +411,21 @@ class UnitGrads:
 
     @property
     def is_edited(self) -> bool:
-        """Whether somebody wrote into gradients since they were complete."""
+        """Whether the gradients have changed since they were reduced and averaged."""
         return self._is_edited
 
     @property
     def has_copies(self) -> bool:
-        """Whether other ranks must end up with the same gradients."""
+        """Whether replicas must end up with the same gradients as this rank."""
         return self._copy[1] > 1 and self._unit.shares is None
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The data-parallel axes of the unit."""
+        """The data-parallel (replicate, shard) mesh of the unit."""
         return self._unit.mesh
 
     def whole_sums(self) -> torch.Tensor:
-        """Return the sums of squares of whole shards, fp64 [names] on the CPU or one device; after `complete`."""
+        """Return the sums of squares of whole shards, fp64 [names] on the device; valid after `complete`."""
         sums, grads = SquareSums(self.names, self._device), self.values()
         for off_device in (False, True):
             some = {name: grad for name, grad in grads.items() if (name in self._hosted) == off_device}
@@ -420,35 +433,35 @@ class UnitGrads:
         return torch.stack([each.to(self._device) for each in sums.values]).sum(0)
 
     def _sum_anywhere(self, names: Iterable[str]) -> None:
-        """Find the sums of squares of gradients wherever they live."""
+        """Compute the sums of squares of gradients in any tier."""
         grads = self.values()
         for off_device in (False, True):
             self._sum({name: grads[name] for name in names if (name in self._hosted) == off_device})
 
     @property
     def absent(self) -> list[str]:
-        """Trained parameters without gradient, after `complete`."""
+        """Names of the trained parameters without a gradient; valid after `complete`."""
         return [name for name in self._trained if name not in self.views]
 
     def complete_with(self, name: str, add: Callable[[torch.Tensor], None]) -> None:
-        """`add` what other ranks found of one parameter's gradient [local shard, flat], in place; after `complete`."""
+        """Apply `add`, which adds gradients of other ranks in place, to one parameter's gradient; after `complete`."""
         grad = self.values()[name]
         add(grad)
         self._offloaded.change(self.views[name], grad)
         self._sum({name: grad})
 
     def on_device(self) -> list[torch.Tensor]:
-        """Gradients that do not live on the host."""
+        """Return the gradients that are stored on the device."""
         return [grad for name, grad in self.views.items() if name not in self._hosted]
 
     def values(self) -> Named:
-        """The gradients once they have arrived; copies of those on disk."""
+        """Return the gradients by name once transfers have ended; those on disk are copies."""
         if not self._hosted:
             return self.views
         return self.views | self._offloaded.read({n: grad for n, grad in self.views.items() if n in self._hosted})
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
-        """Of a gradient that all copies have what this rank sums."""
+        """Return the part of a gradient whose squares this rank sums; replicas of one gradient sum a chunk each."""
         if self._unit.shares is not None or self._copy[1] == 1:
             return grad
         row = self._shapes[name].row_elems

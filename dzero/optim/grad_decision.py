@@ -1,13 +1,13 @@
-"""Gradients between their reduction and the update: decided upon once for all ranks.
+"""The reduced gradients of a model, and the decision that all ranks make on them once per step.
 
-Norm: sqrt of sums of squares in fp64 per (parameter, chunk). A shard is cut into chunks by Shard(0), one for each of
-its copies, which sums only that; at stage 0 the shard is the whole. All ranks have the totals of the same additions in
-the same order (optim/grad_norm.py). Beside the sums travels a checksum of the rank's collectives
-(comm/collective_log.py) and of the parameters without gradient: where ranks disagree, a branch in the model has mixed
-data of different units, or missed parts of one, and the step is refused.
+The norm is the root of sums of squares, in fp64 per (parameter, chunk). Shard(0) cuts a shard into one chunk per
+replica, and each replica sums its chunk; at stage 0 the shard is the whole parameter. All ranks add the same numbers in
+the same order (optim/grad_norm.py). A checksum of the rank's collectives (comm/collective_log.py) and of the parameters
+without gradient is sent with the sums. If checksums differ, a branch in the model has mixed data of different units or
+left out modules of a unit, and the step is refused.
 
-Along axes that cut the model itself the totals travel once more: a parameter that such an axis cuts is the sum of its
-ranks', one that they all have is counted once. Ranks of a pipeline have parameters of their own
+Along axes that cut the model itself, the totals are gathered once more. A parameter that such an axis cuts gets the sum
+over its ranks. A parameter that all ranks have counts once. Ranks of a pipeline have parameters of their own
 (optim/pipeline_grads.py).
 """
 
@@ -45,18 +45,33 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What all ranks do with this step's gradients. `norm`: of the averaged, unscaled gradients, before clipping."""
+    """Decision of all ranks on the gradients of one step.
+
+    Attributes:
+        norm: Norm of the averaged, unscaled gradients before clipping.
+        finite: Whether the step is applied; False if any gradient is non-finite.
+        factor: Factor of every gradient in fp32: 1 / loss scale times the clipping coefficient.
+        nonfinite_params: Parameters with a non-finite averaged gradient, as `name (rank r)`. Rank r holds the
+            rows, but the overflow may be another rank's.
+    """
 
     norm: float
     finite: bool
     factor: float
-    """Multiplies every gradient in fp32: 1 / loss scale and the clipping coefficient."""
     nonfinite_params: tuple[str, ...]
-    """Parameters with a non-finite averaged gradient, as `name (rank r)`: r holds the rows, whoever overflowed."""
 
 
 class Gradients:
-    """The reduced gradients of every unit of a sharded model. Only those of `owned` (names) count and are shown."""
+    """Reduced gradients of all units of a sharded model, for one optimizer.
+
+    Args:
+        sharded: The sharded model.
+        owned: Names of the parameters that the optimizer updates; only their gradients are returned and counted.
+        offload: Transfers to and from the tiers off the device.
+
+    Raises:
+        RuntimeError: Another optimizer owns a parameter, or optimizers cannot share the gradients of this model.
+    """
 
     def __init__(self, sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> None:
         self._collective_log = sharded.ledger.collective_log
@@ -74,12 +89,16 @@ class Gradients:
 
     @property
     def mine(self) -> frozenset[str]:
-        """Names of the parameters whose gradients are this optimizer's to drop: its own, and those of none."""
+        """Names of the parameters whose gradients this optimizer may drop: its own, and those of no optimizer."""
         others = [claimed for other, claimed in self._sharded.claims.items() if other is not self]
         return self._names.difference(*others) if others else self._names
 
     def own(self, owned: Collection[str]) -> None:
-        """From now on those of `owned` count and are shown. Raises RuntimeError where another optimizer has one."""
+        """Set the parameters, by name, whose gradients are returned and counted for the norm.
+
+        Raises:
+            RuntimeError: Another optimizer owns a parameter.
+        """
         sharded = self._sharded
         if taken := frozenset(owned) - self.mine:
             raise RuntimeError(TAKEN.format(min(taken)))
@@ -95,21 +114,21 @@ class Gradients:
         self._parts = PipelineGrads(sharded, self._owned, self._units) if sharded.parts else None
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
-        """[owned]: which parameters the axis cuts."""
+        """Return for each owned parameter whether the axis cuts it."""
         cut = {param.name for unit in sharded.shapes for param in unit.params if param.is_cut_by(axis)}
         return [name in cut for name in self._owned]
 
     def tell(self, early: EarlyUpdates) -> None:
-        """From now on, tell `early`, held weakly, of every unit whose gradients are complete, or refused."""
+        """Register `early`, held weakly, for updates of units as soon as their gradients are complete."""
         for unit in self._units:
             unit.early = weakref.ref(early)
 
     def named(self) -> dict[str, torch.Tensor]:
-        """This rank's reduced gradients [local shard, flat] by parameter name; still scaled and unclipped."""
+        """Return this rank's reduced gradients by name, flat [local shard], still scaled and unclipped."""
         return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.values().items())
 
     def arriving(self) -> dict[str, torch.Tensor]:
-        """As `named`, but what is off the device may be on its way; whatever the offload starts waits for it."""
+        """Return `named` without waiting for transfers to the host or disk; work of the offload waits for them."""
         return self._owned_of(name_and_grad for unit in self._units for name_and_grad in unit.views.items())
 
     def _owned_of(self, named: Iterable[tuple[str, torch.Tensor]]) -> Named:
@@ -117,11 +136,11 @@ class Gradients:
         return {name: grads[name] for name in self._owned if name in grads}
 
     def on_device(self) -> list[torch.Tensor]:
-        """Those of `named` that lie on the device."""
+        """Return the units' gradients that are stored on the device."""
         return [grad for unit in self._units for grad in unit.on_device()]
 
     def complete(self) -> None:
-        """Wait for every unit's, and add what both ends of a pipeline found of tied parameters; once in a step."""
+        """Complete every unit's gradients and add those of tied parameters across the pipeline, once per step."""
         if self._is_complete:
             return
         for unit in self._units:
@@ -134,18 +153,18 @@ class Gradients:
         self._is_complete = True
 
     def decide(self, *, scale: float, max_norm: float | None) -> StepDecision:
-        """Return the global norm, whether it is finite, and the clipping coefficient; the same on every rank.
+        """Return the global norm, finiteness and the clipping factor, the same on every rank.
 
         Args:
-            scale: Of the loss, by which gradients are still multiplied.
-            max_norm: To which the norm of the unscaled gradients is clipped; None: it is not.
+            scale: Loss scale by which the gradients are still multiplied.
+            max_norm: Norm to clip the unscaled gradients to; None for no clipping.
 
         Raises:
-            RuntimeError: On every rank, where ranks reduced their units in different orders, or where ranks of an axis
-                that cuts the model found different gradients of a parameter that they all have.
+            RuntimeError: On every rank, if ranks reduced units in different orders, or found different gradients of a
+                parameter that all of them have.
         """
         self.complete()
-        self._is_complete = False  # a step that ends here, without gradients, may be followed by others
+        self._is_complete = False  # a step without gradients ends here, and the next one completes anew
         sums = self._own_sums()
         edited = any(unit.is_edited for unit in self._units)
         totals, edited = self._data_parallel.add(sums, self._collective_log.checksum, is_edited=edited)
@@ -158,8 +177,7 @@ class Gradients:
         return StepDecision(norm, finite, clip / scale, () if finite else self._nonfinite(sums, found))
 
     def _own_sums(self) -> torch.Tensor:
-        """Return this rank's sums of squares, fp64 [owned], on the device; those found on the host, if any, in one
-        copy, which waits for the device."""
+        """Return this rank's sums of squares, fp64 [owned] on the device; a single copy from the host synchronizes."""
         sums = [unit.sums for unit in self._units]
         found = torch.cat([each.values[0] for each in sums])
         if any(each.has_host for each in sums):
@@ -167,22 +185,18 @@ class Gradients:
         return found[self._at]
 
     def _check_copies(self) -> None:
-        """Check that copies of a shard, if there are any, have equal gradients after an edit; all ranks call this."""
+        """Check that replicas have equal gradients after an edit; all ranks call this."""
         whole: dict[DeviceMesh, list[torch.Tensor]] = {}
         names: dict[DeviceMesh, list[str]] = {}
         for unit in self._units:
-            if unit.has_copies and all(map(has_memory, unit.views.values())):  # a simulation has no values
+            if unit.has_copies and all(map(has_memory, unit.views.values())):  # simulated tensors have no values
                 whole.setdefault(unit.mesh, []).append(unit.whole_sums().to(self._device))
                 names.setdefault(unit.mesh, []).extend(unit.names)
         if whole:
             self._data_parallel.check_copies({mesh: torch.cat(sums) for mesh, sums in whole.items()}, names)
 
     def _add_along_model(self, totals: torch.Tensor) -> tuple[torch.Tensor, list[AxisSums]]:
-        """Add the totals [owned] of the data-parallel ranks along the axes that cut the model.
-
-        Returns:
-            The totals, of the whole model [parameters], and what the ranks of each axis found.
-        """
+        """Add the totals [owned] along the axes that cut the model; return those of the model, and each axis's sums."""
         found = []
         for axis, gather, cut in self._along_model:
             sums = gather(totals.to(self._device)).cpu()
@@ -196,15 +210,18 @@ class Gradients:
         return totals, found
 
     def _nonfinite(self, sums: torch.Tensor, found: Iterable[AxisSums]) -> tuple[str, ...]:
-        """Return the non-finite parameters with the data-parallel ranks that have them; where those are finite, with
-        the ranks of the first other axis along which they are not. Every rank of the model calls this, or none."""
+        """Return the non-finite parameters with the ranks that have them; every rank of the model calls this, or none.
+
+        The ranks are data-parallel ranks. If all of their sums are finite, they are those of the first other axis along
+        which a sum is not.
+        """
         names = self._data_parallel.nonfinite(sums, self._owned)
         for each in found:
             names = names or each.nonfinite()
         return tuple(names)
 
     def drop(self) -> None:
-        """Forget the step's gradients, reduced or not, and take back updates that have begun with them."""
+        """Drop the step's gradients, reduced or not, and undo updates that were started with them."""
         for unit in self._units[:1]:
             if unit.early is not None and (early := unit.early()) is not None:
                 early.rollback()
@@ -212,7 +229,7 @@ class Gradients:
         self.clear()
 
     def clear(self) -> None:
-        """Free the gradients."""
+        """Free the gradients and end the step's collective log."""
         mine = self.mine
         for unit in self._units:
             unit.clear(mine)
@@ -222,13 +239,10 @@ class Gradients:
 
 
 def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: OffloadManager) -> list[UnitGrads] | None:
-    """Return the gradients that other optimizers, still alive, take from the model; None where there are none.
-
-    Raises RuntimeError where two cannot share them.
-    """
+    """Return the gradients that other live optimizers take from the model, or None; raise if sharing is impossible."""
     if not _drain(sharded.units):
         return None
-    gc.collect()  # a dropped optimizer and its scheduler refer to each other
+    gc.collect()  # a dropped optimizer and its scheduler form a reference cycle
     units = [grads for unit in sharded.units if isinstance(grads := unit.attached, UnitGrads)]
     if not units:
         return None
@@ -251,7 +265,7 @@ def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offlo
 
 
 def _drain(units: Iterable[Unit]) -> bool:
-    """Wait for work that other optimizers queued, which holds them; return whether there are any."""
+    """Wait for work that other optimizers queued, which refers to them; return whether there are any."""
     found = False
     for unit in units:
         if (consumer := unit.attached) is not None:
@@ -261,7 +275,7 @@ def _drain(units: Iterable[Unit]) -> bool:
 
 
 def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
-    """Return the makers of a unit's `.grad`, by parameter. parts: the mesh of `ReplicaShards`, where there are some."""
+    """Return the makers of a unit's `.grad` by parameter; `parts` is the mesh of its replica shards, if any."""
     makers = {}
     for shape in unit.shape.params:
         param = unit.params[shape.name]
@@ -277,6 +291,6 @@ def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
 
 
 def _copy_of(unit: Unit) -> tuple[int, int]:
-    """(index, count) among the ranks that have copies of a unit: of its gradients each sums its own chunk."""
+    """Return (index, count) of this rank among the replicas of a unit, each of which sums one chunk of a gradient."""
     copies = unit.mesh.get_group(REPLICATE)
     return copies.rank(), copies.size()

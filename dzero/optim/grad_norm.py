@@ -1,25 +1,26 @@
-"""Sums of squares of gradients, added over all ranks in one order, so that every rank has the norm of the same bits.
+"""Sums of squares of gradients, added over all ranks in one order, so that every rank has the same bits.
 
-    axis                what each rank sends                                the total of a parameter
-    replicate, shard    its sums to all (all-gather); of many ranks         the chunks of all ranks, in rank order
+    axis                what each rank sends                                total of a parameter
+    replicate, shard    its sums to all (all-gather); between many ranks    chunks of all ranks, in rank order
                         slice r of them to rank r (all-to-all), then
                         the totals of its own slice to all (all-gather)
-    tp                  its totals to all (all-gather)                      all ranks where the axis cuts it, else one
+    tp                  its totals to all (all-gather)                      all ranks if the axis cuts it, else one
     pp                  its totals to all (all-gather)                      the pipeline stages that count it
 
-The order is that of the shards, and of the copies of a shard side by side: the first shard on every copy comes first.
-A sum of one axis's sums would round differently, so all single values travel to the rank that adds them: first
-between the copies, then along the shard axis, where a rank already has what all copies of a shard found of its slice.
+Shards are added in order, and for each shard its replicas in order. Adding the sums of one axis along the other would
+round differently, so all single values travel to the rank that adds them: first along the replicate axis, then along
+the shard axis, where each rank already has its slice from all replicas of its shard.
 
 A gather of everything is one collective along each axis, of ranks * (parameters + 1) * 8 bytes: 95 MB for 724
-parameters on 16,384 ranks. Slices are two, of O(parameters + ranks) bytes: with w = ceil(parameters / ranks) and fp64,
+parameters on 16,384 ranks. Slices take two collectives along each axis, of O(parameters + ranks) bytes. With
+w = ceil(parameters / ranks) and fp64 they send:
 
     replicate   all-to-all  (replicate - 1) * shard * (w + 1) * 8       all-gather  (replicate - 1) * shard * w * 8
     shard       all-to-all  (shard - 1) * replicate * (w + 1) * 8       all-gather  (shard - 1) * w * 8
 
-`zero.account.sums_are_sliced` decides between them; the bits are the same. The one more is a checksum of the rank's
-collectives (comm/collective_log.py), sent with every slice: so every rank has the checksums of all. Which rank has a
-non-finite gradient is gathered in a step that is skipped, and only there.
+`zero.cost_model.sums_are_sliced` chooses between them; the bits are the same. The additional element is a checksum of
+the rank's collectives (comm/collective_log.py). It is sent with every slice, so that every rank has all checksums. The
+ranks of non-finite gradients are gathered only in steps that are skipped.
 """
 
 from __future__ import annotations
@@ -36,15 +37,21 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.zero.cost_model import sums_are_sliced
 
 ALIKE = 1e-2
-"""Relative, of sums of squares: more than rounding ever makes of one gradient, less than a part of a batch does."""
+"""Relative tolerance between sums of squares of one gradient: above rounding, below the effect of part of a batch."""
 
 
 EDITED = 1 << 32
-"""Added to a checksum of 32 bits where gradients were edited; fp64 holds both exactly."""
+"""Added to the 32-bit checksum if gradients were edited; fp64 represents the sum exactly."""
 
 
 class DataParallelSums:
-    """Adds a vector of sums over the data-parallel ranks of a (replicate, shard) mesh, in one order on every rank."""
+    """Adds a vector of sums over the ranks of a (replicate, shard) mesh, in the same order on every rank.
+
+    Args:
+        mesh: The (replicate, shard) mesh.
+        ledger: Ledger that counts the collectives.
+        is_sliced: Called with the numbers of parameters and ranks; returns whether sums travel in slices.
+    """
 
     def __init__(
         self, mesh: DeviceMesh, ledger: Ledger, is_sliced: Callable[[int, int], bool] = sums_are_sliced
@@ -61,21 +68,21 @@ class DataParallelSums:
         """Add the sums of all ranks in rank order.
 
         Args:
-            sums: This rank's, fp64 [parameters], on the device; as many on every rank.
-            checksum: Of this rank's collectives, 32 bits.
-            is_edited: Whether somebody wrote into `.grad` on this rank.
+            sums: Sums of this rank, fp64 [parameters] on the device; the same length on every rank.
+            checksum: 32-bit checksum of this rank's collectives.
+            is_edited: Whether `.grad` was edited on this rank.
 
         Returns:
-            The totals, fp64 [parameters] on the CPU, the same bits on every rank; and whether somebody wrote on any.
+            The totals, fp64 [parameters] on the CPU, the same bits on every rank; and whether any rank edited `.grad`.
 
         Raises:
-            RuntimeError: On every rank, where checksums differ: ranks ran units in other orders.
+            RuntimeError: On every rank, if checksums differ, so that ranks ran units in different orders.
         """
         if self._ranks == 1:
             return sums.cpu(), is_edited
         header = checksum + EDITED * is_edited
         if not self._is_sliced(sums.numel(), self._ranks):
-            found = torch.cat([sums.new_full((1,), header), sums])  # a kernel: a copy from the host would wait for it
+            found = torch.cat([sums.new_full((1,), header), sums])  # filled by a kernel: a copy would block the host
             for axis in (REPLICATE, SHARD):
                 found = self._gather[axis](found).flatten()
             found = found.view(self._ranks, -1).cpu()
@@ -92,14 +99,14 @@ class DataParallelSums:
         return bool((headers >= EDITED).any())
 
     def check_copies(self, whole: Mapping[DeviceMesh, torch.Tensor], names: Mapping[DeviceMesh, Sequence[str]]) -> None:
-        """Check that the copies of each shard have the same gradients, as they must to stay copies.
+        """Check that the replicas of each shard have the same gradients, as they must to stay equal.
 
         Args:
-            whole: By the data-parallel mesh of some units, the sums of squares of whole shards, fp64, on the device.
-            names: Of their parameters.
+            whole: Sums of squares of whole shards, fp64 on the device, by the data-parallel mesh of their units.
+            names: Names of the parameters, by the same meshes.
 
         Raises:
-            RuntimeError: On every rank, where they differ to the bit on any.
+            RuntimeError: On every rank, if any replicas differ in a bit.
         """
         differing = []
         for mesh, sums in whole.items():
@@ -118,14 +125,14 @@ class DataParallelSums:
             )
 
     def nonfinite(self, sums: torch.Tensor, names: Sequence[str]) -> list[str]:
-        """Find which ranks have a non-finite sum, by a gather of one byte for each rank and parameter.
+        """Return the ranks that have non-finite sums, by a gather of one byte for each rank and parameter.
 
         Args:
-            sums: As those of `add`.
-            names: Of the parameters.
+            sums: Sums of this rank, as in `add`.
+            names: Names of the parameters.
 
         Returns:
-            `name (rank r)` for each, in the order in which they are added, on every rank.
+            `name (rank r)` for each non-finite sum, in the order of addition, on every rank.
         """
         flags = (~sums.isfinite()).to(torch.uint8)
         for gather in self._gather_flags:
@@ -133,8 +140,10 @@ class DataParallelSums:
         return _named(flags.view(self._ranks, -1).cpu(), names, "rank", self._rank)
 
     def _slices(self, sums: torch.Tensor, checksum: int) -> torch.Tensor:
-        """Cut sums [parameters] into [ranks, 1 + w], one slice for each rank, behind the checksum; the last are padded
-        with zeros. Ranks count along the shard axis first, so that the totals come back in the parameters' order."""
+        """Cut sums [parameters] into zero-padded slices [ranks, 1 + w], each behind the checksum.
+
+        Slices are numbered along the shard axis first, so that the totals are gathered in the order of the parameters.
+        """
         width = max(1, -(-sums.numel() // self._ranks))
         slices = sums.new_zeros(self._ranks, 1 + width)
         slices[:, 0] = checksum
@@ -142,18 +151,17 @@ class DataParallelSums:
         return slices
 
     def _exchange(self, slices: torch.Tensor) -> torch.Tensor:
-        """Send every rank its slice of [ranks, n]; return [ranks, n], this rank's slice of what each of them has: the
-        shards in order, the copies of each side by side."""
+        """Send every rank its slice of [ranks, n]; return its own slice from each [ranks, n], in order of addition."""
         of_copies = self._swap[REPLICATE](slices.view(self._copies, -1)).view(self._copies, self._shards, -1)
         of_shards = self._swap[SHARD](of_copies.transpose(0, 1).reshape(self._shards, -1))
         return of_shards.view(self._ranks, -1)
 
     def _rank(self, at: int) -> int:
-        """Return the global rank at a place in that order."""
+        """Return the global rank at position `at` of that order."""
         return int(self._mesh.mesh.T.flatten()[at])
 
     def _check_order(self, checksums: torch.Tensor) -> None:
-        """Raise RuntimeError where the checksums [ranks] differ, with the first collective that did."""
+        """Raise RuntimeError with the first differing collective if the checksums [ranks] differ."""
         if others := (checksums != checksums[0]).nonzero().flatten().tolist():
             differing = [self._rank(at) for at in others]
             shards = checksums.view(-1, self._copies)
@@ -168,46 +176,52 @@ class DataParallelSums:
 
 @dataclass(frozen=True)
 class AxisSums:
-    """The sums that the ranks of an axis found, fp64 [ranks, names] on the CPU."""
+    """Sums that the ranks of one axis found.
+
+    Attributes:
+        axis: Name of the mesh axis.
+        names: Names of the parameters.
+        sums: fp64 [ranks, names] on the CPU.
+    """
 
     axis: str
     names: Sequence[str]
     sums: torch.Tensor
 
     def nonfinite(self) -> list[str]:
-        """Return `name (axis rank r)` for each that is not finite."""
+        """Return `name (axis rank r)` for each non-finite sum."""
         return _named(~self.sums.isfinite(), self.names, f"{self.axis} rank", int)
 
 
 def in_rank_order(sums: torch.Tensor) -> torch.Tensor:
-    """Add sums [ranks, n], fp64 on the CPU, one rank after the other, which `sum` does not promise; return [n]."""
+    """Return the totals [n] of sums [ranks, n], fp64 on the CPU, in rank order, which `sum` does not guarantee."""
     return sums.cumsum(0)[-1]
 
 
 def add_where_cut(sums: torch.Tensor, cut: Sequence[bool]) -> torch.Tensor:
-    """Add what the ranks of an axis that cuts the model found, in rank order.
+    """Add the sums of the ranks of an axis that cuts the model, in rank order.
 
     Args:
         sums: fp64 [ranks, parameters], on the CPU.
-        cut: [parameters], whether the axis cuts them; of the others every rank has the whole, and the first one counts.
+        cut: [parameters], whether the axis cuts them. Every rank has the whole of the others, and the first one counts.
 
     Returns:
-        The totals [parameters], non-finite where any rank's sum is.
+        The totals [parameters], non-finite if any rank's sum is.
     """
     return torch.where(torch.tensor(cut) | ~sums.isfinite().all(0), in_rank_order(sums), sums[0])
 
 
 def check_alike(sums: torch.Tensor, names: Sequence[str], axis: str, cut: Sequence[bool]) -> None:
-    """Check that ranks found one gradient, but for rounding, of each parameter that all of them have.
+    """Check that ranks found the same gradient, up to rounding, of each parameter that all of them have.
 
     Args:
         sums: fp64 [ranks, parameters], on the CPU.
-        names: Of the parameters.
-        axis: Of the ranks.
-        cut: [parameters], whether the axis cuts them: then sums may differ.
+        names: Names of the parameters.
+        axis: Mesh axis of the ranks.
+        cut: [parameters], whether the axis cuts them, so that sums may differ.
 
     Raises:
-        RuntimeError: Where they did not.
+        RuntimeError: The gradients differ.
     """
     alike = [number for number, is_cut in enumerate(cut) if not is_cut]
     sums = sums[:, alike]
@@ -220,5 +234,5 @@ def check_alike(sums: torch.Tensor, names: Sequence[str], axis: str, cut: Sequen
 
 
 def _named(flags: torch.Tensor, names: Sequence[str], who: str, number: Callable[[int], int]) -> list[str]:
-    """Return `name (who n)` for each that is set in flags [ranks, names]; `number` gives the n of a row."""
+    """Return `name (who n)` for each flag that is set in [ranks, names]; `number` returns the n of a row."""
     return [f"{names[param]} ({who} {number(row)})" for row, param in flags.nonzero().tolist()]

@@ -1,4 +1,4 @@
-"""Sums of squares of gradients, of which norms are made and by which non-finite gradients are found."""
+"""Sums of squares of gradients, from which norms are computed and non-finite gradients are detected."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from dzero.utils.numba_views import has_memory
 
 
 class SquareSums:
-    """The sums of one unit, fp64 by `names`, of what was `found` on the device and on the host; others are zero.
+    """Sums of squares of one unit's gradients, fp64 in the order of `names`, zero for those not in `found`.
 
-    has_host: whether some were on the host beside a GPU.
+    Args:
+        names: Names of the parameters.
+        device: Device of the unit; sums are kept there, and in a second tensor on the CPU.
+
+    Attributes:
+        found: Names of the parameters whose sums are known.
+        has_host: Whether some sums were computed on the CPU beside a GPU.
+        values: Sums [names] on the device, and on the CPU if that is another device.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -25,17 +32,17 @@ class SquareSums:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all sums."""
         self.found: set[str] = set()
         self.has_host = False
         self.values = [torch.zeros(len(self._names), dtype=torch.float64, device=device) for device in self._devices]
 
     def find(self, grads: Mapping[str, torch.Tensor]) -> None:
-        """Sum the squares of `grads` where they lie, as `sum_squares`, and take the sums."""
+        """Compute and store the sums of squares of `grads` on the device that holds them; see `sum_squares`."""
         self.put(grads, _sum_squares([*grads.values()], self._on_cuda))
 
     def put(self, names: Iterable[str], values: torch.Tensor) -> None:
-        """Take `values`, fp64 [names], on the device or the host."""
+        """Store `values`, fp64 [names] on the device or the CPU, as the sums of `names`."""
         names = tuple(names)
         self.drop(names)
         where = [device.type for device in self._devices].index(values.device.type)
@@ -47,7 +54,7 @@ class SquareSums:
         self.found.update(names)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget those of `names`."""
+        """Forget the sums of `names`."""
         for name in self.found.intersection(names):
             for values in self.values:
                 values[self._at[name]] = 0.0
@@ -55,13 +62,13 @@ class SquareSums:
 
 
 def sum_squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return each one's sum of squares, fp64 [len(grads)], where they lie: all on the CPU, or on one GPU.
+    """Return the sum of squares of each gradient, fp64 [len(grads)], on the device that holds them.
 
-    The bits are the same on both. On a GPU nothing is waited for, but tables are made anew by each call: what is
-    summed in every step goes through `SquareSums.find`, which keeps them.
+    The bits are the same on a CPU and a GPU. On a GPU the host does not wait, but every call builds its tables anew:
+    for the sums of every step use `SquareSums.find`, which keeps them.
 
     Args:
-        grads: Contiguous and of one dtype: fp32, bf16 or fp16.
+        grads: Contiguous tensors on the CPU or on one GPU, all fp32, bf16 or fp16.
     """
     return _sum_squares(grads, CudaSums())
 

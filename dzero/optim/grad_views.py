@@ -1,13 +1,13 @@
-"""The `.grad` of sharded parameters: DTensors over the reduced gradients of their unit, with every edit noticed.
+"""The `.grad` of sharded parameters: DTensors over their unit's reduced gradients, which report every edit.
 
-After the last microbatch's reduction each trained parameter has one, as after any backward, until the optimizer's step:
+Each trained parameter has one from the reduction of the last microbatch to the optimizer's step, as after any backward:
 
-    the gradient lives on     local tensor of `.grad`                     an operation on it
-    device                    `WatchedTensor`, over the reduced buffer    runs on the buffer
-    host, disk                `OffDeviceShard`                          waits for it; what was written goes back there
+    gradient on     local tensor of `.grad`                   operations on it
+    device          `WatchedTensor` over the reduced buffer   run on the buffer
+    host, disk      `OffDeviceShard`                          wait for the gradient, and write changes back
 
-torch's version counters do not see every edit (foreach operations on DTensors bump none), so these tensors do: each
-operation that writes tells `GradUse.write`. What was found at reduce time, norms and finiteness, then no longer holds.
+torch's version counters miss some edits (foreach operations on DTensors do not increment them). So these tensors call
+`GradUse.write` for each operation that writes, which invalidates norm and finiteness from the reduction.
 """
 
 from __future__ import annotations
@@ -28,33 +28,37 @@ USED_UP = "its gradient was used up by step(), or dropped; clone what is to stay
 
 
 class GradUse(Watcher, Protocol):
-    """The owner of gradients, told of what is done with them through `.grad`. `generation`: counts steps."""
+    """Owner of gradients, which is notified of every use of them through `.grad`.
+
+    Attributes:
+        generation: Counter that changes when gradients are dropped, so that views of old ones can be refused.
+    """
 
     generation: int
 
     def write(self) -> None:
-        """As `Watcher.write`. Raises RuntimeError where the gradients are in use already."""
+        """Handle an imminent write, as `Watcher.write`; raise RuntimeError if an update already uses the gradients."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a parameter's gradient that lives off the device, once it has arrived; of one on disk a copy."""
+        """Return a parameter's gradient off the device, once it has arrived; for one on disk, a copy."""
 
     def put(self, name: str, flat: torch.Tensor) -> None:
-        """Take other values of a gradient that lives off the device; `flat` may be what `read` returned."""
+        """Replace the values of a gradient off the device; `flat` may be the tensor that `read` returned."""
 
 
 class OffloadedGradStorage:
-    """The home (`hosted.Home`) of a gradient that lives off the device, for the step that it was made in."""
+    """Storage (`zero.offloaded_param.TensorStorage`) of a gradient off the device, valid within its step."""
 
     def __init__(self, name: str, use: weakref.ref[GradUse]) -> None:
         self._name, self._use = name, use
         self._generation = self._owner().generation
 
     def get(self) -> torch.Tensor:
-        """Return the elements [elems] in host memory: in place, or a copy of what is on disk."""
+        """Return the elements [elems] in host memory, in place or as a copy of those on disk."""
         return self._current().read(self._name)
 
     def put(self, flat: torch.Tensor) -> None:
-        """Take the elements of `flat` [elems]; it may be what `get` gave."""
+        """Replace the elements by `flat` [elems], which may be the tensor that `get` returned."""
         self._current().put(self._name, flat)
 
     def _owner(self) -> GradUse:
@@ -70,9 +74,15 @@ class OffloadedGradStorage:
 
 
 class GradMaker:
-    """Makes the `.grad` of one parameter, of the dtype that gradients have in the table.
+    """Makes the `.grad` of one parameter, in the gradient dtype of the layout.
 
-    mesh, placements: where it differs from the parameter's, as for parts of a shard.
+    Args:
+        name: Name of the parameter.
+        param: The sharded parameter.
+        dtype: Dtype of the gradient.
+        shape: Shape of the local gradient.
+        mesh: Mesh of the gradient, which differs from the parameter's for replica shards.
+        placements: Placements of the gradient on `mesh`.
     """
 
     def __init__(
@@ -90,14 +100,14 @@ class GradMaker:
         self._spec = like._spec
 
     def of(self, grad: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
-        """Return the DTensor over a gradient on the device, flat or of the shard's shape."""
+        """Return a DTensor over a gradient on the device, which is flat or has the shape of the shard."""
         local = grad if grad.shape == self._shape else grad.view(self._shape)
-        if type(local) is torch.Tensor:  # not a simulated one, which is a subclass already
+        if type(local) is torch.Tensor:  # simulated tensors are a subclass already
             local = WatchedTensor(local, use)
         return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)  # __init__ only costs time
 
     def elsewhere(self, flat: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
-        """Return the DTensor over a gradient that lives off the device, of the size and dtype of `flat`."""
+        """Return a DTensor over a gradient off the device, with the size and dtype of `flat`."""
         memory = OffDeviceTensor(
             self._name, OffloadedGradStorage(self._name, use), flat.dtype, flat.numel(), self._device
         )
@@ -105,7 +115,7 @@ class GradMaker:
 
 
 def flat_of(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of what a user or autograd left in `.grad` of a parameter, flat and placed like it."""
+    """Return the local part of a `.grad` that autograd or the user set, flat and placed like the parameter."""
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
     return local_of(grad).reshape(-1)

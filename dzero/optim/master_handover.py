@@ -1,8 +1,8 @@
-"""Masters off the device that outlive their optimizer: the next one begins with them, as with those on the device.
+"""Handover of fp32 masters off the device from a dropped optimizer to the next one of the same model.
 
-They stay where they are, in the memory and files of the optimizer that is gone, until another one is made for the
-model, or the model goes too. Then they are copied out, unit by unit, to where first values wait (host memory; a file of
-their own for those on disk), and what is left of the old optimizer is freed before the new one takes memory.
+The masters stay in the memory and files of the dropped optimizer until another one is made, or the model is dropped.
+Then they are copied, unit by unit, to where initial values are stored: host memory, or a file of their own for masters
+on disk. The remains of the old optimizer are freed before the new one allocates memory.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from dzero.zero.unit import Unit
 
 
 class HasMaster(Protocol):
-    """The states of one parameter."""
+    """Interface to the states of one parameter with a master."""
 
     name: str
 
     def values(self) -> torch.Tensor:
-        """Return the working copy [elems], read from where it lives."""
+        """Return the working copy [elems], read from its storage."""
 
     def copy_master(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the fp32 master [elems], with what was edited in `values`; called where updates find it."""
+        """Return a copy of the fp32 master [elems] with the edits in `values`; called where updates find the master."""
 
 
 @dataclass
 class OffloadedMasterStorage:
-    """The home (`hosted.Home`) of a master that lives off the device, for the optimizer that comes after this one."""
+    """Storage (`zero.offloaded_param.TensorStorage`) of a master off the device, for the optimizer after this one."""
 
     states: HasMaster
     unit: str
     offload: OffloadManager
 
     def get(self) -> torch.Tensor:
-        """Return a copy [elems]. Raises OffloadError where it cannot be read."""
+        """Return a copy [elems]; raise OffloadError if it cannot be read."""
         found: list[torch.Tensor] = []
         values = self.states.values().cpu()
         self.offload.visit(self.unit, lambda: found.append(self.states.copy_master(values)), changes=False)
         return found[0]
 
     def put(self, flat: torch.Tensor) -> None:
-        """Take other values."""
+        """Raise NotImplementedError: only the optimizer may write its master."""
         raise NotImplementedError("the master belongs to its optimizer")
 
 
 def take_over(sharded: Sharded) -> None:
-    """Copy out what a dropped optimizer kept off the device, and free the rest; called before a new one takes memory.
+    """Copy the masters of a dropped optimizer out of its storage and free it, before a new one allocates memory.
 
-    Nothing happens while that optimizer is alive: the new one is refused then.
+    Nothing happens if that optimizer is still alive; the new one is refused then.
 
     Raises:
-        OffloadError: For masters that cannot be read.
-        DiskError: Where those on disk find no space.
+        OffloadError: A master cannot be read.
+        DiskError: There is no space for masters on disk.
     """
     kept = [(unit, *each) for unit in sharded.units for each in unit.origin.items()]
     left = [(unit, name, home) for unit, name, home in kept if isinstance(home, OffloadedMasterStorage)]
     if not left:
         return
     offload = left[0][2].offload
-    offload.executor.drain()  # queued work holds the optimizer that queued it
-    gc.collect()  # a dropped optimizer and its scheduler refer to each other
+    offload.executor.drain()  # queued work refers to the optimizer that queued it
+    gc.collect()  # a dropped optimizer and its scheduler form a reference cycle
     if any(unit.attached is not None for unit in sharded.units):
         return
     offload.come_to_rest()
@@ -91,7 +91,7 @@ def _copied(home: TensorStorage, name: str, room: InitSpillFile | None) -> Tenso
 
 
 def _room(sharded: Sharded, left: list[tuple[Unit, str]]) -> InitSpillFile | None:
-    """Return the file for masters whose tier is the disk; None for those of the host."""
+    """Return the file for masters whose tier is the disk, or None for the host."""
     layout = sharded.layout
     if layout.master.tier != "disk":
         return None

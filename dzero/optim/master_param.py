@@ -1,4 +1,4 @@
-"""What a `torch.optim` class updates in place of a parameter: its fp32 master."""
+"""The fp32 master of a parameter, which a `torch.optim` class updates in its place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from dzero.zero.rounding import to_working
 
 @dataclass
 class MasterParam:
-    """A parameter and its fp32 master [local shard], which is a plain parameter for the class to update.
+    """A parameter and its fp32 master [local shard], a plain parameter for the `torch.optim` class.
 
-    work: where the working copy is put when the master is on the host. mesh: of the master, None for the parameter's.
+    Attributes:
+        work: Tensor for the rounded working copy if the master is on the host, otherwise None.
+        mesh: Mesh of a master on the host; None if it is the parameter's.
+        moments: Always empty, because the class stores its states beside the master.
     """
 
     name: str
@@ -36,7 +39,7 @@ class MasterParam:
     def create(
         cls, name: str, param: nn.Parameter, origin: torch.Tensor | None, placement: StatePlacement
     ) -> MasterParam:
-        """The master is the fp32 parameter itself, `origin`, or made from the parameter."""
+        """Create the master: the fp32 parameter itself, `origin`, or the parameter converted to fp32."""
         local, mesh = local_of(param), placement.mesh("master", name, param)
         origin = origin if still_of(origin, local) else None
         value = local if local.dtype == torch.float32 else local.float() if origin is None else origin.view(local.shape)
@@ -58,21 +61,21 @@ class MasterParam:
         return self.mesh is None and self.param.dtype == torch.float32
 
     def kept_master(self, unit: str, offload: OffloadManager) -> TensorStorage | None:
-        """Return the master for a later optimizer; None where it is the parameter, or only copies it."""
+        """Return the master's storage for a later optimizer; None for an fp32 parameter, which has the same values."""
         if self.param.dtype == torch.float32:
             return None
         return HostStorage(self.master.detach()) if self.mesh is None else OffloadedMasterStorage(self, unit, offload)
 
     def values(self) -> torch.Tensor:
-        """As `HasMaster.values`."""
+        """Implement `HasMaster.values`."""
         return read(self.local)
 
     def copy_master(self, values: torch.Tensor) -> torch.Tensor:
-        """As `HasMaster.copy_master`, of one on the host."""
+        """Implement `HasMaster.copy_master` for a master on the host."""
         return follow_edits(self.master.detach().view(-1).clone(), values)
 
     def flat(self, key: str) -> torch.Tensor:
-        """Its states are the class's, and stay with the master."""
+        """Raise KeyError: the states belong to the class and stay with the master."""
         raise KeyError(key)
 
     def refresh_master(self) -> None:
@@ -82,12 +85,12 @@ class MasterParam:
             self.master.data.view(-1).copy_(local)
 
     def follow_edits(self) -> None:
-        """Take what was edited in the working copy since the last update, where that is what forward reads."""
+        """Take edits of the working copy since the last update into a master on the device."""
         if self.work is None and not self.is_param:
             follow_edits(self.master.data.view(-1), self.local)
 
     def take_edits(self) -> None:
-        """The same of a master on the host."""
+        """Take edits of the working copy since the last update into a master on the host."""
         local, master = read(self.local).to(self.master.device), self.master.data.view(-1)
         if local.dtype == torch.float32:
             master.copy_(local)

@@ -1,4 +1,4 @@
-"""The gradients of one unit that live on the host or on disk: how they get there, are added to, read and changed."""
+"""The gradients of one unit that are stored on the host or on disk: moved there, accumulated, read and changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Named = dict[str, torch.Tensor]
 
 
 class OffloadedGrads:
-    """Moves gradients of `names` between the device and their slots, through the offload's lanes."""
+    """Moves the gradients of `names` between the device and their slots, through the lanes of the offload.
+
+    Attributes:
+        names: Names of the unit's parameters whose gradients are stored off the device.
+    """
 
     def __init__(self, unit: Unit, offload: OffloadManager) -> None:
         self._unit, self._offload = unit.shape.name, offload
@@ -26,14 +30,14 @@ class OffloadedGrads:
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step: nothing is there."""
+        """Forget all gradients, at the start of a step."""
         self._additions: list[tuple[list[str], Future[torch.Tensor]]] = []
         self._left = False
 
     def leave(self, pieces: Named, buffer: torch.Tensor) -> Named:
-        """Send slices of `buffer` on the device to their slots; return those, [elems] by name.
+        """Start moving slices of `buffer` to their slots; return the slots [elems] by name.
 
-        Where the slot is laid out like the buffer they go in one piece.
+        If all slots are laid out like the buffer, it moves as one piece.
         """
         placement = {name: self._offload.view(name, "grad", piece.numel()) for name, piece in pieces.items()}
         moves = [(placement[name], piece) for name, piece in pieces.items()]
@@ -47,7 +51,7 @@ class OffloadedGrads:
         return placement
 
     def add(self, placement: Mapping[str, torch.Tensor], pieces: Named) -> None:
-        """Start adding slices on the device to what is in the slots; `put_sums` gives the sums of what comes out."""
+        """Start adding slices on the device to the gradients in `placement`; `put_sums` collects the new sums."""
         if not pieces:
             return
         landing = {name: self._offload.view(name, "landing", piece.numel()) for name, piece in pieces.items()}
@@ -57,15 +61,15 @@ class OffloadedGrads:
         self._additions.append(([*landing], self._offload.accumulate(self._unit, work)))
 
     def put_sums(self, sums: SquareSums) -> None:
-        """Wait for the additions, and put the sums of squares that they found into `sums`."""
+        """Wait for the additions, and put the sums of squares that they computed into `sums`."""
         for names, addition in self._additions:
             sums.put(names, addition.result())
 
     def read(self, placement: Named) -> Named:
-        """Return the gradients in `placement` once they have arrived; of those on disk copies."""
+        """Return the gradients in `placement` once they have arrived; those on disk are copies."""
         return self._offload.read_grads(self._unit, placement) if self._left else placement
 
     def change(self, home: torch.Tensor, flat: torch.Tensor) -> None:
-        """Let the gradient in `home` be `flat` [elems]; it may be what `read` returned, changed in place."""
+        """Replace the gradient in the slot `home` by `flat` [elems], which may be the tensor that `read` returned."""
         if flat is not home:
             self._offload.change_grads(self._unit, [(home, flat)])

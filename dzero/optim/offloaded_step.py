@@ -1,11 +1,11 @@
-"""A step's updates, each where its master lives; what lives elsewhere is brought there and taken back.
+"""The updates of a step, each where its master is stored; states stored elsewhere are moved there and back.
 
-    master on     a gradient or moment that lives on the other side     the working copy
-    device        is fetched; moments are evicted again                 updated in place
-    host, disk    is evicted; moments are fetched again                 sent to where forward finds it
+    master on     gradients and moments on the other side     working copy
+    device        are fetched; moments are evicted again      updated in place
+    host, disk    are evicted; moments are fetched again      sent to where forward reads it
 
-Updates on the host run as the offload's lanes allow, in the order in which the next forward needs them. On the device
-the next unit's states are brought while this one is updated. Without offload everything is updated at once.
+Updates on the host run in the offload's lanes, in the order in which the next forward needs them. On the device the
+states of the next unit are fetched while this one is updated. Without offload everything is updated at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ Run = Callable[[Sequence[Any]], None]
 
 
 class UpdatedParam(Protocol):
-    """A parameter with its states. `work`: where the update puts the working copy on the host, else None."""
+    """Interface to a parameter with its states.
+
+    Attributes:
+        work: Tensor for the working copy if the update runs on the host, otherwise None.
+    """
 
     name: str
     work: torch.Tensor | None
@@ -39,15 +43,21 @@ class UpdatedParam(Protocol):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Keys of the moments that travel where they live apart from the master."""
+        """Keys of the moments that are moved if they are stored apart from the master."""
 
     def flat(self, key: str) -> torch.Tensor:
-        """This rank's part of a state, flat."""
+        """Return this rank's part of a state, flat."""
 
 
 @dataclass
 class PendingUpdate(Generic[States]):
-    """A parameter to update from `grad` [local shard, flat]. `moved`: moments by key, brought to the update."""
+    """A parameter that is to be updated from its gradient.
+
+    Attributes:
+        stored: The parameter with its states.
+        grad: Gradient [local shard, flat].
+        moved: Moments by key that were moved to where the update runs.
+    """
 
     stored: States
     grad: torch.Tensor
@@ -55,7 +65,7 @@ class PendingUpdate(Generic[States]):
 
 
 class OffloadedStep(Generic[States]):
-    """Starts updates unit by unit."""
+    """Runs the updates of a step, unit by unit."""
 
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self._offload, self._buffer_layout = offload, offload.buffer_layout
@@ -71,11 +81,13 @@ class OffloadedStep(Generic[States]):
     def start(
         self, pending: dict[str, PendingUpdate[States]], run: Run, updates: int, done: Collection[str] = ()
     ) -> None:
-        """Update the parameters of `pending`, by name; what runs on the host may go on after this returns.
+        """Start the updates of a step; those on the host may continue after this returns.
 
-        updates: how many steps have updated before, also in the run that a loaded state comes from. run: updates some
-        parameters, all of whose states are where it runs: in the host's lane, or in this thread. done: whole units that
-        were updated before, whose working copies are left to send.
+        Args:
+            pending: Updates by parameter name.
+            run: Updates parameters whose states are all where it runs, in a lane of the host or in this thread.
+            updates: Number of earlier updates, including those of the run that a loaded state comes from.
+            done: Names of parameters, in whole units, that were updated early; only their working copies are sent.
         """
         self._offload.begin_updates(updates)
         at_home = [each for name, each in pending.items() if name not in self._away]
@@ -125,7 +137,7 @@ class OffloadedStep(Generic[States]):
         self._offload.send(unit, work_of([each.stored for each in pending]))
 
     def _update_on_device(self, by_unit: dict[str, list[PendingUpdate[States]]], run: Run) -> None:
-        """Update parameters whose gradients or moments are brought for it."""
+        """Update parameters whose gradients or moments are fetched for it, one unit ahead."""
         units = list(by_unit)
         for index, unit in enumerate(units):
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
@@ -156,5 +168,5 @@ class OffloadedStep(Generic[States]):
 
 
 def work_of(stored: Sequence[UpdatedParam]) -> list[PendingWriteback]:
-    """The working copies that updates make on the host."""
+    """Return the working copies that the updates write on the host."""
     return [PendingWriteback(each.name, each.work, each.local) for each in stored if each.work is not None]

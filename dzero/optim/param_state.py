@@ -1,15 +1,15 @@
-"""What the optimizer stores for one parameter, and how it appears in a state dict.
+"""The states that the optimizer stores for one parameter, as they appear in a state dict.
 
-    key                    local tensor                      when
-    step                   fp32 scalar on the CPU            always
-    master                 fp32 [shard]                      16-bit parameter, precision.master=fp32
+    key                    local tensor                      stored for
+    step                   fp32 scalar on the CPU            every parameter
+    master                 fp32 [shard]                      16-bit parameters, precision.master=fp32
     remainder              int16 [shard]                     precision.master=remainder (zero/rounding.py)
-    exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16 (muon keeps only the first)
+    exp_avg, exp_avg_sq    fp32 or bf16 [shard]              precision.moments=fp32, bf16 (muon has only the first)
     exp_avg_codes, ...     uint8, fp32 [padded blocks]       precision.moments=int8 (optim/quantized_moments.py)
 
-All but `step` are DTensors over the parameter's mesh with its placement, or over (shard, replicate) where copies share
-out the states of a shard (zero/replica_shards.py; read "part" for "shard" then), so DCP reshards them exactly; 8-bit
-ones load into the same number of ranks only.
+All but `step` are DTensors with the parameter's mesh and placements, so that DCP reshards them exactly. If replicas
+divide the states of a shard (zero/replica_shards.py), the mesh is (shard, replicate), and [shard] stands for the
+replica shard. 8-bit moments load only into the same number of ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class InitialValues(NamedTuple):
-    """A parameter's shard in the working dtype, and its master's values in fp32; both flat."""
+    """Values of a parameter's shard in the working dtype, and of its master in fp32; both flat."""
 
     param: torch.Tensor
     master: torch.Tensor
@@ -44,32 +44,39 @@ class InitialValues(NamedTuple):
 
 @dataclass
 class MasterStorage:
-    """The home (`hosted.Home`) of the master of a parameter's `shard`, for the optimizer that comes after this one."""
+    """Storage (`zero.offloaded_param.TensorStorage`) of the master of `shard`, for the optimizer after this one."""
 
     shard: torch.Tensor
     master: torch.Tensor | None
     remainder: torch.Tensor | None
 
     def get(self) -> torch.Tensor:
-        """Return the master, fp32 [elems], with what was edited in the shard since the last update."""
+        """Return the master, fp32 [elems], with edits of the shard since the last update."""
         if self.master is not None:
             return follow_edits(self.master, self.shard)
         assert self.remainder is not None
         return join(self.shard, self.remainder)
 
     def put(self, flat: torch.Tensor) -> None:
-        """Take other values."""
+        """Raise NotImplementedError: only the optimizer may write its master."""
         raise NotImplementedError("the master belongs to its optimizer")
 
 
 @dataclass
 class ParamState:
-    """One parameter's states: `tensors` by key as above; `moments8` wraps the 8-bit ones for decoding.
+    """States of one parameter.
 
-    work: where the update puts the working copy, if not into the parameter: it runs on the host then. views: where
-    updates find the states that are on disk. off_device: keys of the states that live elsewhere, in `offload`. kept:
-    the moments that the parameter's rule keeps. number: among those of its optimizer. span: the elements of the
-    parameter's shard that these are the states of. first: the first of them in the whole parameter.
+    Attributes:
+        span: Elements of the parameter's flat shard that these states belong to.
+        first: Flat index of the first of them in the whole parameter.
+        dtype: Dtype of the working copy.
+        tensors: States by key, as in the table above.
+        moments8: 8-bit moments by key, which decode and encode the codes and scales in `tensors`.
+        work: Tensor for the working copy if the update runs on the host, otherwise None.
+        views: Tensors where updates find the states on disk, by key.
+        off_device: Keys of the states that are stored off the device, in `offload`.
+        kept: Keys of the moments that the parameter's rule uses.
+        number: Index of the parameter in its optimizer.
     """
 
     name: str
@@ -96,7 +103,7 @@ class ParamState:
         placement: StatePlacement,
         kept: tuple[str, ...] = MOMENTS,
     ) -> ParamState:
-        """Without values, which `fill` gives."""
+        """Create the states without values, which `fill` sets."""
         first, span = placement.span(shape, param, layout.shard)
         stored = cls(shape.name, param, span, first, local_of(param).dtype, {"step": torch.tensor(0.0)}, kept=kept)
         stored.offload = placement.offload
@@ -113,7 +120,7 @@ class ParamState:
         key = "remainder" if layout.remainder else "master"
         master = placement.blank("master", self.name, key, local, layout.master.dtype)
         if mesh is not None and self.dtype == torch.float32:
-            self.work = master  # a copy of the parameter between steps, so no state of its own
+            self.work = master  # equals the parameter between steps, so it is not a state of its own
             return
         self._show("master", key, master, placement)
         if mesh is not None:
@@ -147,14 +154,14 @@ class ParamState:
             self.views[key] = flat
 
     def initial(self, origin: torch.Tensor | None) -> InitialValues:
-        """The parameter's values now; its master's are `origin` [local shard, fp32] unless it was given others."""
+        """Return the parameter's values, with `origin` [local shard, fp32] as master if they are its rounding."""
         local = self.values()
         return InitialValues(
             local, local.float() if not still_of(origin, local) or origin is None else origin.reshape(-1)
         )
 
     def fill(self, initial: InitialValues) -> None:
-        """Give all states their first values, moments zeros."""
+        """Set all states to their initial values, moments to zeros."""
         self._fill_master(initial)
         for key in self.moments:
             self.flat(key).zero_()
@@ -170,7 +177,7 @@ class ParamState:
             self.flat("remainder").copy_(initial.master.contiguous().view(torch.int32).to(torch.int16))
 
     def kept_master(self) -> TensorStorage | None:
-        """Return the master for a later optimizer; None where it is the parameter itself."""
+        """Return the master's storage for a later optimizer, or None for an fp32 parameter."""
         if self.dtype == torch.float32:
             return None
         if self.work is not None:
@@ -180,20 +187,21 @@ class ParamState:
         return MasterStorage(self.local, master, remainder)
 
     def copy_master(self, values: torch.Tensor) -> torch.Tensor:
-        """As `HasMaster.copy_master`, of one that lives off the device."""
+        """Implement `HasMaster.copy_master` for a master off the device."""
         if "remainder" in self.tensors:
             return join(values, self.flat("remainder"))
         return follow_edits(self.flat("master").clone(), values)
 
     def states(self, moved: Mapping[str, torch.Tensor] | None = None) -> ParamStates:
-        """Flat views for the update; 8-bit moments are decoded (`keep` encodes them again).
+        """Return flat views for the update, with 8-bit moments decoded; `keep` encodes them again.
 
-        moved: moments by key that were brought to where the update runs.
+        Args:
+            moved: Moments by key, in the memory where the update runs.
         """
         if moved or self.moments8:
             return self._states(moved or {})
         shard = local_of(self.param)
-        if self._kept is None or self._kept[0] is not shard:  # the first time, and where the model was moved
+        if self._kept is None or self._kept[0] is not shard:  # first call, or the model was moved
             self._kept = shard, self._states({})
         return self._kept[1]
 
@@ -213,24 +221,26 @@ class ParamState:
         return ParamStates(self.name, self.first, work, master, remainder, m, v, follows, passing)
 
     def put_moment(self, key: str, values: torch.Tensor) -> None:
-        """Store `values` [shard, flat] as a moment, rounded or encoded to what it is kept in."""
+        """Store `values` [shard, flat] as a moment, rounded or encoded."""
         if key in self.moments8:
             self.moments8[key].store(values.float())
         else:
             self.flat(key).copy_(values)
 
     def keep(self, states: ParamStates) -> None:
-        """After the update: encode moments that are not stored as they are computed."""
+        """Encode the 8-bit moments after an update."""
         for key, value in zip(MOMENTS, (states.m, states.v), strict=True):
             if key in self.moments8:
                 self.moments8[key].store(value)
 
     def portable_states(self) -> dict[str, tuple[torch.dtype, int]]:
-        """Dtype and elements of what `export_state` gives, by key: the states as any layout can take them.
+        """Return dtype and number of elements of each state that `export_state` yields, by key.
 
-        master                  fp32 [shard], from whichever kind of master
-        exp_avg, exp_avg_sq     as they are kept [shard]
-        exp_avg_codes, _scale   8-bit ones: uint8 [shard], and the fp32 scale of each 256 of them
+        States are in a form that any layout can load:
+
+            master                  fp32 [shard], from any kind of master
+            exp_avg, exp_avg_sq     stored dtype [shard]
+            exp_avg_codes, _scale   8-bit moments: uint8 [shard], and one fp32 scale per 256 elements
         """
         elems = self.local.numel()
         portable_states = {"master": (torch.float32, elems)}
@@ -245,7 +255,7 @@ class ParamState:
         return portable_states
 
     def export_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The states one by one, flat, where they are; called where updates find them."""
+        """Yield the states one by one, flat and uncopied where possible; called where updates find them."""
         yield "master", self._carried_master()
         for key in self.kept:
             if self.moments8:
@@ -263,9 +273,12 @@ class ParamState:
     def import_state(
         self, initial: InitialValues, moments: Mapping[str, torch.Tensor], blocks: Mapping[str, KnownBlocks]
     ) -> None:
-        """Become what was carried, here or by others; but the parameter, which the caller gives its working copy.
+        """Load exported states, except the parameter itself, which the caller writes.
 
-        moments: by key, flat [shard]. blocks: of 8-bit moments, by key.
+        Args:
+            initial: Working copy and master.
+            moments: Moments by key, flat [shard].
+            blocks: Blocks of 8-bit moments whose codes are known, by key.
         """
         self._fill_master(initial)
         for key in self.kept:
@@ -275,9 +288,9 @@ class ParamState:
                 self.flat(key).copy_(moments[key])
 
     def refresh_master(self, local: torch.Tensor) -> None:
-        """Take a parameter's `values`, where others were loaded, as the new master.
+        """Take `values` of a parameter that was loaded as the new master.
 
-        A remainder is kept: it lies within the rounding of whatever parameter stands above it.
+        A remainder is kept, because it stays within the rounding of any new parameter.
         """
         if "master" in self.tensors:
             master = self.flat("master")
@@ -288,7 +301,7 @@ class ParamState:
             self.work.copy_(local)
 
     def follow_edits(self, local: torch.Tensor) -> None:
-        """Take the elements of a parameter's `values` that were edited, where the update runs on the host."""
+        """Take the edited elements of a parameter's `values` into a master that is updated on the host."""
         assert self.work is not None
         local = local.to(self.work.device)
         if "master" in self.tensors:
@@ -296,27 +309,27 @@ class ParamState:
         self.work.copy_(local)
 
     def values(self) -> torch.Tensor:
-        """Those of `local`, read from where they live."""
+        """Return the elements of `local`, read from their storage."""
         return read(self.local)
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements of the parameter's local shard that these are the states of, as FSDP2 has them, flat."""
+        """Elements of the parameter's local shard that these states belong to, flat, as FSDP2 stores them."""
         flat = local_of(self.param).view(-1)
         return flat if self.span == slice(0, flat.numel()) else flat[self.span]
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Keys of the moments that are stored as they are computed."""
+        """Keys of the moments that are stored as they are computed, i.e. not in 8 bits."""
         return () if self.moments8 else self.kept
 
     def flat(self, key: str) -> torch.Tensor:
-        """This rank's part of a state, flat; of one on disk, where an update finds it."""
+        """Return this rank's part of a state, flat; for one on disk, the tensor where an update finds it."""
         view = self.views.get(key)
         return local_of(self.tensors[key]).view(-1) if view is None else view
 
     def device_bytes(self) -> dict[str, int]:
-        """Bytes that this rank's states keep on the device, whole storages, by the table's kinds."""
+        """Return the bytes of the storages that this rank's states have on the device, by kind of state."""
         kinds = {"param": device_bytes(self.param), "master": 0, "moments": 0}
         for key, tensor in self.tensors.items():
             if key != "step" and key not in self.off_device:

@@ -1,11 +1,11 @@
-"""Gradients of a model whose layers are on several ranks: whose counts, and what tied parameters get from both ends.
+"""Gradients in a pipeline: the rank that counts each one for the norm, and the sum over both ends for tied parameters.
 
-    parameter            gradient                                        counts for the norm
-    of one part          that rank's                                     there
-    of the first part    the sum of both, added in the order of the      in the first
-    and the last         parts, after the last backward of either
+    parameter of            gradient                                  counted for the norm by
+    one pipeline stage      that rank's                               that rank
+    the first and the       the sum of both, added in stage order     the first rank
+    last stage (tied)       after the last backward of either
 
-Both ends then make the same update of the same values, so copies of a tied parameter stay equal to the bit.
+Both ends then apply the same update to the same values, so tied parameters stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ from dzero.zero.shard import Sharded
 
 
 class PipelineGrads:
-    """Of one rank of a pipeline, in which every rank makes one. owned: parameters that are trained here. `names`: of
-    all parts."""
+    """Gradients of one rank of a pipeline; every rank of the pipeline creates one.
+
+    Args:
+        sharded: The sharded model.
+        owned: Names of the parameters that are trained on this rank.
+        units: Gradients of the model's units.
+
+    Attributes:
+        names: Names of the parameters of all stages.
+    """
 
     def __init__(self, sharded: Sharded, owned: Sequence[str], units: Sequence[UnitGrads]) -> None:
         parts, group = sharded.parts, sharded.model_groups[PIPELINE]
@@ -39,12 +47,12 @@ class PipelineGrads:
         self._shared = [(name, unit_of[name]) for name in parts.shared if name in owned]
 
     def complete(self) -> None:
-        """Add what the other end found of tied parameters; after every unit's `settle`."""
+        """Add the other end's gradients of tied parameters; call this after `complete` of every unit."""
         for name, unit in self._shared:
             unit.complete_with(name, self._add_both)
 
     def gather(self, sums: torch.Tensor) -> torch.Tensor:
-        """Of sums [owned], fp64 on the CPU: those of all ranks [ranks, names], zero where a rank has or counts none."""
+        """Gather sums [owned], fp64 on the CPU, as [ranks, names]; zero for parameters that a rank does not count."""
         own = torch.zeros(len(self.names), dtype=torch.float64)
         own[self._at] = torch.where(self._counts, sums, 0.0)
         return self._gather(own.to(self._device)).cpu()

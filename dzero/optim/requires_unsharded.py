@@ -1,4 +1,7 @@
-"""Which parameters the table alone cuts: what mixes elements of a parameter goes wrong, silently, on any other part."""
+"""Check for update rules that mix the elements of a parameter, which only ZeRO itself may cut.
+
+On a tile, or on a part along another mesh axis, such a rule would silently compute wrong updates.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dzero.zero.shard import Sharded
 
 
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
-    """Raises ValueError for the first of `names` that tiles or an axis of the mesh cut. rule: the class that asks."""
+    """Raise ValueError if tiles or a mesh axis cut a parameter of `names`; the message says that `rule` requires it."""
     tiles = {part for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
     splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
     for name in names:

@@ -1,4 +1,4 @@
-"""The `.grad` of one unit's parameters: what is shown there, and what autograd or a user left there instead."""
+"""The `.grad` of one unit's parameters: set to the reduced gradients, and compared with what is there later."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ HOOKED = (
 
 
 class ShownGrads:
-    """Sets, takes back and compares `.grad`; `names` are those that are shown now.
+    """Sets, removes and compares the `.grad` of one unit's parameters.
 
-    params: the unit's trained ones, by name. makers: of what is shown. use: told of every read and write through it.
+    Args:
+        unit: The unit.
+        params: Trained parameters of the unit, by name.
+        makers: Makers of `.grad`, by name.
+        use: Owner of the gradients, which is notified of every read and write through `.grad`.
+
+    Attributes:
+        names: The `.grad` that are set at present, by name.
 
     Raises:
-        ValueError: For a parameter with hooks of its own.
+        ValueError: A parameter has a hook of its own.
     """
 
     def __init__(
@@ -46,20 +53,20 @@ class ShownGrads:
                 raise ValueError(HOOKED.format(name))
 
     def over(self, name: str, piece: torch.Tensor) -> DTensor:
-        """Return a view over `piece`, a gradient on the device, for somebody else to set as `.grad`."""
+        """Return a view over `piece`, a gradient on the device, which the caller sets as `.grad`."""
         self.names[name] = grad = self._makers[name].of(piece, self._use)
         self._storages[name] = grad.untyped_storage()
         return grad
 
     def show(self, name: str, grad: torch.Tensor, *, off_device: bool) -> None:
-        """Let `.grad` be a view of `grad`, flat, wherever it lives."""
+        """Set `.grad` to a view of the flat `grad`, on or off the device."""
         param, maker = self._params[name], self._makers[name]
-        param.grad_dtype = None  # the table's, whatever the parameter's is
+        param.grad_dtype = None  # allows the layout's, whatever the parameter's is
         param.grad = maker.elsewhere(grad, self._use) if off_device else maker.of(grad, self._use)
         self.names[name], self._storages[name] = param.grad, param.grad.untyped_storage()
 
     def hide(self) -> dict[str, torch.Tensor]:
-        """Set every `.grad` to None; return those that were not shown by us, as autograd left them."""
+        """Set every `.grad` to None; return those that autograd left, by name."""
         left = {}
         for name, param in self._params.items():
             if (grad := param.grad) is not None:
@@ -81,10 +88,10 @@ class ShownGrads:
             self.names.pop(name, None)
 
     def changes(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Give the parameters whose `.grad` is another tensor than what is shown, or None.
+        """Yield the parameters whose `.grad` is not the one that was set, with their new `.grad` or None.
 
         Raises:
-            RuntimeError: For a parameter that got a hook of its own.
+            RuntimeError: A parameter got a hook of its own, or its `.grad.data` was replaced.
         """
         shown = self.names.get
         for name, param in self._params.items():
@@ -99,12 +106,9 @@ class ShownGrads:
                 )
 
     def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
-        """Return this rank's part of what was left in `.grad`, flat.
-
-        shared_out: whether that is its share of a shard whose states copies share out (zero/replica_shards.py).
-        """
+        """Return this rank's part of a `.grad` that was set from outside, flat; if `shared_out`, its replica shard."""
         shares = self._unit.shares if shared_out else None
         if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
-            return local_of(grad).reshape(-1)  # made of what was `.grad`, whose parts lie on all copies
+            return local_of(grad).reshape(-1)  # computed from a `.grad` of replica shards, so it is one already
         flat = flat_of(grad, self._params[name])
         return flat if shares is None else flat[shares.span(name)]

@@ -1,12 +1,12 @@
-"""Updates before the decision (offload.overlap=backward), taken back to the bit where the decision turns out otherwise.
+"""Updates before the step is decided (offload.overlap=backward), rolled back bit by bit if the decision differs.
 
-A unit whose gradients are complete is updated while backward goes on to the units before it, as if nothing will be
-clipped and everything is finite. What it overwrites is saved first, in undo slots of a bounded size (states on disk go
-to spare places there instead); units beyond them wait for the decision. The working copy stays where it was until the
-step is decided, so backward never meets new weights. At the decision each unit's early update is either the one that is
-due, then only its working copy is sent; or it is undone, and made again with the right coefficients.
+When a unit's gradients are complete, it is updated while backward goes on to the units before it, as if nothing will be
+clipped and all gradients are finite. The states that this overwrites are saved first, in undo slots of a bounded size;
+new states on disk go to spare places instead. Units without a slot wait for the decision. The working copy is not
+replaced before the step is decided, so backward never reads new weights. If the decision confirms the coefficients of
+an early update, only its working copy is sent. Otherwise the update is undone, and runs again with the right ones.
 
-While clipping is frequent nothing is started early: it would be done twice.
+While clipping is frequent nothing is started early, because it would run twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW_STEPS, CLIPPED_STEPS = 8, 2
 
 
 class SpeculativeStep:
-    """Which units were updated early in this step, and with what coefficients (`how`, by parameter)."""
+    """Units that were updated early in this step, with their coefficients `how` by parameter."""
 
     def __init__(self, undo: Undo) -> None:
         self._undo = undo
@@ -29,16 +29,16 @@ class SpeculativeStep:
         self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
 
     def allows(self, unit: str) -> bool:
-        """Whether `unit` has an undo slot, and most recent steps were not clipped."""
+        """Return whether `unit` has an undo slot, and few of the last WINDOW_STEPS steps were clipped."""
         return self._undo.has_room(unit) and sum(self._clipped) < CLIPPED_STEPS
 
     def start(self, unit: str, how: Mapping[str, Any], run: Callable[[], None]) -> None:
-        """Save the unit's states, then `run` its update."""
+        """Save the unit's states, then `run` its update with the coefficients `how`."""
         self._undo.start(unit, run)
         self._started[unit] = how
 
     def resolve(self, how: Mapping[str, Any], *, clipped: bool) -> set[str]:
-        """Parameters whose early update is the one that is due (`how`); all others are undone."""
+        """Keep early updates that match the final coefficients `how`, and undo others; return the kept parameters."""
         self._clipped.append(clipped)
         due: set[str] = set()
         for unit, early in self._started.items():
@@ -51,7 +51,7 @@ class SpeculativeStep:
         return due
 
     def abandon(self) -> None:
-        """Undo all: the step is not to count."""
+        """Undo all early updates, because the step does not count."""
         for unit in self._started:
             self._undo.rollback(unit)
         self._started = {}

@@ -1,4 +1,4 @@
-"""`optim.state` of ours: values may be read and written in place, entries stay."""
+"""The type of `optim.state`: values can be read and written in place, entries are fixed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPLACED = (
 
 
 class FixedKeysDict(dict[Any, Any]):
-    """A dictionary whose entries stay. Raises RuntimeError where one is set or removed."""
+    """A dictionary that raises RuntimeError if an entry is set or removed."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(REPLACED)
@@ -23,10 +23,10 @@ class FixedKeysDict(dict[Any, Any]):
 
 
 class StateMapping(FixedKeysDict):
-    """The states of each parameter, by key; as in torch, nothing of one that has none."""
+    """The states of each parameter, by key; empty for a parameter without states, as in torch."""
 
     def put(self, param: nn.Parameter, states: Mapping[str, Any]) -> None:
-        """Show `states` as those of `param`."""
+        """Set the states of `param`."""
         dict.__setitem__(self, param, FixedKeysDict(states))
 
     def __missing__(self, param: object) -> FixedKeysDict:

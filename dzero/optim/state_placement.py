@@ -1,4 +1,4 @@
-"""A parameter's shard: what this rank holds of it, states that are placed like it, and where those live."""
+"""The elements of a parameter that this rank has states for, and the placement and storage of these states."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from dzero.zero.unit_shapes import ParamShape, rows_of
 
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of the elements, from wherever they live."""
+    """Return the elements as a plain tensor, read from their storage."""
     return tensor.read() if isinstance(tensor, OffDeviceShard) else tensor
 
 
 def still_of(origin: torch.Tensor | None, local: torch.Tensor) -> bool:
-    """Whether `local` is `origin` rounded: not where the model was given other values after shard()."""
+    """Return whether `local` is `origin` rounded, i.e. the model was not given other values after shard()."""
     return origin is not None and torch.equal(
         to_working(origin, local.dtype).view(-1), local.to(origin.device).view(-1)
     )
 
 
 def device_bytes(param: nn.Parameter) -> int:
-    """Of this rank's shard, whole storage; 0 for one that lives on the host."""
+    """Return the bytes of this rank's shard on the device, its whole storage; 0 for one off the device."""
     return 0 if memory_of(param) is not None else local_of(param).untyped_storage().nbytes()
 
 
 def sharded_flat(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A flat `local` of equal length on every rank as a DTensor [ranks, elems], one row per rank.
+    """Return a flat `local`, of equal length on every rank, as a DTensor [ranks, elems] with one row per rank.
 
-    Its blocks follow the shards, so it means nothing to another number of ranks: there the shape differs, and loading
-    is an error instead of shifted elements.
+    Its blocks follow the shards, so it is valid for this number of ranks only. With any other number the shape differs,
+    and loading is an error instead of shifted elements.
     """
     return DTensor.from_local(local.view(1, -1), mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
 
 class StatePlacement:
-    """Where a sharded model's states live: asks `offload` for what is off the device, makes the rest there."""
+    """Creates the states of a sharded model, in the memory of `offload` or on the device."""
 
     def __init__(self, sharded: Sharded, offload: OffloadManager) -> None:
         self.offload, self._buffer_layout = offload, offload.buffer_layout
@@ -54,15 +54,18 @@ class StatePlacement:
         self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
 
     def span(self, shape: ParamShape, param: nn.Parameter, shards: int) -> tuple[int, slice]:
-        """The elements of a parameter's flat shard, of so many, whose states this rank has; and the first of them in
-        all of it."""
+        """Return the elements of a parameter's flat shard, one of `shards`, that this rank has states for.
+
+        Returns:
+            Flat index of the first of these elements in the whole parameter, and their slice of the flat shard.
+        """
         rank = param.device_mesh.get_local_rank(SHARD) if isinstance(param, DTensor) else 0
         shard = rank, shards
         first, _ = rows_of(shape.shape[0], shard, self._copy)
         return first * shape.row_elems, span_of(shape, shard, self._copy)
 
     def mesh(self, kind: str, name: str, param: nn.Parameter) -> DeviceMesh | None:
-        """The mesh of a parameter's "master" or "moments"; None for the device's own. Collective for the first."""
+        """Return the host mesh of a parameter's "master" or "moments", else None; the first call is collective."""
         if not self._buffer_layout.on_host(kind, name):
             return None
         mesh = self._mesh(param)
@@ -75,20 +78,20 @@ class StatePlacement:
         return self._of_parts or param.device_mesh
 
     def placed(self, kind: str, local: torch.Tensor, name: str, param: nn.Parameter, *, by_row: bool) -> torch.Tensor:
-        """This rank's flat part of a parameter's state as a DTensor; by_row: of equal length, one row per rank."""
+        """Return this rank's flat part of a parameter's state as a DTensor, with one row per rank if `by_row`."""
         mesh = self.mesh(kind, name, param) or self._mesh(param)
         if by_row:
             return sharded_flat(local, mesh)
         return placed_like(local, param, mesh, None if self._of_parts is None else (Shard(0), Shard(0)))
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Room for one state [like.numel()]; its values come with `ParamState.fill`."""
+        """Return memory for one state [like.numel()], whose values `ParamState.fill` sets."""
         if self._buffer_layout.on_host(kind, name):
             return self.offload.view(name, key, like.numel())
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
     def shown(self, kind: str, name: str, view: torch.Tensor) -> torch.Tensor:
-        """A state as state dicts have it: what lies on disk is read there, and written back, by whoever looks at it."""
+        """Return a state as state dicts show it: one on disk is read, and written back, on access."""
         if not self._buffer_layout.on_disk(kind, name):
             return view
         return OffDeviceShard.of(self.offload.on_disk(name, view), view.shape)
