@@ -84,7 +84,7 @@ class Transfers:
     @classmethod
     def like(cls, optim: AdamW, setting: Setting) -> Transfers:
         """Of the pieces of states that `optim` keeps on disk, unit by unit."""
-        places = optim.offload.places
+        places = optim.offload.buffer_layout
         sizes = places.piece_bytes()
         units = [[sizes[pair.disk] for pair in places.pairs("states", unit.name)] for unit in places.units]
         return cls(setting, [unit for unit in units if unit])

@@ -144,14 +144,14 @@ class Side:
 
 def slow_down(optim: AdamW, times: float) -> None:
     """Whatever the host's lane works on takes `times` as long; the rest of that is sleep."""
-    start = optim.offload.swap.compute
+    start = optim.offload.executor.compute
 
     def slowed(work: Callable[[], Any]) -> None:
         began = time.perf_counter()
         work()
         time.sleep((times - 1) * (time.perf_counter() - began))
 
-    optim.offload.swap.compute = lambda key, work: start(key, partial(slowed, work))  # type: ignore[method-assign]
+    optim.offload.executor.compute = lambda key, work: start(key, partial(slowed, work))  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -140,7 +140,7 @@ class MetricsRecorder:
 
         @cache
         def read() -> SharedLoss:
-            streams.synchronize(copied, holding=[values])
+            streams.synchronize(copied)
             total, nonfinite_rank, stopping, losses = on_host.tolist()
             return SharedLoss(total / losses, int(nonfinite_rank) if nonfinite_rank >= 0 else None, stopping > 0)
 

@@ -111,7 +111,7 @@ def saved(rank: int, ranks: int, kinds: list[Kind], folder: Path) -> dict[Kind, 
             checkpoints.save(2, {"of": str(kind)})
             told[kind] = everything(sharded, optim)
             checkpoints.finish()
-        optim.offload.swap.close()
+        optim.offload.executor.close()
     return told if rank == 0 else {}
 
 
@@ -127,5 +127,5 @@ def loaded(rank: int, ranks: int, pairs: list[tuple[Kind, Kind]], folder: Path) 
         told.append(everything(sharded, optim))
         train(sharded, optim, kind.net, steps=1, seed=1)
         assert torch.isfinite(torch.tensor(optim.last_decision.norm if optim.last_decision else 0.0))
-        optim.offload.swap.close()
+        optim.offload.executor.close()
     return told if rank == 0 else []

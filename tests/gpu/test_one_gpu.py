@@ -73,7 +73,7 @@ def train(
     )
     optim, norms = AdamW(sharded, lr=3e-3, max_norm=0.5), []
     chance = random.Random(0)
-    optim.offload.swap.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
+    optim.offload.executor.before = lambda _: time.sleep(chance.choice([0.0, 0.001, 0.01]))
     for of_step in small_decoders.batches("uneven", steps=STEPS, ranks=1, microbatches=microbatches, samples=samples):
         for index, batch in enumerate(of_step[0]):
             with sharded.microbatch(is_last=index == microbatches - 1):
@@ -83,7 +83,7 @@ def train(
         assert optim.last_decision is not None
         norms.append(optim.last_decision.norm)
     optim.synchronize()
-    assert optim.offload.arena.pinned == bool(optim.offload.schedule.slots)
+    assert optim.offload.memory_pool.pinned == bool(optim.offload.schedule.slots)
     masters = {name: master_of(p, optim.state[p]) for name, p in sharded.named_params().items()}
     return {name: whole(master).cpu() for name, master in masters.items()}, norms
 
@@ -235,7 +235,7 @@ def test_inputs_free_their_device_memory_and_come_back_whole(slow: str) -> None:
         offload = OffloadConfig(activations=activations)
         sharded = shard(model, ZeroConfig(stage=3), offload=offload, mesh=make_mesh("cuda"), microbatches=1)
         optim = AdamW(sharded)
-        optim.offload.swap.before = lambda key: time.sleep(0.01 if key.kind == slow else 0.0)
+        optim.offload.executor.before = lambda key: time.sleep(0.01 if key.kind == slow else 0.0)
         for block in model:  # every copy has ended when the next block begins
             block.register_forward_pre_hook(lambda *_: optim.synchronize())
         x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)

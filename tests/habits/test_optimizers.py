@@ -107,7 +107,7 @@ def after_another(
 
         optim.synchronize()
         for unit in sharded.units:
-            optim.carry(unit, put)
+            optim.export_state(unit, put)
 
     look("made")
     train(sharded, optim, steps=2)
@@ -175,7 +175,9 @@ def saved_after_an_edit(rank: int, ranks: int, tiers: dict[str, str]) -> list[st
             param.mul_(0.5)
     found = {}
     for unit in sharded.units:
-        optim.carry(unit, lambda name, key, tensor: found.update({name: tensor.clone()}) if key == "master" else None)
+        optim.export_state(
+            unit, lambda name, key, tensor: found.update({name: tensor.clone()}) if key == "master" else None
+        )
     optim.synchronize()
     shards = {name: local_of(param.detach()).view(-1).cpu() for name, param in sharded.named_params().items()}
     return unequal({name: master.cpu().bfloat16() for name, master in found.items()}, shards)

@@ -39,7 +39,7 @@ def save(pool: ActivationPool, source: torch.Tensor) -> ActivationSlot:
 def fetch(pool: ActivationPool, slot: ActivationSlot, like: torch.Tensor) -> torch.Tensor:
     destination = torch.zeros_like(like)
     pool.fetch(slot, destination)
-    pool.follow(slot)
+    pool.stream_wait(slot)
     return destination
 
 

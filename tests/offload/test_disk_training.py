@@ -253,7 +253,7 @@ def spilling(key):
         open(f"{folder}/spilling{rank}", "w").close()
         time.sleep(60 if rank else 0.0)
 
-optim.offload.swap.before = spilling
+optim.offload.executor.before = spilling
 train(sharded, optim, steps=1000)
 """
 

@@ -59,7 +59,7 @@ reset_peak_rss()
 before = rss_bytes()
 losses, optim = train(layers, width, offload, 4)
 peak = peak_rss_bytes() - before
-use = optim.offload.swap.take_use()
+use = optim.offload.executor.take_use()
 print(json.dumps({"losses": losses, "peak": peak, "host": optim.offload.host_bytes,
                   "spilled": use["SPILL"].moved_bytes if "SPILL" in use else 0}))
 dist.destroy_process_group()

@@ -80,7 +80,7 @@ def test_a_shard_is_a_tensor_like_any_other(home: type[HostStorage]) -> None:
     assert row.clone().tolist() == [9, 10, 12, 14]
     padded = shard.new_zeros(4, 4)
     assert isinstance(padded, OffDeviceShard)
-    assert padded.memory.door is memory.door
+    assert padded.memory.hooks is memory.hooks
     bits = shard.view(torch.int32)
     assert torch.equal(bits + 0, moved.view(3, 4).view(torch.int32))
     assert torch.equal(bits[1:].view(torch.uint8) + 0, moved[4:].view(2, 4).view(torch.uint8))

@@ -282,7 +282,7 @@ def _threads(simulation: Simulation) -> list[Any]:
     return [
         *(
             mock.patch.object(ScheduleExecutor, name, through(getattr(ScheduleExecutor, name)))
-            for name in ("wait", "follow", "drain")
+            for name in ("wait", "stream_wait", "drain")
         ),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
         mock.patch.object(Future, "set_result", told(set_result)),

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from frames import PACKAGE, Site
 
-ROOMS = ("comm", "zero", "offload", "optim", "parallel", "data")
+PACKAGES = ("comm", "zero", "offload", "optim", "parallel", "data", "trainer")
 SEAM = {"record_event", "wait_event", "wait_stream", "synchronize", "record_stream", "synchronize_device"}
 KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 """What is left out of a call of streams.py, where that is not its wait."""
 LOANS = {"lend": ("hold", "record"), "make": ("wait",)}
 METHODS = {"wait", "result"}
-OF_A_SWAP = {"wait", "follow", "drain"}
+OF_AN_EXECUTOR = {"wait", "stream_wait", "drain"}
 OF_WORKS = {"pending", "coming"}
 """Names of a `_Works` (comm/collectives.py), whose own waits are listed."""
 INDIRECT = {"optim/base.py"}
@@ -32,8 +32,8 @@ class Call(NamedTuple):
 def calls() -> list[Call]:
     """Return all of them."""
     found = []
-    for room in ROOMS:
-        for path in sorted((Path(PACKAGE) / room).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((Path(PACKAGE) / package).rglob("*.py")):
             found += [call for call in _calls_of(path) if call.site.file not in INDIRECT]
     return found
 
@@ -73,5 +73,5 @@ def _kinds(call: ast.Call) -> tuple[str, ...]:
         return ("wait", "hold") if holds else KINDS.get(name, ("wait",))
     if owner.endswith("loans"):
         return LOANS.get(name, ())
-    is_of_swap = name in OF_A_SWAP and (owner.endswith("swap") or owner == "self")
-    return ("wait",) if name in METHODS or is_of_swap else ()
+    is_of_executor = name in OF_AN_EXECUTOR and (owner.endswith("executor") or owner == "self")
+    return ("wait",) if name in METHODS or is_of_executor else ()

@@ -11,10 +11,10 @@ from scenarios import SCENARIOS, run
 from sites import calls
 
 FEW = {
-    "comm/reduction.py Exact._average: work.wait",
-    "offload/activations.py Activations._use: streams.record_stream",
+    "comm/reduction.py ExactReduction._average: work.wait",
+    "offload/activations.py ActivationOffload._use: streams.record_stream",
     "offload/executor.py _Lane.copy: streams.synchronize (hold)",
-    "optim/column_upload.py Staging.send: streams.synchronize",
+    "optim/column_upload.py ColumnUpload.send: streams.synchronize",
     "optim/grad_accumulation.py UnitGrads.receive: self._sharded.loans.lend (hold)",
 }
 """One of each kind, for every run of the tests."""

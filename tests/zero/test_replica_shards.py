@@ -71,7 +71,7 @@ def both(rank: int, ranks: int, folder: str) -> list[list[str]]:
                 of_param = optim.state.get(param, {})
                 run |= {f"{key} {name}": whole(of_param[key]) for key in ("exp_avg", "exp_avg_sq") if key in of_param}
             runs.append(run)
-            optim.offload.swap.close()
+            optim.offload.executor.close()
         told.append(unequal(*runs))
     return told
 
