@@ -101,7 +101,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self.last_decision: StepDecision | None = None
         self.skipped_steps = 0
         self.consecutive_skips = 0
-        self._loss_was_scaled = not fp16
+        self._is_fp16, self._loss_was_scaled = fp16, not fp16
         self._refusal: Callable[[], str] | None = None
         self._check_groups(named)
         if sharded.parts is None:
@@ -275,6 +275,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         )
 
     def _record(self, decision: StepDecision) -> None:
+        self._loss_was_scaled = not self._is_fp16
         self.gradients.clear()
         self.last_decision = decision
         self.scaler.update(finite=decision.finite)

@@ -192,6 +192,9 @@ class TorchOptimizer(MasterOptimizer):
                     key: local_of(value).to(master.device, copy=True) if isinstance(value, torch.Tensor) else value
                     for key, value in values.items()
                 }
+        for unit in self._sharded.units:
+            if self._of(unit):
+                unit.is_edited = True  # unless the model is loaded too, its current values override the loaded masters
         self._show_states()
 
     def portable_states(self, unit: Unit) -> list[StateSpec]:

@@ -55,6 +55,28 @@ def test_a_class_of_torch_gives_the_same_bits_on_the_host_full_product(pool: Poo
     assert pool.run(compare, 2, PRODUCT) == [[], []]
 
 
+def loaded_alone(rank: int, ranks: int) -> list[str]:
+    """Load a trained optimizer's states into one whose model keeps other values; go on, on host and device."""
+    ends = []
+    for offload in (None, HOST[0]):
+        donor = sharded_net("even", stage=2, param="bf16", offload=offload)
+        packed_of = TorchOptimizer(donor, torch.optim.SGD, **RULES["SGD"])
+        train(donor, packed_of, "even", steps=3)
+        fresh = sharded_net("even", stage=2, param="bf16", offload=offload)
+        optim = TorchOptimizer(fresh, torch.optim.SGD, **RULES["SGD"])
+        optim.load_state_dict(packed_of.state_dict())
+        train(fresh, optim, "even", steps=2)
+        optim.synchronize()
+        ends.append(params_of(fresh))
+        optim.offload.executor.close()
+        packed_of.offload.executor.close()
+    return unequal(*ends)
+
+
+def test_states_that_are_loaded_without_the_model_follow_its_values_on_every_tier(pool: Pool) -> None:
+    assert pool.run(loaded_alone, 2) == [[], []]
+
+
 def refused(rank: int, ranks: int) -> None:
     sharded = sharded_net("even", offload=OffloadConfig(master="host"))
     with pytest.raises(ValueError, match=r"set offload\.moments and offload\.moments_fraction to offload\.master's"):

@@ -63,6 +63,11 @@ def mistakes(rank: int, ranks: int) -> dict[str, str]:
     optim = AdamW(sharded)
     backward(sharded, rank, ranks)
     said["unscaled"] = message(optim.step)
+    optim.zero_grad()
+    optim.scale_loss(sharded.model(torch.zeros(1, 4, dtype=torch.int64)).float().sum()).backward()
+    optim.step()
+    backward(sharded, rank, ranks)
+    said["unscaled after a scaled one"] = message(optim.step)
 
     optim = AdamW(sharded_net("even", stage=3))
     optim._sharded.model.layers[0].register_forward_hook(lambda _, __, out: Unfit.apply(out))
@@ -92,6 +97,7 @@ def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
         "second optimizer": "parameter groups",
         "unfrozen": "was frozen when the model was sharded",
         "unscaled": "scale_loss",
+        "unscaled after a scaled one": "scale_loss",
         "raised": r"call zero_grad\(\), and repeat the step",
         "microbatches": "microbatches=2",
         "no last": "is_last=True",
