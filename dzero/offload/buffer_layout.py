@@ -145,11 +145,11 @@ class BufferLayout:
     def pairs(self, what: str, unit: str) -> list[SlotPair]:
         """Return the slots that are loaded from disk, or written back, together.
 
-            what     contents
-            states   master and moments, and with a remainder its working copy, which is not written back
-            grad     gradients
-            param    working copies for the device
-            work     new working copies, which are only written
+        what     contents
+        states   master and moments, and with a remainder its working copy, which is not written back
+        grad     gradients
+        param    working copies for the device
+        work     new working copies, which are only written
         """
         if what == "work":
             piece = f"disk param {unit}"

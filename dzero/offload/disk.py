@@ -79,7 +79,7 @@ class DiskStore:
         if name in self.sizes:
             raise ValueError(f"piece {name!r} is there already, of {self.sizes[name]} bytes: add it under another name")
         sizes = {**self.sizes, name: size}
-        striping = stripe(sizes, self.config.block_bytes, self._weights)  # the new piece is last, others keep their place
+        striping = stripe(sizes, self.config.block_bytes, self._weights)  # the new piece is last: the others stay
         buffered = self._buffered()
         for file, count in zip(self.files, striping.file_bytes, strict=True):
             file.grow(count)

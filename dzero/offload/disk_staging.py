@@ -39,7 +39,7 @@ class DiskStaging:
         self.hold(what, unit)
 
     def spill(self, what: str, unit: str, *, early: bool = False) -> None:
-        """Start writing a unit's host slots to disk, `early` ones to the spare slots until `keep` or `drop`."""
+        """Start writing a unit's host slots to disk; if `early`, to the spare slots, until `keep` or `drop`."""
         pairs = self._buffer_layout.going(what, unit)
         if not pairs:
             return

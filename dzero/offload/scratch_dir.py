@@ -5,9 +5,8 @@
         data                                unlinked as soon as it is open
 
 Lock. While it is held, the run is alive. If it is free, the run is dead, and the next run on this path removes what was
-left. Process ids decide nothing, because they are reused, and differ from one container to the next. A directory exists
-for a moment before its lock is held, so the clean-up of another run may remove it. Its owner detects this, and takes
-another name.
+left. Process ids are not used, because they are reused and differ between containers. A directory exists for a moment
+before its lock is held, so the clean-up of another run may remove it. Its owner detects this, and takes another name.
 
 Data. A file without a name cannot be opened by accident, deleted, or taken for a checkpoint. The kernel frees its
 blocks when the last process that has it open ends, however it ends. SIGKILL leaves only a directory with a lock file of
@@ -81,7 +80,7 @@ class ScratchDir:
         self.close()
 
     def grow(self, needed_bytes: int) -> None:
-        """Reserve `needed_bytes` in all and keep the contents; raises DiskError, without a change, if space is short."""
+        """Reserve `needed_bytes` in all and keep the contents; a DiskError for want of space leaves all as it was."""
         had, self.needed_bytes = self.needed_bytes, needed_bytes
         try:
             self._reserve(had)

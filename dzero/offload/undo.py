@@ -1,5 +1,8 @@
 """Speculative updates: they run before the step is decided, and can be rolled back (offload.overlap=backward).
 
+The step is decided when all ranks have the gradient norm, and so the clipping factor, or know that the step is skipped
+(`optim/grad_decision.py`). Until then a speculative update keeps what it overwrites:
+
     states in     saved before a speculative update
     host memory   what it overwrites is copied to the unit's undo slot, in the same action
     disk          nothing: the new states are written to spare slots
