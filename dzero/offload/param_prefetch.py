@@ -1,9 +1,12 @@
 """Prefetch of offloaded parameters to the device, one unit ahead of its use (ZeRO-Infinity, section 6.2).
 
-FSDP2 requests the shards of a unit when it gathers the unit: in forward, and in reverse order in backward. `ParamPrefetch`
-records which unit follows each pair of units. When a unit is delivered, the copy of the predicted next unit starts. A wrong prediction costs one copy. Units on disk are loaded into host memory further ahead, along the same
-predictions. If the values of a prefetched unit change, its copy is dropped, and no later step prefetches at that point.
-The next step's first unit is copied once its update has been started.
+FSDP2 requests the shards of a unit when it gathers the unit: in forward, and in reverse order in backward.
+`ParamPrefetch` records which unit follows each pair of units. When a unit is delivered, the copy of the predicted next
+unit starts. A wrong prediction costs one copy. Units on disk are loaded into host memory further ahead, along the same
+predictions.
+
+If the values of a prefetched unit change, its copy is dropped, and later steps do not prefetch at that point. The next
+step's first unit is copied once its update has been started.
 """
 
 from __future__ import annotations
