@@ -24,7 +24,7 @@ class LauncherConfig:
     timeout_s: float = 120.0
     """Seconds that a collective may take before the error names the missing ranks."""
     check_collectives: bool = False
-    """Compare every collective between ranks before it moves data, to find where they diverge; costs a small gather."""
+    """Compare every collective between ranks before it moves data, to find divergence; costs a small gather each."""
     check_memory: bool = True
     """Refuse to start a run that cannot fit this machine."""
 

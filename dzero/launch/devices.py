@@ -11,11 +11,7 @@ LEAST_WORKERS, WORKERS_OF_A_CORE = 64, 16
 
 
 def device_type(config: LauncherConfig) -> str:
-    """Return `cpu` or `cuda`, as configured or found.
-
-    Raises:
-        ValueError: The configuration asks for cuda, and torch finds no GPU.
-    """
+    """Return `cpu` or `cuda`, as configured or found; raises ValueError if cuda is configured without a GPU."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if config.device == "cuda" and found != "cuda":
         raise ValueError("launch.device=cuda: torch sees no CUDA device here; take launch.device=cpu")

@@ -4,13 +4,13 @@ Workers are forks of one warm process (`launch/warm_process.py`). This process s
 run ended; it does not import torch. Under torchrun (RANK is set) nothing is launched: the process joins its group.
 
     event                      the user sees              handling
-    a worker raises            its traceback, once; for   It reports before it leaves the group, and the earliest report
-                               RunError its message       is the cause. The others have `LEAVE_S` to leave.
+    a worker raises            its traceback, once; for   The worker reports before it leaves the group. The earliest
+                               RunError its message       report is the cause. The others have `LEAVE_S` to leave.
     a worker is killed         its rank and the signal    The same.
     a worker hangs             its rank, and where all    The others report (`launch/watchdog.py`), and the launcher
                                ranks are                  kills it.
-    Ctrl-C, SIGTERM,           the signal, and what was   It is passed on to the workers (the last two as SIGTERM).
-    SIGHUP, SIGQUIT            saved                      Those that save finish the step first (`launch/signals.py`).
+    Ctrl-C, SIGTERM,           the signal, and what was   The signal is passed on (the last two as SIGTERM). Workers
+    SIGHUP, SIGQUIT            saved                      that can save finish the step first (`launch/signals.py`).
                                                           A second signal ends all. Workers that still run after the
                                                           time to save and `STOP_S` are killed.
     the launcher is killed     nothing                    The kernel kills the workers.
@@ -39,7 +39,7 @@ POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
 """Seconds for the other workers to leave once one has failed or was killed. torch would give them 30."""
 STOP_S = 10.0
-"""Seconds for workers to leave after a signal, in addition to the time to save. Hung workers ignore signals."""
+"""Seconds for workers to leave after a signal, beside the time to save. A worker hung in a library does not respond."""
 
 
 class LaunchedRun(Protocol):

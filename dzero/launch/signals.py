@@ -97,7 +97,7 @@ class StopRequest:
 
 
 def pass_over(number: int, _: FrameType | None) -> None:
-    """Ignore a signal. SIG_IGN as Python's handler would print a traceback for a signal that is pending already."""
+    """Ignore a signal, also a pending one, for which Python prints a traceback if the handler is SIG_IGN."""
 
 
 def _after(seconds: float, do: object, *args: object) -> None:

@@ -7,9 +7,9 @@
     WarmProcess.call, WarmProcess.fork  -->  forks                        -->    run a function by its name
     WarmProcess.event                   <--  passes on                    <--    send messages, and exit
 
-Hence torch is imported once instead of by every worker, and while the settings are read. Forks are safe because the
-warm process runs no code of a run, has one thread, and uses no device. It leaves the terminal's session together with
-its forks, so that Ctrl-C reaches only the launcher, and the terminal does not stop them when they write to it.
+Torch is imported once instead of by every worker, and at the same time the launcher reads the settings. Forks are safe
+because the warm process runs no code of a run, has one thread, and uses no device. It leaves the terminal's session
+together with its forks, so that Ctrl-C reaches only the launcher, and the terminal does not stop forks that write.
 
     process that dies   what happens
     launcher            The kernel kills the warm process (PR_SET_PDEATHSIG), and so its forks.
@@ -100,11 +100,11 @@ class WorkerFailure:
 
 
 class WarmProcessLost(RunError):
-    """The warm process ended before the launcher."""
+    """Error for a warm process that has ended before the launcher."""
 
 
 class WarmProcess:
-    """Starts the warm process in its constructor, and has it fork; a context manager that ends it.
+    """Context manager that starts the warm process at its construction, and requests forks from it.
 
     Args:
         modules: Names of the modules to import.

@@ -50,7 +50,7 @@ class RankStatus:
     Attributes:
         beat: Number of the heartbeat.
         count: Number of collectives begun.
-        last: The last of them.
+        last: Description of the last collective begun.
         ended: Reason why the rank left; empty while it runs.
         waits: Whether the rank waits for other ranks.
     """
@@ -69,7 +69,7 @@ class RankStatus:
 
 
 class Watchdog:
-    """Context for all that a worker does in the group; it replaces an exception that other ranks caused.
+    """Context around a worker's use of the process group, which explains failures that other ranks caused.
 
     Raises:
         RunError: An exception came out of a collective. The message names the missing ranks, and where all ranks are.
@@ -89,7 +89,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
     def follow(self, collective_log: CollectiveLog) -> None:
-        """Report the collectives in `collective_log` from now on."""
+        """Report on `collective_log` from now on."""
         self._collective_log, self._starting = collective_log, False
 
     def __enter__(self) -> Watchdog:
@@ -177,7 +177,7 @@ def report(
     error: object,
     of_parts: bool = False,
 ) -> str:
-    """Return the message: which ranks are missing, as `rank` sees it, and where every rank is.
+    """Return the error message: the missing ranks as `rank` sees them, and the place of every rank.
 
     Args:
         places: Status of every rank; None if it has written none.
@@ -214,7 +214,7 @@ def report(
 
 
 def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus]) -> list[str]:
-    """Return a line for each place, with the ranks that are there."""
+    """Return a line for each place (last collective), with the ranks that are there."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         if place is None:

@@ -33,14 +33,17 @@ from dzero.launch.warm_process import PASSED_ON, WorkerFailure, found
 from dzero.mesh import local_rank, local_ranks, process_group
 
 LINGER_S = 0.5
-"""Seconds that a failed worker stays alive, so that the launcher first learns of a killed worker that caused it."""
+"""Seconds by which a failed worker delays its exit.
+
+If the failure was caused by the death of another worker, the launcher must learn of that death first.
+"""
 
 Entry = Callable[[Any, Path, torch.device], None]
 """Signature `entry(config, run_folder, device)` of the function that every worker runs inside the process group."""
 
 
 def run(entry: str, config: Any, run_folder: Path, say: Callable[[WorkerFailure], None]) -> None:
-    """Run a worker of the launcher: join the group, call the entry, and report why that fails.
+    """Run a worker of the launcher: join the group, call the entry, and report a failure.
 
     Args:
         entry: Name of the entry, `module:function`.
@@ -95,8 +98,8 @@ ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def choose_allocator() -> None:
     """Let segments of CUDA memory grow in place, unless the user has settings; call it before the first allocation.
 
-    At ZeRO stage 3, units of several sizes are gathered and freed. With segments of fixed size, a large unit finds gaps
-    that are too small for it. (torchtitan has the same setting.)
+    At ZeRO stage 3, units of several sizes are gathered and freed. With segments of fixed size, a large unit finds only
+    gaps that are too small. (torchtitan has the same setting.)
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"

@@ -17,11 +17,11 @@ The newest activation, and any other that is still on the device, is used in pla
 other saved tensors.
 
 Copies never touch freed or overwritten memory, for the reasons in `offload/executor.py` and two more:
-    source        It is referenced here until its copy has ended, so the allocator does not reuse its memory. An
-                  in-place change before that makes backward raise. A later change is harmless, because the host holds
-                  the saved values.
-    destination   It is allocated on the stream that is current when its copy starts, perhaps for a block on another
-                  stream. `record_stream` keeps its memory until that stream has used it.
+    source        The activation references its source until the copy has ended, so the allocator does not reuse the
+                  memory. An in-place change before that makes backward raise. A later change is harmless, because the
+                  host holds the saved values.
+    destination   The destination is allocated on the stream that is current when its copy starts, perhaps for a block
+                  on another stream. `record_stream` keeps its memory until that stream has used it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OffloadedActivation:
 
     @property
     def is_away(self) -> bool:
-        """Whether the tensor is not on the device, and no fetch of it has started."""
+        """Whether the device holds neither the source nor a fetched tensor."""
         return self.source is None and self.arrived is None
 
 

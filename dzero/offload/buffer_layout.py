@@ -127,7 +127,7 @@ class BufferLayout:
     def accumulates_on_host(self) -> bool:
         """Whether several reduced gradients of a step are added in host memory.
 
-        Gradients with replicas are not, because replicas must be reduced on the device first.
+        With replicas they are not, because replicas must be all-reduced on the device first.
         """
         layout = self.layout
         several = layout.microbatches > 1 and layout.grad.sharded and layout.replicate == 1

@@ -105,7 +105,7 @@ def _to_disk(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[Of
 
 
 def _visit(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[OffloadAction]:
-    """Return the actions of an access from outside the step, which reads or writes values."""
+    """Return the actions by which code outside the step reads or writes states, between steps."""
     slots = tuple(pair.host for pair in buffer_layout.pairs(what, unit.name))
     return [
         OffloadAction(ActionKey(ActionKind.COMPUTE, f"visit {what}", unit.name), slots),

@@ -95,7 +95,7 @@ class DiskStore:
             buffer: uint8 [size of the piece], 4096-aligned. It must not change until the future has ended.
 
         Raises:
-            ValueError: The name is unknown, or the buffer is another one.
+            ValueError: The name is unknown, or the buffer has the wrong size, dtype or alignment.
         """
         data = self._bytes_of(name, buffer)
         self._sums[name][:] = [None] * len(self._sums[name])
@@ -111,7 +111,7 @@ class DiskStore:
             buffer: uint8 [size of the piece], 4096-aligned. It is undefined until the future has ended.
 
         Raises:
-            ValueError: The name is unknown, or the buffer is another one.
+            ValueError: The name is unknown, or the buffer is read-only or has the wrong size, dtype or alignment.
             RuntimeError: The piece is not on disk.
         """
         data = self._bytes_of(name, buffer)

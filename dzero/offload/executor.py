@@ -5,12 +5,12 @@ several threads: a unit's transfers start as soon as its slots are free, not whe
 has ended, so that the disk's queue does not run empty between two units.
 
 Copies never touch freed or overwritten memory, under CUDA's caching allocator too:
-    caller's stream   An event is recorded on it when an action is started, and the lane's stream waits for the event.
+    caller's stream   An event is recorded on this stream when an action is started, and the lane's stream waits for it.
                       By then the sources have been computed, and earlier readers of the destinations have ended.
     lifetime          The action references its tensors until the lane has synchronized with the end of the copy, so
                       their memory is not reused while the GPU accesses it.
-    next user         On the host it waits for the action (`wait`), hence for the end of the copy. On a stream it waits
-                      for the event after the copy (`stream_wait`); the host continues once that event is recorded.
+    next user         A user on the host waits for the action (`wait`), hence for the end of the copy. A stream waits for
+                      the event after the copy (`stream_wait`), and the host continues once the event is recorded.
 On the CPU, the "device" is ordinary memory, and the same actions copy between two places in it.
 """
 
@@ -321,7 +321,7 @@ class _Lane:
 
 
 def _pass_failure(enqueued: Future[streams.Event], action: Future[Any]) -> None:
-    """Pass the error of an action that failed before its event was recorded to those that wait for the event."""
+    """Pass an action's error to callers that wait for its event, if it failed before the event was recorded."""
     if not enqueued.done() and (error := action.exception()) is not None:
         enqueued.set_exception(error)
 

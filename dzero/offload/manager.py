@@ -229,7 +229,7 @@ class OffloadManager:
         self.staging.spill("states", unit)
 
     def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Send new working copies to where forward reads them, or with overlap=delayed, hold them back."""
+        """Send new working copies to where forward reads them; with overlap=delayed, hold them back."""
         self._outgoing.send(unit, work)
 
     def begin_updates(self, updates: int) -> None:
@@ -269,7 +269,7 @@ class OffloadManager:
         return self._outgoing.held_back(unit)
 
     def hold_back(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Hold back the working copies of a unit in whose saved state they were held back."""
+        """Hold back a unit's working copies, when a state is loaded in which they were held back."""
         self._outgoing.hold_back(unit, work)
 
     def await_updates(self) -> None:

@@ -5,8 +5,8 @@
     host            is made in place, or copied there once nothing needs the old one
     disk            is spilled
 
-FSDP2 must not read a unit's shards before that. The wait is stored in the unit (`Unit.pending`), so that it outlasts
-the optimizer.
+FSDP2 must not read a unit's shards before they have their new values. The unit itself stores this wait
+(`Unit.pending`), so that it outlasts the optimizer.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ A schedule can be planned, printed and sized without a device. `offload/executor
     SPILL     disk out    host -> disk      states of a unit; activations have a lane of their own
 
 Two rules define the order:
-    lane    Actions of one lane begin in the order in which they were started, each after the previous one has ended.
-            Disk lanes run a few actions at a time, each as soon as its slots are free. What forward and backward need
-            next has disk lanes of its own, so that it does not queue behind updates.
+    lane    A lane is a queue of actions in the order in which they were started. An action is taken from the queue
+            when the previous one has ended. Disk lanes take a few actions at a time, and each runs as soon as its slots
+            are free. Actions that forward and backward need next have disk lanes of their own, so that they do not
+            queue behind updates.
     slot    An action waits for all earlier actions on its slots, in host memory or on disk.
 Both rules only refer to actions that were started earlier. Hence actions cannot deadlock, a slot has one user at a
 time, and no action waits for one that a step leaves out (for a unit without gradients).
@@ -52,7 +53,7 @@ class ActionKey(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Name of the action's lane, whose actions begin in the order in which they were started."""
+        """Name of the action's lane."""
         return f"{self.kind} {self.what}" if (self.kind, self.what) in APART else str(self.kind)
 
     def __str__(self) -> str:

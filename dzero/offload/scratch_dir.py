@@ -80,7 +80,7 @@ class ScratchDir:
         self.close()
 
     def grow(self, needed_bytes: int) -> None:
-        """Reserve `needed_bytes` in all and keep the contents; a DiskError for want of space leaves all as it was."""
+        """Reserve `needed_bytes` in all and keep the contents; after a DiskError the reservation is unchanged."""
         had, self.needed_bytes = self.needed_bytes, needed_bytes
         try:
             self._reserve(had)
