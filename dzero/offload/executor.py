@@ -9,8 +9,8 @@ Copies never touch freed or overwritten memory, under CUDA's caching allocator t
                       By then the sources have been computed, and earlier readers of the destinations have ended.
     lifetime          The action references its tensors until the lane has synchronized with the end of the copy, so
                       their memory is not reused while the GPU accesses it.
-    next user         A user on the host waits for the action (`wait`), hence for the end of the copy. A stream waits for
-                      the event after the copy (`stream_wait`), and the host continues once the event is recorded.
+    next user         A user on the host waits for the action (`wait`), hence for the end of the copy. A stream waits
+                      for the event after the copy (`stream_wait`), and the host continues once it is recorded.
 On the CPU, the "device" is ordinary memory, and the same actions copy between two places in it.
 """
 
