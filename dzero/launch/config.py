@@ -1,4 +1,4 @@
-"""Settings of a launch, and whether this process was launched already. Imports no torch."""
+"""Settings of a launch, and checks of the launch environment; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MOST_THREADS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherConfig:
-    """How many workers run on this machine, on what, and how long they wait for each other."""
+    """Number of workers on this machine, their device, and how long they wait for each other."""
 
     workers: int | None = None
-    """Workers on this machine. Unset: one per GPU, or two on a machine without."""
+    """Workers on this machine. Unset: one per GPU, or two on a machine without GPUs."""
     device: str = "auto"
-    """`cpu`, `cuda`, or `auto`: cuda where torch sees a GPU."""
+    """Device type: `cpu`, `cuda`, or `auto` (cuda if torch finds a GPU)."""
     threads: int | None = None
     """CPU threads of each worker. Unset: cores / workers."""
     timeout_s: float = 120.0
-    """Seconds that a collective may take; a rank that does not come is then named."""
+    """Seconds that a collective may take before the error names the missing ranks."""
     check_collectives: bool = False
-    """Compare every collective before it moves data, to find where ranks diverge; costs a small gather each."""
+    """Compare every collective between ranks before it moves data, to find divergence; costs a small gather each."""
     check_memory: bool = True
-    """Refuse a run that cannot fit this machine before it starts."""
+    """Refuse to start a run that cannot fit this machine."""
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -42,7 +42,7 @@ class LauncherConfig:
 
 
 def check_group() -> None:
-    """Raises ValueError where the variables that make this process a worker name no rank of a group."""
+    """Raise ValueError if the environment variables of a worker do not define a valid rank of a group."""
     if not launched():
         if "RANK" in os.environ:
             raise ValueError(
@@ -65,11 +65,11 @@ def check_group() -> None:
 
 
 def launched() -> bool:
-    """Return whether this process is a worker already, torchrun's or ours."""
+    """Return whether this process is a worker already, started by torchrun or by the launcher."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first_of_node() -> bool:
-    """Return whether this process is the one of its node that tells the user what all of them find."""
+    """Return whether this process reports to the user what all processes of its node find."""
     local_rank = os.environ.get("LOCAL_RANK", "0")
     return not (launched() and local_rank.isdecimal() and int(local_rank) > 0)

@@ -1,4 +1,4 @@
-"""The devices of this machine, as a launch uses them."""
+"""Device type and number of workers for a launch on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_WORKERS, WORKERS_OF_A_CORE = 64, 16
 
 
 def device_type(config: LauncherConfig) -> str:
-    """Return `cpu` or `cuda`, as asked or as found. Raises ValueError for cuda where torch sees none."""
+    """Return `cpu` or `cuda`, as configured or found; raises ValueError if cuda is configured without a GPU."""
     found = "cuda" if torch.cuda.is_available() else "cpu"
     if config.device == "cuda" and found != "cuda":
         raise ValueError("launch.device=cuda: torch sees no CUDA device here; take launch.device=cpu")
@@ -19,7 +19,7 @@ def device_type(config: LauncherConfig) -> str:
 
 
 def worker_count(config: LauncherConfig) -> int:
-    """Return the number of workers to launch here. Raises ValueError for more workers than GPUs."""
+    """Return the number of workers to launch here; raises ValueError for more workers than GPUs."""
     if device_type(config) != "cuda":
         return config.workers or 2
     gpus = torch.cuda.device_count()
@@ -29,7 +29,7 @@ def worker_count(config: LauncherConfig) -> int:
 
 
 def check_workers(workers: int) -> None:
-    """Raise ValueError for more workers than a machine with so few cores can run."""
+    """Raise ValueError if this machine has too few cores for `workers`."""
     cores = available_cores()
     most = max(LEAST_WORKERS, WORKERS_OF_A_CORE * cores)
     if workers > most:

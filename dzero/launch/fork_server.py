@@ -1,6 +1,7 @@
-"""The warm process itself: it imports, and forks what the launcher asks for (warm_process.py has the launcher's side).
+"""Warm process: imports the run's modules, and forks processes at the launcher's request.
 
-It runs no code of a run, has one thread, and touches no device: that is what makes its forks safe.
+`launch/warm_process.py` is the launcher's side. Forks are safe because the warm process runs no code of a run, has one
+thread, and uses no device.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHOWN_BYTES = 4096
 
 @dataclass(kw_only=True)
 class _Child:
-    """A fork as the warm process has it; `ended`: a descriptor that is readable when it has."""
+    """A fork that is running; `ended` is a descriptor that becomes readable when it has ended."""
 
     request: Fork
     pid: int
@@ -37,7 +38,7 @@ class _Child:
 
 
 def serve(channel_fd: int, launcher_pid: int) -> NoReturn:
-    """Be the warm process: import what the first message names, then fork until the launcher closes the channel."""
+    """Run the warm process: import what the first message names, then fork until the launcher closes the channel."""
     _follow_in_death(launcher_pid)
     for number in PASSED_ON:
         signal.signal(number, signal.SIG_IGN)
@@ -54,16 +55,16 @@ def serve(channel_fd: int, launcher_pid: int) -> NoReturn:
         channel.send(f"the run's modules cannot be imported\n{traceback.format_exc()}")
         os._exit(1)
     gc.collect()
-    gc.freeze()  # no collection of a fork then writes to what all of them share
+    gc.freeze()  # garbage collection in a fork then does not write to shared pages
     while True:
         try:
             _serve_one(channel, children)
         except (EOFError, OSError):  # the launcher is gone
-            os._exit(0)  # and with it its forks
+            os._exit(0)  # the kernel then kills the forks
 
 
 def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
-    """Wait for a request or for something from a fork, and answer or pass it on."""
+    """Wait for a request, or for a message or the end of a fork, and handle it."""
     says = {child.says: child for child in children.values() if child.says is not None}
     ended = {child.ended: child for child in children.values()}
     ready = wait([channel, *says, *ended])
@@ -75,8 +76,8 @@ def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
         if each in ended:
             child = children.pop(ended[each].request.number)
             while child.says is not None and child.says.poll(0):
-                _pass_on(channel, child)  # what it said last
-            if child.says is not None:  # what the fork started itself may still hold the other end
+                _pass_on(channel, child)  # its last messages
+            if child.says is not None:  # a child of the fork may still hold the other end
                 child.says.close()
             channel.send(ForkExit(child.request.number, _reap(child), _output_of(child)))
     if channel in ready:
@@ -84,7 +85,7 @@ def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
         if isinstance(request, Fork):
             try:
                 children[request.number] = _fork(channel, request, children)
-            except OSError as error:  # of processes, descriptors or memory there are no more
+            except OSError as error:  # out of processes, descriptors or memory
                 channel.send(no_more_processes(error))
                 os._exit(1)
             channel.send((request.number, children[request.number].pid))
@@ -134,7 +135,7 @@ def _fork(channel: Connection, request: Fork, others: Mapping[int, _Child]) -> _
 
 
 def _run(request: Fork, sending: Connection, output: int | None, warm_pid: int) -> NoReturn:
-    """Be a fork: run the function and leave, with exit code 1 after an exception, whose traceback is printed."""
+    """Run a fork's function and exit, with code 1 and a printed traceback after an exception."""
     code = 1
     try:
         _follow_in_death(warm_pid)
@@ -153,13 +154,13 @@ def _run(request: Fork, sending: Connection, output: int | None, warm_pid: int) 
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):  # nobody reads it any more, or it never was
+            with suppress(OSError, ValueError, AttributeError):  # closed by its reader, or missing
                 stream.flush()
         os._exit(code)
 
 
 def _follow_in_death(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies; leave where the parent has died already."""
+    """Have the kernel kill this process when its parent dies; exit if the parent has died already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -170,7 +171,13 @@ def _set_name(name: str) -> None:
 
 
 def answer(function: str, args: tuple[Any, ...], say: Callable[[Any], None]) -> None:
-    """Say (False, the function's result), or (True, the message of its RunError)."""
+    """Call a function and send (False, its result), or (True, the message of its RunError).
+
+    Args:
+        function: Name of the function, `module:function`.
+        args: Its arguments.
+        say: Function that sends a value to the launcher.
+    """
     try:
         result = found(function)(*args)
     except RunError as error:

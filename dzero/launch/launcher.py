@@ -1,19 +1,19 @@
-"""Workers for a plain `python train.py`: forks of one warm process (warm_process.py), one per GPU, or two on a CPU.
+"""Launcher of workers for a plain `python train.py`: one per GPU, or two on a CPU.
 
-This process starts them, waits, and says how it ended; it needs no torch for that. Under torchrun (RANK is set) nothing
-is launched: the process joins the group it is given.
+Workers are forks of one warm process (`launch/warm_process.py`). This process starts them, waits, and reports how the
+run ended; it does not import torch. Under torchrun (RANK is set) nothing is launched: the process joins its group.
 
-    what happens               what the user sees          how it ends
-    a worker raises            its traceback, once; of a   it reports before it leaves the group: the earliest report
-                               RunError the message        is the cause; the others have `LEAVE_S` to leave
-    a worker is killed         its rank and the signal     the same
-    a worker hangs             its rank, and where all     the others report (watch.py); the launcher kills it
-                               ranks are
-    Ctrl-C, SIGTERM,           the signal, and what was    the workers get it (SIGTERM for the last two): those that
-    SIGHUP, SIGQUIT            saved                       save finish the step and do so (stopping.py); a second one
-                                                           ends all; who is still there after the time to save
-                                                           and `STOP_S` is killed
-    the launcher is killed     nothing                     the kernel kills the workers
+    event                      the user sees              handling
+    a worker raises            its traceback, once; for   The worker reports before it leaves the group. The earliest
+                               RunError its message       report is the cause. The others have `LEAVE_S` to leave.
+    a worker is killed         its rank and the signal    The same.
+    a worker hangs             its rank, and where all    The others report (`launch/watchdog.py`), and the launcher
+                               ranks are                  kills it.
+    Ctrl-C, SIGTERM,           the signal, and what was   The signal is passed on (the last two as SIGTERM). Workers
+    SIGHUP, SIGQUIT            saved                      that can save finish the step first (`launch/signals.py`).
+                                                          A second signal ends all. Workers that still run after the
+                                                          time to save and `STOP_S` are killed.
+    the launcher is killed     nothing                    The kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProc
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
-"""What the other workers have to leave, once one has failed or was killed. torch would give them 30."""
+"""Seconds for the other workers to leave once one has failed or was killed. torch would give them 30."""
 STOP_S = 10.0
-"""What workers have to leave after a signal, beside the time to save; one that hangs in a library hears none."""
+"""Seconds for workers to leave after a signal, beside the time to save. A worker hung in a library does not respond."""
 
 
 class LaunchedRun(Protocol):
-    """The part of a run's configuration that a launch reads."""
+    """Part of a run's configuration that a launch reads."""
 
     @property
     def launch(self) -> LauncherConfig:
-        """How workers are started, and how long they wait for each other."""
+        """Settings of the workers and of their timeouts."""
 
 
 def start(
@@ -59,19 +59,19 @@ def start(
     warm: WarmProcess | None = None,
     save_s: float = 0.0,
 ) -> None:
-    """Run `entry(config, run_folder, device)` here where this is a worker already, else in workers of our own.
+    """Run `entry(config, run_folder, device)` in this process if it is a worker, otherwise in new workers.
 
     Args:
-        entry: The function, or its name `module:function`; every worker imports it by that.
-        config: The run's settings, the entry's first argument.
-        run_folder: Where the run writes.
-        workers: How many to start; nothing under torchrun.
-        warm: The warm process that forks them; None for one that is started and ended here.
+        entry: The function, or its name `module:function`, by which workers import it.
+        config: The run's settings.
+        run_folder: Folder that the run writes to.
+        workers: Number of workers to start; ignored under torchrun.
+        warm: Warm process that forks them. None: one is started for this call.
         save_s: Seconds that workers may take to save when a signal asks them to stop.
 
     Raises:
         RunError: A worker failed; the message says which and why.
-        SystemExit: A signal ended it, with 128 + the signal, as shells do, or `EXIT_SAVED` where the run was saved.
+        SystemExit: A signal ended the run. The code is `EXIT_SAVED` if the run was saved, else 128 + the signal.
     """
     name = entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
     if launched():
@@ -82,7 +82,7 @@ def start(
 
 
 class _Workers:
-    """The workers of one run, by rank, until all have ended."""
+    """Workers of one run, by rank, until all have ended."""
 
     def __init__(self, warm: WarmProcess, signals: _Signals, save_s: float) -> None:
         self._warm, self._signals, self._save_s = warm, signals, save_s
@@ -95,7 +95,7 @@ class _Workers:
         self._store_fork: int | None = None
 
     def run(self, entry: str, config: LaunchedRun, run_folder: Path, workers: int) -> None:
-        """Start all, wait for all, and say how it ended."""
+        """Start all workers, wait for them, and report how the run ended."""
         with self._store() as meeting:
             for rank in range(workers):
                 fork = self._warm.fork(
@@ -115,12 +115,12 @@ class _Workers:
             _leave(self._signals.asked[0], saved=EXIT_SAVED in codes)
         if self._reports or self._failed():
             raise RunError(_cause(self._reports, self._killed(), self._failed()))
-        if EXIT_SAVED in codes:  # a signal to a worker, which has told it
+        if EXIT_SAVED in codes:  # a worker was signalled directly, and has reported it
             sys.exit(EXIT_SAVED)
 
     @contextmanager
     def _store(self) -> Iterator[tuple[str, int]]:
-        """Address and port of a store that outlives any worker."""
+        """Yield address and port of a rendezvous store that outlives any worker."""
         address = _loopback()
         store = self._warm.fork("dzero.launch.worker:host_store", address, name="dzero store", silent=True)
         event = self._warm.event(of=store)
@@ -136,7 +136,7 @@ class _Workers:
                 self._warm.event(STORE_S, of=store)
 
     def _wait(self) -> None:
-        """Wait until all have ended; those that one that failed leaves behind are ended after `LEAVE_S`."""
+        """Wait until all workers have ended; after a failure, end the others within `LEAVE_S`."""
         kill_s = math.inf
         while self._running:
             event = self._warm.event(POLL_S)
@@ -160,7 +160,7 @@ class _Workers:
                 self._send(signal.SIGKILL)
 
     def _pass_first_signal_on(self) -> bool:
-        """Pass on the first signal, which asks the workers to end; return whether that was done just now."""
+        """Pass the first signal on to the workers, and return whether this call did so."""
         asked = self._signals.asked
         if not asked or self._passed_on:
             return False
@@ -169,12 +169,12 @@ class _Workers:
         return True
 
     def _insists(self) -> bool:
-        """Return whether another signal has come after the first."""
+        """Return whether another signal has arrived after the first."""
         insists, self._signals.insisted = self._signals.insisted, False
         return insists
 
     def _killed(self) -> dict[int, tuple[int, ForkExit]]:
-        """Return process id and end of the ranks that were killed by others than this launcher."""
+        """Return process id and exit of each rank that was killed, but not by this launcher."""
         return {
             rank: (self._warm.pids[fork], self._ended[rank])
             for fork, rank in self._ranks.items()
@@ -191,7 +191,7 @@ class _Workers:
 
 
 class _Signals:
-    """Signals to the launcher while workers run: only recorded here, since `_Workers` alone speaks to the workers."""
+    """Records signals to the launcher while workers run; `_Workers` acts on them."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -202,7 +202,7 @@ class _Signals:
         self._before = {
             number: signal.signal(number, self._take)
             for number in PASSED_ON
-            if signal.getsignal(number) is not signal.SIG_IGN  # nohup, and jobs in the background, want it so
+            if signal.getsignal(number) is not signal.SIG_IGN  # as nohup and background jobs set it
         }
         return self
 
@@ -220,7 +220,7 @@ class _Signals:
 
 
 def _loopback() -> str:
-    """Return this machine's own address, of IPv4 or, where there is none, of IPv6."""
+    """Return this machine's loopback address for IPv4, or where there is none, for IPv6."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             with socket.create_server((address, 0), family=family):
@@ -231,7 +231,7 @@ def _loopback() -> str:
 
 
 def _environment(rank: int, workers: int, address: str, port: int) -> Mapping[str, str]:
-    """Return torchrun's variables for a worker; gloo needs no other interface than the loopback on one machine."""
+    """Return torchrun's variables for a worker; on one machine gloo needs only the loopback interface."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -246,19 +246,19 @@ def _environment(rank: int, workers: int, address: str, port: int) -> Mapping[st
 
 
 def _leave(number: int, *, saved: bool) -> NoReturn:
-    """Say how it ended, and do."""
+    """Report how the run ended, and exit."""
     how = "the run is saved, and resume=auto goes on" if saved else "the workers were ended"
     print(f"stopped by {signal.Signals(number).name}; {how}", file=sys.stderr)
     sys.exit(EXIT_SAVED if saved else 128 + number)
 
 
 def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]) -> str:
-    """Return why the run failed: a worker that a signal from elsewhere killed, else the earliest report.
+    """Return why the run failed: a worker that was killed by a signal from elsewhere, else the earliest report.
 
     Args:
-        reports: What workers said before they left (`dzero.launch.warm_process.WorkerFailure`).
-        killed: Process id and end of each rank that was killed, but not by this launcher.
-        ended: The end of every rank that failed.
+        reports: Reports of workers (`dzero.launch.warm_process.WorkerFailure`).
+        killed: Process id and exit of each rank that was killed, but not by this launcher.
+        ended: Exit of every rank that failed.
     """
     for rank, (pid, end) in killed.items():
         name = signal.Signals(-end.code).name

@@ -1,14 +1,14 @@
-"""Signals that ask a run to stop: the step is finished, the run saved, and the process ends with `EXIT_SAVED`.
+"""Signals that ask a run to stop: it finishes the step, saves, and exits with `EXIT_SAVED`.
 
-They are SIGTERM, SIGINT, and SIGHUP where it is not ignored (`nohup` ignores it).
+They are SIGTERM, SIGINT, and SIGHUP unless it is ignored (`nohup` ignores it).
 
-    signal            what happens
-    the first         `asked` is set; all ranks learn of it with the next step, and stop after the same one
-    one within 1 s    nothing: a terminal and a launcher both pass on what is one request
-    the second        the process ends, with 128 + signal
-    none, too late    the deadline passes: the process ends, with 128 + signal
+    signal              effect
+    first               `asked` is set. All ranks learn of it in the next step, and stop after the same step.
+    another within 1 s  None: a terminal and a launcher both pass on the same request.
+    second              The process exits with 128 + signal.
+    none                If the run is not saved by the deadline, the process exits with 128 + signal.
 
-A thread does the counting: Python runs handlers in the main thread only, which may be waiting in a collective.
+A thread counts the signals, because Python runs handlers in the main thread only, which may be blocked in a collective.
 """
 
 from __future__ import annotations
@@ -21,14 +21,21 @@ import time
 from types import FrameType, TracebackType
 
 EXIT_SAVED = 75
-"""EX_TEMPFAIL of sysexits.h: try again. The same command with resume=auto goes on."""
+"""Exit code of a stopped and saved run (EX_TEMPFAIL of sysexits.h: try again). resume=auto continues the run."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAME_S = 1.0
 UNWIND_S = 3.0
 
 
 class StopRequest:
-    """`asked`: the signal that asked this process to stop, or None. Without a deadline signals are left as they are."""
+    """Context that records signals which ask this process to stop.
+
+    Args:
+        deadline_s: Seconds to save after the first signal. None: signals are left as they are.
+
+    Attributes:
+        asked: The first signal, or None.
+    """
 
     def __init__(self, deadline_s: float | None) -> None:
         self._deadline_s = deadline_s
@@ -59,13 +66,13 @@ class StopRequest:
         os.close(self._ends[1])  # ends the thread
 
     def saved(self) -> None:
-        """Nothing is left to do but to leave: neither the deadline nor another signal counts any more."""
+        """Disarm the deadline and further signals, because the run is saved."""
         self._done.set()
 
     def _in_main_thread(self, number: int, _: FrameType | None) -> None:
         if self._at_once and not self._leaving and not self._done.is_set():
             self._leaving = True
-            sys.exit(128 + number)  # through every `finally`
+            sys.exit(128 + number)  # runs every `finally`
 
     def _listen(self, fd: int) -> None:
         while data := os.read(fd, 1):
@@ -81,7 +88,7 @@ class StopRequest:
         elif time.monotonic() - self._asked_s > SAME_S and not self._at_once:
             self._at_once = True
             _after(UNWIND_S, self._end, "ended at once by a second signal", number)
-            signal.raise_signal(number)  # the handler ran, perhaps, before `_at_once` was set
+            signal.raise_signal(number)  # the handler may have run before `_at_once` was set
 
     def _end(self, why: str, number: signal.Signals) -> None:
         if not self._done.is_set():
@@ -90,7 +97,7 @@ class StopRequest:
 
 
 def pass_over(number: int, _: FrameType | None) -> None:
-    """Do nothing at a signal; where Python's handler is SIG_IGN, one that is pending already prints a traceback."""
+    """Ignore a signal, also a pending one, for which Python prints a traceback if the handler is SIG_IGN."""
 
 
 def _after(seconds: float, do: object, *args: object) -> None:

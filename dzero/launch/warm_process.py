@@ -1,19 +1,19 @@
-"""A process that imports what a run needs while the launcher reads the command line, and then forks every worker.
+"""Warm process, as the launcher uses it: imports what a run needs while settings are read, then forks every worker.
 
-This is the launcher's side; what the process itself does is in fork_server.py.
+`launch/fork_server.py` is the code of the process itself.
 
     launcher (no torch)                      warm process                        its forks
     reads and checks the settings            imports torch and the trainer
-    Warm.call(...), Warm.fork(...)   -->     forks                        -->    runs a function by its name
-    events: what a fork says, how it ended   <--  passes on               <--    says; ends
+    WarmProcess.call, WarmProcess.fork  -->  forks                        -->    run a function by its name
+    WarmProcess.event                   <--  passes on                    <--    send messages, and exit
 
-So torch is imported once, not by every worker in turn, and while the settings are read. The warm process runs no code
-of a run itself: it has one thread and has touched no device, which is what makes its forks safe. It leaves the
-terminal's session with all its forks, so Ctrl-C reaches the launcher alone, and a terminal stops nobody for writing.
+Torch is imported once instead of by every worker, and at the same time the launcher reads the settings. Forks are safe
+because the warm process runs no code of a run, has one thread, and uses no device. It leaves the terminal's session
+together with its forks, so that Ctrl-C reaches only the launcher, and the terminal does not stop forks that write.
 
-    who dies           what happens
-    the launcher       the kernel kills the warm process (PR_SET_PDEATHSIG), and so its forks
-    the warm process   the kernel kills its forks; the launcher reads the end of the channel
+    process that dies   what happens
+    launcher            The kernel kills the warm process (PR_SET_PDEATHSIG), and so its forks.
+    warm process        The kernel kills its forks. The launcher reads the end of the channel.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dzero.errors import RunError
 PRELOADED = ("dzero.trainer.trainer", "dzero.plan.preflight")
 CLOSE_S = 0.5
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that the launcher answers, and passes on where they concern a fork."""
+"""Signals that the launcher handles, and passes on if they concern a fork."""
 SERVE = (
     "import sys; fd, pid, *sys.path = sys.argv[1:]; "
     "from dzero.launch.fork_server import serve; serve(int(fd), int(pid))"
@@ -45,10 +45,15 @@ SERVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """A request to run `function(*args, say)`, by its name `module:function`; `say` sends a value to the launcher.
+    """Request to run `function(*args, say)` in a fork, where `say` sends a value to the launcher.
 
-    `name`: of the process, up to 15 bytes, as ps shows it. `silent`: keep its output away from the launcher's; the end
-    of it comes with `ForkExit`.
+    Attributes:
+        number: Number of the fork.
+        function: Name of the function, `module:function`.
+        args: Its arguments.
+        env: Environment variables to set.
+        name: Name of the process as ps shows it, up to 15 bytes.
+        silent: Whether to record its output instead of printing it; the last part comes with `ForkExit`.
     """
 
     number: int
@@ -61,7 +66,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class ForkMessage:
-    """A value that a fork passed to `say`."""
+    """Value that a fork passed to `say`."""
 
     number: int
     value: Any
@@ -69,7 +74,7 @@ class ForkMessage:
 
 @dataclass(frozen=True)
 class ForkExit:
-    """The end of a fork: its exit code (negative for a signal), and the end of its output where it is silent."""
+    """Exit code of a fork (negative for a signal), and the last part of its output if it is silent."""
 
     number: int
     code: int
@@ -78,7 +83,7 @@ class ForkExit:
 
 @dataclass(frozen=True)
 class ForkSignal:
-    """A request to send a signal to a fork; nothing where it has ended."""
+    """Request to send a signal to a fork; ignored if the fork has ended."""
 
     number: int
     signal: int
@@ -86,7 +91,7 @@ class ForkSignal:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailure:
-    """The reason why a worker failed. `traceback`: None for an error whose message is all that the user needs."""
+    """Reason why a worker failed; `traceback` is None for an error whose message is all that the user needs."""
 
     rank: int
     time_ns: int
@@ -95,11 +100,18 @@ class WorkerFailure:
 
 
 class WarmProcessLost(RunError):
-    """The warm process ended before the launcher did."""
+    """Error for a warm process that has ended before the launcher."""
 
 
 class WarmProcess:
-    """The launcher's side: starts the warm process at once, and has it fork. Use as a context manager."""
+    """Context manager that starts the warm process at its construction, and requests forks from it.
+
+    Args:
+        modules: Names of the modules to import.
+
+    Attributes:
+        pids: Process ids by the number of the fork.
+    """
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
         self._forks, self._events = 0, deque[ForkMessage | ForkExit]()
@@ -125,27 +137,39 @@ class WarmProcess:
         self._channel.close()
         try:
             self._process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:  # it is still importing, say
+        except subprocess.TimeoutExpired:  # e.g. it is still importing
             self._process.kill()
             self._process.wait()
 
     def fork(
         self, function: str, *args: Any, name: str, env: Mapping[str, str] | None = None, silent: bool = False
     ) -> int:
-        """Run a function in a new process; return its number, by which `event` tells of it."""
+        """Run a function in a new process, and return the number that identifies it in events.
+
+        Args:
+            function: Name of the function, `module:function`.
+            *args: Its arguments, except the last one, `say`.
+            name: Name of the process, up to 15 bytes.
+            env: Environment variables to set.
+            silent: Whether to record its output instead of printing it.
+        """
         number, self._forks = self._forks, self._forks + 1
         self._send(Fork(number=number, function=function, args=args, env=env or {}, name=name, silent=silent))
         return number
 
     def signal(self, number: int, which: int) -> None:
-        """Send a signal to a fork, unless it has ended."""
+        """Send the signal `which` to a fork, unless it has ended."""
         self._send(ForkSignal(number, which))
 
     def event(self, timeout_s: float | None = None, of: int | None = None) -> ForkMessage | ForkExit | None:
-        """Return what happened next, or None after `timeout_s` seconds without. of: to this fork only.
+        """Return the next event, or None if there is none in time.
+
+        Args:
+            timeout_s: Seconds to wait. None: without limit.
+            of: Number of the fork whose events are returned. None: those of all.
 
         Raises:
-            WarmLost: The warm process is gone, and all forks with it.
+            WarmProcessLost: The warm process has ended, and all forks with it.
         """
         for kept in self._events:
             if of in (None, kept.number):
@@ -160,11 +184,10 @@ class WarmProcess:
         return None
 
     def call(self, function: str, *args: Any) -> Any:
-        """Run a function in a process of its own and return its result.
+        """Run a function in a process of its own, and return its result.
 
         Raises:
-            RunError: What the function raised as one. An exception of another kind has been printed with its traceback
-                then, and this one says that it failed.
+            RunError: The function raised it, or another exception, whose traceback the process has printed.
         """
         number = self.fork("dzero.launch.fork_server:answer", function, args, name="dzero check")
         answer: ForkMessage | None = None
@@ -189,7 +212,7 @@ class WarmProcess:
             found = self._channel.recv()
         except (EOFError, OSError) as error:
             raise self._lost() from error
-        if isinstance(found, str):  # it could not do what it was told to, and has left
+        if isinstance(found, str):  # it failed, and has exited
             self._cause = found
             raise self._lost()
         if isinstance(found, tuple):
@@ -197,7 +220,7 @@ class WarmProcess:
         return found
 
     def _lost(self) -> WarmProcessLost:
-        """Return why the warm process is gone: what it said last, else how it ended."""
+        """Return the error with the last message of the warm process, or else how it ended."""
         with suppress(EOFError, OSError):
             while self._cause is None:
                 found = self._channel.recv()
@@ -213,7 +236,7 @@ class WarmProcess:
 
 
 def no_more_processes(error: OSError) -> str:
-    """Return the message for a process, or a descriptor for it, that the system did not give."""
+    """Return the message for a process, or a descriptor for it, that the system refused."""
     limits = "lower launch.workers, or raise the limits of this user (ulimit -u, ulimit -n)"
     return f"the system starts no more processes: {error.strerror}; {limits}"
 

@@ -1,16 +1,17 @@
-"""Ranks watch each other, so that one that hangs, died or failed is named by those that wait for it.
+"""Watchdog: ranks observe each other, so that one that hangs, died or failed is named by the ranks that wait for it.
 
-    when                    a rank
-    every `BEAT_S`          writes a beat, and the collective it began last, to the group's store, from a thread
-    no progress for half    reads all ranks: where its collective then fails, one without a newer beat is dead, stopped,
-    the timeout             or holds the interpreter
-    none for all of it      on a GPU, where it is the device that waits, and the host with it in a copy, somewhere: the
-                            thread tells, before the backend's own watchdog ends the process without a word
-    a peer is gone          reads all ranks twice for the same, `SILENT_S` apart; also where a save or a resume waits
-    anything else fails     writes why, for those it leaves behind
+    when                       what a rank does
+    every `BEAT_S`             A thread writes a heartbeat, and the last collective that the rank began, to a store.
+    no progress for half of    It reads the status of all ranks. If its collective fails later, a rank without a newer
+    the timeout                heartbeat is dead, stopped, or holds the interpreter lock.
+    none for all of it         On a GPU, where the device waits and the host may be blocked in a copy, the thread
+                               reports before the backend's watchdog ends the process without a message.
+    a peer is gone             It reads the status of all ranks twice, `SILENT_S` apart, and compares as above; also
+                               where a save or a resume waits for ranks.
+    any other failure          It writes the reason, for the ranks that it leaves.
 
-The first report in the store is everybody's. Nothing here costs training anything: a step only counts its collectives
-(comm/collective_log.py).
+The first report in the store is the report of all ranks. Training is not slowed down: a step only counts its
+collectives (`comm/collective_log.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dzero.rendezvous import rendezvous
 
 BEAT_S = 1.0
 SILENT_S = 2.5 * BEAT_S
-STORE_S = 10.0  # in which the store answers, unless it is in the rank that hangs
+STORE_S = 10.0  # the store answers within this time, unless the rank that hosts it hangs
 TOLD = "told"
 TORCHS_OWN = tuple(
     f"torch/distributed/{name}.py" for name in ("distributed_c10d", "pipelining/schedules", "_functional_collectives")
@@ -44,8 +45,15 @@ TORCHS_OWN = tuple(
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank was at its last beat. `count`: collectives begun; `waits`: whether for other ranks; `ended`: why it
-    left, empty while it runs."""
+    """Status of a rank at its last heartbeat.
+
+    Attributes:
+        beat: Number of the heartbeat.
+        count: Number of collectives begun.
+        last: Description of the last collective begun.
+        ended: Reason why the rank left; empty while it runs.
+        waits: Whether the rank waits for other ranks.
+    """
 
     rank: int
     host: str
@@ -61,23 +69,27 @@ class RankStatus:
 
 
 class Watchdog:
-    """One worker's part, around all that it does in the group. Raises RunError that names who is missing and where all
-    ranks are, in place of an exception that came out of a collective; ToldElsewhere where another rank told it."""
+    """Context around a worker's use of the process group, which explains failures that other ranks caused.
+
+    Raises:
+        RunError: An exception came out of a collective. The message names the missing ranks, and where all ranks are.
+        ToldElsewhere: Another rank has reported the same.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self._rank, self._ranks, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
         self._host, self._pid = socket.gethostname(), os.getpid()
         self._collective_log, self._starting = CollectiveLog(), True
         self._beats = 0
-        self._stuck: list[RankStatus | None] = []  # all ranks, as this one had made no progress for a while
+        self._stuck: list[RankStatus | None] = []  # all ranks, read when this one had made no progress for a while
         self._over = threading.Event()
-        # A connection of its own: a thread that waits for the store holds up nobody.
+        # A connection of its own, so that a thread that waits for the store blocks no other user of the store.
         self._store, _, _ = rendezvous("watch", timeout)
         self._store.set_timeout(timedelta(seconds=STORE_S))
         self._thread = threading.Thread(target=self._beat, name="watch", daemon=True)
 
     def follow(self, collective_log: CollectiveLog) -> None:
-        """Tell of these collectives from now on."""
+        """Report on `collective_log` from now on."""
         self._collective_log, self._starting = collective_log, False
 
     def __enter__(self) -> Watchdog:
@@ -88,7 +100,7 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
             if isinstance(error, Exception):
-                # Before there is a trail groups are made, and what a lost rank does to that is a RuntimeError.
+                # Groups are made before there is a collective log, and raise RuntimeError if a rank is lost.
                 by_others = (RankLost, RuntimeError) if self._starting else (RankLost,)
                 if self._collective_log.failed or isinstance(error, by_others) or _is_of_torchs_own(error):
                     self._tell(error)
@@ -109,7 +121,7 @@ class Watchdog:
                     self._stuck = self._read()
                 elif self._collective_log.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
                     self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
-            except dist.DistError:  # the store is gone, so the group is: whoever is in a collective will say so
+            except dist.DistError:  # the store is gone, and so is the group: ranks in a collective will report it
                 return
 
     def _write(self, ended: str = "") -> None:
@@ -127,7 +139,7 @@ class Watchdog:
         return [RankStatus(**json.loads(found[key])) if key in found else None for key in keys]
 
     def _tell(self, error: Exception) -> None:
-        # In a start, a save or a resume it may well have begun no collective for long while all ranks were there.
+        # A start, a save or a resume may begin no collective for a long time although all ranks are there.
         stuck = [] if self._starting or isinstance(error, RankLost) else self._stuck
         before, until_s = stuck or self._read(), time.monotonic() + (0 if stuck else SILENT_S)
         places = self._read()
@@ -136,20 +148,20 @@ class Watchdog:
             places = self._read()
         gone = silent(before, places) or [place for place in places if place is not None and place.ended]
         if self._starting and not gone and not isinstance(error, RankLost):
-            return  # of its own
+            return  # the error is this rank's own
         text = report(places, silent(before, places), self._rank, self._timeout, error, self._collective_log.of_parts)
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ToldElsewhere)(told) from error
 
 
 def _is_of_torchs_own(error: Exception) -> bool:
-    """Whether it comes from a collective that torch began by itself, between the parts of a pipeline or along tp."""
+    """Return whether the error is from a collective that torch began itself, between pipeline stages or along tp."""
     frames = traceback.extract_tb(error.__traceback__)[-2:]
     return isinstance(error, RuntimeError) and any(frame.filename.endswith(TORCHS_OWN) for frame in frames)
 
 
 def silent(before: Sequence[RankStatus | None], now: Sequence[RankStatus | None]) -> list[RankStatus]:
-    """Ranks that neither beat nor ended between two readings."""
+    """Return the ranks that neither wrote a heartbeat nor ended between two readings."""
     return [
         new
         for old, new in zip(before, now, strict=True)
@@ -165,13 +177,21 @@ def report(
     error: object,
     of_parts: bool = False,
 ) -> str:
-    """Who is missing, as rank `rank` sees it; then where every rank is. of_parts: of a pipeline
-    (comm/collective_log.py)."""
+    """Return the error message: the missing ranks as `rank` sees them, and the place of every rank.
+
+    Args:
+        places: Status of every rank; None if it has written none.
+        silent: Ranks without a new heartbeat.
+        rank: The rank that reports.
+        timeout: Timeout of collectives.
+        error: The exception that came out of the collective.
+        of_parts: Whether the ranks are stages of a pipeline, which begin different collectives.
+    """
     here = places[rank]
     assert here is not None
     ended = [place for place in places if place is not None and place.ended]
     busy = [place for place in places if place is not None and not place.waits and place != here]
-    # At the same number, other ranks must be in the same collective.
+    # At the same count, all ranks must be in the same collective.
     others = [place for place in places if place is not None and place.count == here.count and place.last != here.last]
     behind = [place for place in places if place is not None and place.count < here.count]
     if ended:
@@ -194,7 +214,7 @@ def report(
 
 
 def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus]) -> list[str]:
-    """A line for each place that ranks are at."""
+    """Return a line for each place (last collective), with the ranks that are there."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         if place is None:
@@ -205,7 +225,7 @@ def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus])
 
 
 def _ranges(ranks: list[int]) -> str:
-    """0, 2-5 for 0, 2, 3, 4, 5."""
+    """Return ranks as ranges: "0, 2-5" for 0, 2, 3, 4, 5."""
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))

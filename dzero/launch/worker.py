@@ -1,7 +1,7 @@
-"""A worker: a fork of the warm process, or a process of torchrun, that joins the group and runs its part of a run.
+"""Worker: a fork of the warm process, or a process of torchrun, that joins the group and runs its part of a run.
 
-A worker that fails reports why before it leaves the group, so that its report is older than those of the ranks that
-only see it leave.
+A worker that fails reports the reason before it leaves the group. Hence its report is older than the reports of ranks
+that only see it leave.
 """
 
 from __future__ import annotations
@@ -33,14 +33,24 @@ from dzero.launch.warm_process import PASSED_ON, WorkerFailure, found
 from dzero.mesh import local_rank, local_ranks, process_group
 
 LINGER_S = 0.5
-"""For a worker that failed because another was killed: it outlives the moment in which the launcher learns of that."""
+"""Seconds by which a failed worker delays its exit.
+
+If the failure was caused by the death of another worker, the launcher must learn of that death first.
+"""
 
 Entry = Callable[[Any, Path, torch.device], None]
-"""`entry(config, run_folder, device)`: what every worker runs, inside the process group."""
+"""Signature `entry(config, run_folder, device)` of the function that every worker runs inside the process group."""
 
 
 def run(entry: str, config: Any, run_folder: Path, say: Callable[[WorkerFailure], None]) -> None:
-    """Be a worker of the launcher: join the group, run the entry, and say why where that fails."""
+    """Run a worker of the launcher: join the group, call the entry, and report a failure.
+
+    Args:
+        entry: Name of the entry, `module:function`.
+        config: The run's settings.
+        run_folder: Folder that the run writes to.
+        say: Function that sends a failure to the launcher.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _unwind)
     for number in (signal.SIGHUP, signal.SIGQUIT):  # the launcher passes them on as SIGTERM
@@ -51,14 +61,14 @@ def run(entry: str, config: Any, run_folder: Path, say: Callable[[WorkerFailure]
 
 
 def join(entry: Entry, config: Any, run_folder: Path) -> None:
-    """Be a worker of torchrun: as `run`, but tell the user and torchrun."""
+    """Run a worker of torchrun: as `run`, but report failures to the user and to torchrun."""
     with reported(to_torchrun), group(config.launch) as device, reported(to_torchrun):
         entry(config, run_folder, device)
 
 
 def host_store(address: str, say: Callable[[int], None]) -> None:
-    """Hold the store in which the workers of this machine meet; say its port. Ends when it is killed."""
-    for number in PASSED_ON:  # it stays while any worker needs it; the launcher kills it then
+    """Host the rendezvous store for the workers of this machine and send its port; runs until it is killed."""
+    for number in PASSED_ON:  # it runs while any worker needs it, then the launcher kills it
         signal.signal(number, signal.SIG_IGN)
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
     say(store.port)
@@ -68,7 +78,7 @@ def host_store(address: str, say: Callable[[int], None]) -> None:
 
 @contextmanager
 def group(config: LauncherConfig) -> Iterator[torch.device]:
-    """This worker's device, with the group joined; also sets the current CUDA device and the number of CPU threads."""
+    """Join the group and yield this worker's device; also set the current CUDA device and the number of CPU threads."""
     torch.set_num_threads(config.threads or max(1, available_cores() // local_ranks()))
     device = torch.device("cpu")
     if device_type(config) == "cuda":
@@ -82,14 +92,14 @@ def group(config: LauncherConfig) -> Iterator[torch.device]:
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names under which torch reads them; the second is the older one, which all supported releases know."""
+"""Names that torch reads allocator settings from; the second, older one works in all supported releases."""
 
 
 def choose_allocator() -> None:
-    """Let memory of CUDA grow in place, unless the user has settings of their own; before the first allocation.
+    """Let segments of CUDA memory grow in place, unless the user has settings; call it before the first allocation.
 
-    Units of several sizes come and go at stage 3: with segments of fixed size a large unit finds gaps that are too
-    small for it (torchtitan sets the same).
+    At ZeRO stage 3, units of several sizes are gathered and freed. With segments of fixed size, a large unit finds only
+    gaps that are too small. (torchtitan has the same setting.)
     """
     if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
@@ -97,9 +107,9 @@ def choose_allocator() -> None:
 
 @contextmanager
 def reported(report: Callable[[Exception], None]) -> Iterator[None]:
-    """On an exception `report` why, and leave at once: what runs at exit could wait for ranks that never come.
+    """Pass an exception to `report` and exit at once, because exit handlers could wait for ranks that never come.
 
-    So it is with a RunError in another thread, which tells what this one cannot: it may stand in a wait for a device.
+    A RunError in another thread is handled alike: the main thread may be blocked in a wait for a device.
     """
 
     def leave(error: Exception) -> None:
@@ -124,7 +134,7 @@ def reported(report: Callable[[Exception], None]) -> Iterator[None]:
 
 
 def to_torchrun(error: Exception) -> None:
-    """Tell the user on stderr, at once, and leave the error for torchrun's summary."""
+    """Print the error to stderr at once, and record it for torchrun's summary."""
     get_error_handler().record_exception(error)
     if not isinstance(error, ToldElsewhere):
         print(f"error: {error}" if isinstance(error, RunError) else traceback.format_exc(), file=sys.stderr)
@@ -136,7 +146,7 @@ def _to_launcher(say: Callable[[WorkerFailure], None], error: Exception) -> None
 
 
 def _unwind(number: int, _: FrameType | None) -> None:
-    """Leave through every `finally`, so that files are flushed and the terminal is whole; but leave."""
+    """Exit through every `finally`, so that files are flushed and the terminal is restored, within a time limit."""
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, pass_over)
     signal.alarm(int(UNWIND_S))

@@ -1,17 +1,19 @@
-"""Where activations wait for backward: in slots of host memory, and on disk where only a few of them fit there.
+"""Pool of activation slots in host memory, backed by disk where only a few of them fit in host memory.
 
-    tier    host memory                                  disk
-    host    a slot for each                              -
-    disk    `ahead` + 2 slots, used by turns: k modulo   room for each that had to leave its slot
-            that is seat k's
+    tier    host memory                                      disk
+    host    one host slot per activation slot                -
+    disk    `ahead` + 2 host slots; activation slot k uses   one piece per activation slot that had to leave its
+            the host slot k modulo their number              host slot
 
-A slot is emptied when another needs it, one save ahead, so that the next save finds it free:
+A host slot is emptied one save before it is needed, so that the next save finds it free:
 
-    save k    EVICT to its slot; SPILL what holds the next one, unless it is on disk or was used meanwhile
-    fetch k   FETCH from its slot if that holds it still (forwarding); else SPILL what is there, LOAD, and FETCH
+    save k    EVICT k to its host slot. SPILL the contents of the next host slot, unless they are on disk already or
+              were used in the meantime.
+    fetch k   FETCH k from its host slot if k is still there. Otherwise SPILL its contents, LOAD k, then FETCH k.
 
-So what was saved last, and is needed first, is not read, and most of it is not written either. What a slot holds is
-known in the order in which actions are started; that none overtakes another there is the rule of slots (schedule.py).
+Activations that were saved last are needed first. They are fetched without a read from disk, and most of them are not
+written to disk either. The pool records what each host slot holds in the order in which actions are started. The slot
+rule of `offload/schedule.py` guarantees that actions on one slot also run in that order.
 """
 
 from __future__ import annotations
@@ -36,22 +38,26 @@ FEWER = "Take smaller microbatches (train.microbatch_sequences), or another tier
 
 
 class ActivationSlot:
-    """An activation's place, free for another one when nobody refers to this. turn: number of its host slot."""
+    """Slot of one activation, stored in host slot `turn`; it becomes free when nothing references this object."""
 
     def __init__(self, number: int, turn: int, free: list[int]) -> None:
         self.number, self.turn, self._free = number, turn, free
         self.on_disk = False
 
     def __del__(self) -> None:
-        """In any thread; what still copies from or to its slots ends before their next user begins (schedule.py)."""
+        # Runs in any thread. Copies that still use the slot end before its next user starts (`offload/schedule.py`).
         self._free.append(self.number)
 
 
 class ActivationPool:
-    """Seats for activations, made when they are first needed; `executor` moves what is there.
+    """Activation slots that are created on demand.
 
-    pin, cores: of the host memory, as for `HostMemoryPool`. store: the disk behind it, whose pieces are as large as the
-    seats, or None; ahead: then, how many seats are loaded ahead of their fetch.
+    Args:
+        executor: Runs the copies and the disk transfers.
+        pin: Whether to page-lock the host memory, as in `HostMemoryPool`.
+        cores: Cores near which host memory is allocated, as in `HostMemoryPool`.
+        store: Disk behind host memory, with one piece per activation slot; None for host memory alone.
+        ahead: Number of activations to load from disk ahead of their fetch.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class ActivationPool:
     ) -> None:
         self._executor, self._pin, self._cores, self._store = executor, pin, cores, store
         self.ahead = ahead if store is not None else 0
-        # One in use, whose slot nobody need empty, one that is fetched, and those ahead of it.
+        # One slot in use, which is not emptied, one that is being fetched, and those loaded ahead of it.
         self._turns = self.ahead + 2 if store is not None else None
         self.free: list[int] = []
         self.seat_bytes: dict[int, int] = {}
@@ -74,12 +80,12 @@ class ActivationPool:
 
     @property
     def host_bytes(self) -> int:
-        """Of all host slots so far."""
+        """Size of all host slots so far, in bytes."""
         return sum(self.turn_bytes.values())
 
     def take(self, count: int) -> ActivationSlot:
-        """The smallest free seat of `count` bytes or more, else a free one made larger, else a new one."""
-        free = self.free[:]  # others may be added meanwhile, none removed
+        """Return the smallest free slot of at least `count` bytes; enlarge or create one if none is large enough."""
+        free = self.free[:]  # other threads may append meanwhile, but not remove
         fitting = [(size, number) for number in free if (size := self.seat_bytes[number]) >= count]
         number = min(fitting)[1] if fitting else free[-1] if free else len(self.seat_bytes)
         turn = number if self._turns is None else number % self._turns
@@ -93,14 +99,14 @@ class ActivationPool:
         return slot
 
     def evict(self, slot: ActivationSlot, source: Tensor) -> Future[Any]:
-        """Start copying `source`, flat, to where it waits."""
+        """Start copying the flat tensor `source` to the slot's host memory."""
         future = self._executor.move(_key(ActionKind.EVICT, slot.number), [(self._on_host(slot, source), source)])
         if self._turns is not None:
             self._empty((slot.turn + 1) % self._turns)
         return future
 
     def load(self, activation_slots: Sequence[ActivationSlot]) -> None:
-        """Start to bring what will be fetched, the next first, as far as each has a host slot of its own."""
+        """Start loading slots from disk, in the order of their fetches, as long as each has a host slot of its own."""
         taken = set[int]()
         for slot in activation_slots:
             if slot.turn in taken:
@@ -109,12 +115,12 @@ class ActivationPool:
             self._load(slot)
 
     def fetch(self, slot: ActivationSlot, destination: Tensor) -> None:
-        """Start copying to `destination`, flat, for the next `wait`."""
+        """Start copying the slot's contents to the flat tensor `destination`; see `stream_wait`."""
         self._load(slot)
         self._executor.move(_key(ActionKind.FETCH, slot.number), [(destination, self._on_host(slot, destination))])
 
     def stream_wait(self, slot: ActivationSlot) -> None:
-        """Let the current stream wait until it has been fetched. Raises OffloadError for what failed on its way."""
+        """Make the current stream wait until the slot has been fetched; raises OffloadError if that failed."""
         self._executor.stream_wait(_key(ActionKind.FETCH, slot.number))
 
     def _load(self, slot: ActivationSlot) -> None:
@@ -124,7 +130,7 @@ class ActivationPool:
             self._held[slot.turn] = weakref.ref(slot)
 
     def _empty(self, turn: int) -> None:
-        """Start writing what a host slot holds and nobody has on disk."""
+        """Start writing the contents of a host slot to disk, unless they are there already."""
         slot = self._held[turn]() if turn in self._held else None
         if slot is not None and not slot.on_disk:
             self._transfer(ActionKind.SPILL, slot)
@@ -133,7 +139,7 @@ class ActivationPool:
     def _transfer(self, kind: ActionKind, slot: ActivationSlot) -> None:
         assert self._store is not None, "a host slot of its own for every seat"
         size = self.seat_bytes[slot.number]
-        piece = f"activation {slot.number}, {size} bytes"  # a larger one is another: pieces do not grow
+        piece = f"activation {slot.number}, {size} bytes"  # pieces cannot grow: a larger slot gets a new one
         if piece not in self._store.sizes:
             self._store.add(piece, size)
         buffer = self._executor.leases[_host(slot.turn)].view(torch.uint8, size)
@@ -144,7 +150,7 @@ class ActivationPool:
         return self._executor.leases[_host(slot.turn)].view(like.dtype, like.numel())
 
     def _enlarge(self, number: int, turn: int, count: int) -> None:
-        """Make a seat of `count` bytes, and its host slot as large at least."""
+        """Allocate an activation slot of `count` bytes, and a host slot that is at least as large."""
         host, disk = _host(turn), _disk(number)
         kinds: dict[ActionKind, tuple[str, ...]] = {ActionKind.EVICT: (host,), ActionKind.FETCH: (host,)}
         slots, memory_pool = list[BufferSlot](), None

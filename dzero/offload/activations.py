@@ -1,24 +1,27 @@
-"""Activations that wait for backward off the device (offload.activations=host or disk).
+"""Offload of activations that blocks save for backward (offload.activations=host or disk).
 
-What a block keeps of its own inputs leaves the device when the block has saved it, and comes back ahead of its use.
-Under full checkpointing that is all a block keeps. The hooks lie around the block's call, outside of the checkpoint,
-so they see what the checkpoint saves and not what it recomputes.
+When a block saves one of its inputs for backward, the tensor is copied off the device, and copied back ahead of its
+use. Under full checkpointing this is all that a block saves. The saved-tensor hooks enclose the block's `__call__`,
+outside the checkpoint, so they see what the checkpoint saves and not what it recomputes.
 
-    save k     EVICT k starts, beside the block's own work; those before it whose copies have ended leave the device
-    use k      waits for FETCH k, and starts FETCH k-1: backward uses last what was saved first. Those before it are
-               loaded from disk, where they went there
-    freed      the graph drops k: its seat is free for the next save
+    save k     EVICT k starts, and overlaps the block's compute. The device memory of earlier activations is released
+               if their copies have ended.
+    use k      The current stream waits for FETCH k, and FETCH k-1 starts: backward uses what was saved last first.
+               Activations before k-1 are loaded from disk if they were spilled.
+    free k     The graph drops k, and its slot is free for the next save.
 
-activation_pool.py has the seats: host memory, and the disk behind it.
+`offload/activation_pool.py` manages the slots in host memory and on disk.
 
-The newest, and any that has not left yet, is used where it is. Inputs that need no gradient (tables, masks) are shared
-by the blocks and stay, as do parameters, small or strided tensors, and everything else that is saved.
+The newest activation, and any other that is still on the device, is used in place. Inputs that need no gradient
+(tables, masks) are shared by the blocks and stay on the device. So do parameters, small or strided tensors, and all
+other saved tensors.
 
-Why no copy meets freed or rewritten memory: as in executor.py, with two additions.
-    source        is referenced from here until its copy has ended, so nobody else is given its memory. Who changes it
-                  in place before that makes backward raise; later it does not matter: the host has what was saved
-    destination   is made on the stream that is current when its copy starts, perhaps for a block on another stream:
-                  `record_stream` keeps its memory until that one has used it
+Copies never touch freed or overwritten memory, for the reasons in `offload/executor.py` and two more:
+    source        The activation references its source until the copy has ended, so the allocator does not reuse the
+                  memory. An in-place change before that makes backward raise. A later change is harmless, because the
+                  host holds the saved values.
+    destination   The destination is allocated on the stream that is current when its copy starts, perhaps for a block
+                  on another stream. `record_stream` keeps its memory until that stream has used it.
 """
 
 from __future__ import annotations
@@ -41,14 +44,20 @@ from dzero.offload.memory_pool import ALIGNMENT_BYTES
 from dzero.parallel.forward_wrapping import wrap_method
 
 LEAST_BYTES = ALIGNMENT_BYTES
-"""Smaller tensors stay on the device: a slot takes as much at least."""
+"""Size in bytes below which tensors stay on the device, since a slot takes at least as much."""
 
 
 class OffloadedActivation:
-    """A saved tensor, flat, whose seat is taken as long as this lives.
+    """Saved tensor, flattened, that occupies its slot as long as this object is alive.
 
-    source: what was saved, until its copy to the host has ended. arrived: what was fetched, until it is used. before:
-    what was saved just before, if it still lives. version_there: of the source, when it was last seen.
+    Attributes:
+        slot: The activation slot.
+        before: Weak reference to the activation that was saved just before.
+        source: The saved tensor, until its copy to the host has ended.
+        arrived: The fetched tensor, until it is used.
+        left: Future of the copy to the host.
+        version: Version counter of the source when it was saved.
+        version_there: Version counter of the source when it was last seen.
     """
 
     def __init__(self, slot: ActivationSlot, source: Tensor, before: Callable[[], OffloadedActivation | None]) -> None:
@@ -61,12 +70,12 @@ class OffloadedActivation:
         self._storage = weakref.ref(source.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor`, at the same address, is what was saved here."""
+        """Return whether `tensor`, at the same address, is the tensor that was saved here."""
         same = self._storage() is tensor.untyped_storage() and self.version == tensor._version
         return same and (self.dtype, self.elems) == (tensor.dtype, tensor.numel())
 
     def leave(self) -> bool:
-        """Drop the source if its copy has ended. Raises OffloadError where that failed."""
+        """Drop the source if its copy has ended, and return whether it is gone; raises OffloadError if it failed."""
         if self.source is not None and self.left is not None and self.left.done():
             self.left.result()
             self.version_there, self.source = self.source._version, None
@@ -74,29 +83,29 @@ class OffloadedActivation:
 
     @property
     def is_away(self) -> bool:
-        """Whether the device has no copy, and none is on its way there."""
+        """Whether the device holds neither the source nor a fetched tensor."""
         return self.source is None and self.arrived is None
 
 
 class OffloadedTensor(NamedTuple):
-    """In autograd's graph instead of a tensor of this shape."""
+    """Placeholder in the autograd graph for an offloaded tensor of this shape."""
 
     activation: OffloadedActivation
     shape: torch.Size
 
 
 class ResidentTensor(NamedTuple):
-    """A saved tensor, with the version that autograd itself no longer checks when there are hooks."""
+    """Saved tensor on the device, with its version, which autograd does not check where there are hooks."""
 
     tensor: Tensor
     version: int
 
 
 class ActivationOffload:
-    """Moves what the blocks save of their inputs to seats in `pool`, on a `device` of this type.
+    """Moves what blocks save of their inputs on a `device` of this type to slots of `pool`.
 
-    Referenced by the graphs in flight, and weakly by the blocks, which keep everything on the device without their
-    optimizer.
+    Graphs in flight reference this object, and blocks reference it weakly. After the optimizer is gone, blocks keep
+    everything on the device.
     """
 
     def __init__(self, pool: ActivationPool, device: str) -> None:
@@ -106,11 +115,11 @@ class ActivationOffload:
         self._leaving: list[weakref.ref[OffloadedActivation]] = []
 
     def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """Watch the calls of `blocks` from now on."""
+        """Offload what calls of `blocks` save from now on."""
         wrap_method([*blocks], "__call__", partial(_watched, weakref.ref(self)))
 
     def watch(self, inputs: Iterable[object]) -> AbstractContextManager[object]:
-        """While a block runs on `inputs`: move what it saves of them."""
+        """Return a context for a block's call that offloads what the block saves of its `inputs`."""
         moving = [each for each in inputs if type(each) is Tensor and each.requires_grad]
         plain = [each for each in moving if each.device.type == self._device]
         addresses = {each.untyped_storage().data_ptr() for each in plain}
@@ -162,7 +171,7 @@ class ActivationOffload:
 
 
 def _before(activation: OffloadedActivation) -> Iterator[OffloadedActivation]:
-    """Those saved before it that live, the latest first, up to one that does not."""
+    """Yield the activations saved before this one, the latest first, until one has been freed."""
     before = activation.before()
     while before is not None:
         yield before

@@ -1,29 +1,29 @@
-"""From the table to places: which states of which parameters leave the device, into which slot, at which offset.
+"""Buffer layout: the slot and the offset of each offloaded state of each parameter, from the table (`zero/layout.py`).
 
-    host slot         holds                                                there
-    param <unit>      working copies, frozen ones too                      if their tier is host; but see below
-    grad <unit>       gradients, laid out as FSDP2's reduced buffer        if that tier is host, or updated here
-    master <unit>     fp32 masters or 16-bit remainders                    if their tier is host
-    moments <unit>    both moments                                         if their tier is host
-    work <unit>       new working copies on their way to the device        if updated here, but for fp32
-                      (or to the param slot)
-    landing 0, 1      a later microbatch's gradients until they are added  if gradients accumulate here
-    stage 0, 1        device moments while they are updated here           if only the master's tier is host
-    undo <unit>       what an early update overwrites                      with overlap=backward, within its budget
-    <kind> turn k     the same for units that take turns                   if the kind's tier is disk; and work of
-                                                                           masters there
-    passing turn k    device gradients on their way to an update           if only the master's tier is disk
-    disk slot
-    disk <kind> <unit>   what comes to the unit's turn slot; for param,    if the kind's tier is disk
-                         what its new working copies go to
-    spare <kind> <unit>  what an early update leaves                       beside master and moments, as undo
+    host slot         contents                                             exists if
+    param <unit>      working copies, also of frozen parameters            param's tier is host; exceptions below
+    grad <unit>       gradients, laid out as FSDP2's reduced buffer        grad's tier is host, or the host updates
+    master <unit>     fp32 masters or 16-bit remainders                    master's tier is host
+    moments <unit>    both moments                                         moments' tier is host
+    work <unit>       new working copies on their way to the device        the host updates, except in fp32
+                      or to the param slot
+    landing 0, 1      gradients of a later microbatch, to be added         gradients accumulate on the host
+    stage 0, 1        device moments while they are updated on the host    only master's tier is host
+    undo <unit>       values that a speculative update overwrites          overlap=backward, within its budget
+    <kind> turn k     the same, in a slot that units share in turn         the kind's tier is disk; for work, master's
+    passing turn k    device gradients on their way to an update           only master's tier is disk
 
-A parameter is updated where its master lives, or on the host if that is a disk; its moments and its gradient travel
-there if they live elsewhere. One that lives on the host is updated in place, and in fp32 is its own master, unless its
-new values must wait (`waiting`).
+    disk slot             contents                                         exists if
+    disk <kind> <unit>    contents of the unit's turn slot; for param,     the kind's tier is disk
+                          the target of its new working copies
+    spare <kind> <unit>   new states of a speculative update               master and moments are on disk, as undo
 
-A turn slot is as large as the largest unit that uses it, and units take turns in order. But an output head takes the
-turns of the embedding, which is as large: of two turns of that size all other units would use a part.
+A parameter is updated where its master is stored, or on the host if the master is on disk. Its moments and gradient are
+moved there if they are stored elsewhere. A parameter on the host is updated in place, and in fp32 it is its own master,
+unless its new values must wait (`waiting`).
+
+A turn slot is as large as the largest unit that uses it, and units use turn slots round-robin. An output head uses the
+turn of the embedding, which is as large. With two turn slots of that size, all other units would use only a part.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ GRAIN_BYTES = 64
 BLOCK_ELEMS = 256
 TURNS = 2
 DISK_TURNS = 3
-"""One unit comes, one is worked on, one goes."""
+"""Number of turn slots: one unit is loaded, one is in use, and one is written back."""
 UPDATED = ("master", "moments")
 
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """`elems` elements of `dtype` in a host slot, from `start_bytes` on."""
+    """Range of a host slot: `elems` elements of `dtype`, from byte `start_bytes` on."""
 
     slot: str
     start_bytes: int
@@ -59,17 +59,24 @@ class BufferSlice:
 
 @dataclass(frozen=True)
 class SlotPair:
-    """A turn slot on the host, and the disk slot that has the same bytes of one unit."""
+    """Turn slot on the host, and the disk slot that stores the same bytes of one unit."""
 
     host: str
     disk: str
 
 
 class BufferLayout:
-    """Of every parameter's states: which are off the device, and where. Pure: no memory is taken.
+    """Location of every offloaded state of every parameter; allocates no memory.
 
-    moments: whether they need a place; else whoever updates keeps them. early: units that may be updated before the
-    step is decided.
+    Args:
+        layout: The table.
+        units: Shapes of the units, in forward order with the root last.
+        moments: Whether moments need a slot; otherwise the optimizer stores them itself.
+
+    Attributes:
+        at: Location by (parameter name, key). The key is a kind of state, "remainder", "work", "landing", or a key of
+            `moment_fields`.
+        early: Names of units that may be updated before the step is decided.
     """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape], *, moments: bool = True) -> None:
@@ -86,19 +93,19 @@ class BufferLayout:
         self.early = self._place_undo()
 
     def on_host(self, kind: str, name: str) -> bool:
-        """Whether a parameter's "param", "grad", "master" or "moments" do not lie on the device between their uses."""
+        """Return whether a parameter's "param", "grad", "master" or "moments" is off the device (host or disk)."""
         return name in self._off_device[kind]
 
     def on_disk(self, kind: str, name: str) -> bool:
-        """Whether they lie on disk then."""
+        """Return whether a parameter's "param", "grad", "master" or "moments" is stored on disk."""
         return self.on_host(kind, name) and self.layout.tiers[kind][0] == "disk"
 
     def updated_on_host(self, name: str) -> bool:
-        """Whether the parameter's update runs on the host."""
+        """Return whether the parameter's update runs on the host."""
         return self.on_host("master", name)
 
     def travels(self, kind: str, name: str) -> bool:
-        """Whether a parameter's "grad" or "moments" live elsewhere than where it is updated."""
+        """Return whether a parameter's "grad" or "moments" must move for its update, being stored elsewhere."""
         return self.on_host(kind, name) != self.updated_on_host(name)
 
     @property
@@ -108,37 +115,41 @@ class BufferLayout:
 
     @property
     def own(self) -> bool:
-        """Whether parameters are their own masters."""
+        """Whether parameters are their own masters (fp32)."""
         return self.layout.param.dtype == torch.float32
 
     def published(self, name: str) -> bool:
-        """Whether a parameter's new values are copied to its place in host memory, once nobody needs the old ones."""
+        """Return whether new values of a parameter are copied to its host slot once nothing needs the old ones."""
         here = self.on_host("param", name) and not self.on_disk("param", name) and self.updated_on_host(name)
         return here and (self.waiting or (self.own and self.on_disk("master", name)))
 
     @property
     def accumulates_on_host(self) -> bool:
-        """Whether several reduced gradients of a step meet in host memory: copies must first meet on the device."""
+        """Whether several reduced gradients of a step are added in host memory.
+
+        With replicas they are not, because replicas must be all-reduced on the device first.
+        """
         layout = self.layout
         several = layout.microbatches > 1 and layout.grad.sharded and layout.replicate == 1
         return several and bool(self._off_device["grad"])
 
     def overwritten(self, unit: str) -> list[str]:
-        """The host slots that stay a unit's own and hold what an update changes, but for a working copy made anew."""
+        """Return the host slots of one unit alone that an update overwrites, except working copies made anew."""
         kinds = {*UPDATED} | ({"work"} if self.layout.remainder else set())
         return [slot for slot in self.slots_of(unit) if slot.split(" ")[0] in kinds and not _takes_turns(slot)]
 
     def slots_of(self, unit: str) -> list[str]:
-        """The host slots that hold something of a unit."""
+        """Return the host slots that hold states of a unit."""
         return [slot for of, slot in self._used if of == unit]
 
     def pairs(self, what: str, unit: str) -> list[SlotPair]:
-        """What comes from disk, or goes there, together.
+        """Return the slots that are loaded from disk, or written back, together.
 
-        states   master and moments, and with a remainder the working copy that they belong to (which does not go back)
+        what     contents
+        states   master and moments, and with a remainder its working copy, which is not written back
         grad     gradients
         param    working copies for the device
-        work     new working copies; they go only
+        work     new working copies, which are only written
         """
         if what == "work":
             piece = f"disk param {unit}"
@@ -148,24 +159,24 @@ class BufferLayout:
         return [SlotPair(slot, piece) for slot, piece in found if piece is not None]
 
     def going(self, what: str, unit: str) -> list[SlotPair]:
-        """Those of `pairs` that go back to disk: of states not a working copy that a remainder belongs to."""
+        """Return those of `pairs` that are written back: all but the working copy of a remainder in "states"."""
         return [pair for pair in self.pairs(what, unit) if what != "states" or pair.disk.split(" ")[1] in UPDATED]
 
     def makes_all(self, unit: str, names: Collection[str]) -> bool:
-        """Whether an update of `names` makes all working copies that a unit has on disk, but for frozen ones."""
+        """Return whether an update of `names` makes all working copies that a unit has on disk, except frozen ones."""
         if unit not in self._makes_param:
             return True
         (shape,) = (each for each in self.units if each.name == unit)
         return all(p.name in names for p in shape.params if p.trainable and self.on_disk("param", p.name))
 
     def piece_bytes(self) -> dict[str, int]:
-        """Size of every disk slot, spare ones included."""
+        """Return the size in bytes of every disk slot, including spare ones."""
         sizes = {piece: self._used[of] for of, piece in self._pieces.items()}
         spares = [pair.disk for unit in self.early for pair in self.going("states", unit)]
         return sizes | {spare_of(piece): sizes[piece] for piece in spares}
 
     def slots(self) -> tuple[BufferSlot, ...]:
-        """Every slot, on the host as large as the largest unit that uses it."""
+        """Return every slot; a host slot is as large as the largest unit that uses it."""
         sizes: dict[str, int] = {}
         for (_, slot), used in self._used.items():
             sizes[slot] = max(sizes.get(slot, 0), used)
@@ -173,7 +184,7 @@ class BufferLayout:
         return (*(BufferSlot(name, size) for name, size in sizes.items()), *on_disk)
 
     def _place_undo(self) -> frozenset[str]:
-        """Undo and spare slots in the order of backward, as long as the budget lasts."""
+        """Place undo and spare slots in backward order within the budget, and return the names of their units."""
         left = self.layout.offload.undo_bytes if self.layout.offload.mode == "backward" else 0
         early = set()
         for unit in reversed(self.units):
@@ -216,7 +227,7 @@ class BufferLayout:
                 self._add(unit, name, key, slot, dtype, count)
 
     def _slot(self, kind: str, unit: str, index: int, name: str) -> str:
-        """Where a kind that is off the device comes to lie in host memory."""
+        """Return the host slot of a kind that is off the device, and record its disk slot if it has one."""
         if not self.on_disk(kind, name):
             return f"{kind} {unit}"
         slot = f"{kind} turn {index % DISK_TURNS}"
@@ -224,7 +235,7 @@ class BufferLayout:
         return slot
 
     def _place_values(self, unit: str, name: str, elems: int, index: int, param_turn: str) -> None:
-        """Master and working copy of a parameter that is updated here."""
+        """Place the master and the working copy of a parameter that is updated on the host."""
         param, master, at = self.layout.param.dtype, self.layout.master.dtype, self.at
         key = "master" if master == torch.float32 else "remainder"
         self._add(unit, name, key, self._slot("master", unit, index, name), master, elems)
@@ -241,7 +252,7 @@ class BufferLayout:
             self._pair_with_work(unit, name, f"param {param_turn}")
 
     def _work_slot(self, unit: str, index: int, name: str) -> str:
-        """A turn, if new working copies leave at once, and nobody updates them in place."""
+        """Return the slot of new working copies: a turn slot if they leave at once and are not updated in place."""
         on_disk = self.on_disk("param", name)
         goes = self.on_disk("master", name) and not self.waiting and (not self.layout.remainder or on_disk)
         slot = f"work turn {index % DISK_TURNS}" if goes else f"work {unit}"
@@ -250,7 +261,7 @@ class BufferLayout:
         return slot
 
     def _pair_with_work(self, unit: str, name: str, slot: str) -> None:
-        """What is made in one slot is read into another, laid out alike; a master that is the parameter is both."""
+        """Lay out `slot`, which is read from disk, like the slot that new values are made in: the master's or work."""
         made = self.at[name, "master" if self.own else "work"]
         self.at[name, "param"] = replace(made, slot=slot)
         self._used[unit, slot] = self._used[unit, made.slot]
@@ -270,7 +281,7 @@ class BufferLayout:
 
 
 def _numbers(units: Sequence[UnitShape]) -> Iterator[int]:
-    """Yield by which number each unit takes turns: its own, but for a head that of a unit at least as large."""
+    """Yield the turn number of each unit: its index, but for an output head that of a unit at least as large."""
     sizes = [sum(param.elems for param in unit.params) for unit in units]
     for index, unit in enumerate(units):
         is_head = unit.closes_forward and index < len(units) - 1
@@ -279,7 +290,7 @@ def _numbers(units: Sequence[UnitShape]) -> Iterator[int]:
 
 
 def spare_of(piece: str) -> str:
-    """The disk slot that takes turns with one that an early update changes."""
+    """Return the disk slot that alternates with `piece` in speculative updates."""
     return piece.replace("disk", "spare", 1)
 
 
@@ -288,7 +299,7 @@ def _takes_turns(slot: str) -> bool:
 
 
 def moment_fields(layout: Layout, elems: int) -> Iterator[tuple[str, torch.dtype, int]]:
-    """(key, dtype, elements) of what is stored of both moments of `elems` elements."""
+    """Yield (key, dtype, number of elements) of each tensor that stores the moments of `elems` elements."""
     for key in ("exp_avg", "exp_avg_sq"):
         if layout.moments.dtype != torch.uint8:
             yield key, layout.moments.dtype, elems

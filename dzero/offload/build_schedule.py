@@ -1,8 +1,8 @@
-"""The actions of a step, from the places: what a schedule is made of.
+"""Construction of a step's schedule from the buffer layout.
 
-Parameters come for forward, and again, in the other order, for backward; gradients leave in backward, last unit first;
-updates run in the order in which the next forward needs them. What is on disk is loaded in front of its use, and
-spilled behind it: over units that take turns with their host slots, load, update and spill run at once.
+Parameters are fetched for forward, and again in reverse order for backward. Gradients are evicted in backward, last
+unit first. Updates run in the order in which the next forward needs the units. States on disk are loaded before their
+use and spilled after it. Units share host slots in turn, so that load, update and spill of different units overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRADS = ("grad", "passing")
 
 
 def schedule_of(buffer_layout: BufferLayout) -> OffloadSchedule:
-    """A step of all units."""
+    """Return the schedule of one step over all units."""
     actions: dict[ActionKey, OffloadAction] = {}
     for unit in update_order(buffer_layout.units):
         for action in _params(buffer_layout, unit):
@@ -89,7 +89,7 @@ def _update(buffer_layout: BufferLayout, unit: UnitShape) -> list[OffloadAction]
 def _on(
     buffer_layout: BufferLayout, kind: ActionKind, what: str, unit: UnitShape, wanted: Sequence[str]
 ) -> list[OffloadAction]:
-    """An action on the unit's own host slots of some kinds, if it has any."""
+    """Return an action on a unit's host slots of the `wanted` kinds, or nothing if it has none."""
     used = tuple(slot for slot in buffer_layout.slots_of(unit.name) if slot.split(" ")[0] in wanted)
     return [OffloadAction(ActionKey(kind, what, unit.name), used)] if used else []
 
@@ -105,7 +105,7 @@ def _to_disk(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[Of
 
 
 def _visit(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[OffloadAction]:
-    """Between steps: somebody outside reads values, or puts them in."""
+    """Return the actions by which code outside the step reads or writes states, between steps."""
     slots = tuple(pair.host for pair in buffer_layout.pairs(what, unit.name))
     return [
         OffloadAction(ActionKey(ActionKind.COMPUTE, f"visit {what}", unit.name), slots),
@@ -114,5 +114,5 @@ def _visit(buffer_layout: BufferLayout, what: str, unit: UnitShape) -> list[Offl
 
 
 def update_order(units: Sequence[Unit]) -> list[Unit]:
-    """As the next forward gathers them: the root, which comes last among the units, first."""
+    """Return the units in the order in which the next forward gathers them: the root, last in `units`, is first."""
     return [*units[-1:], *units[:-1]]

@@ -1,8 +1,9 @@
-"""Direct I/O: whole pages between memory and a file, past the page cache where the file system can.
+"""Direct I/O: transfers of whole pages between memory and a file that bypass the page cache where possible.
 
-It wants memory, offsets and sizes in whole pages. The ragged end of a buffer goes through a page of its own in the same
-call, so that nothing beyond the buffer is read or written. A short transfer goes on where it stopped; one that moves
-less than a page is a fault. Python itself repeats calls that a signal interrupted.
+Direct I/O requires addresses, offsets and sizes in whole pages. A partial page at the end of a buffer is transferred
+through a separate page in the same call, so that nothing beyond the buffer is read or written. A short transfer
+continues where it stopped; one that moves less than a page is an error. Python itself repeats calls that were
+interrupted by a signal.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import numpy.typing as npt
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
-"""uint8 [bytes], contiguous, from a 4096-aligned address on."""
+"""Array uint8 [bytes], contiguous, at a 4096-aligned address."""
 EMPTY: Bytes = np.empty(0, np.uint8)
 
 
 class Direction(StrEnum):
-    """Which way a block goes."""
+    """Direction of a transfer."""
 
     WRITE = "write"
     READ = "read"
 
 
 class TransferError(OSError):
-    """`done` of `count` bytes had moved."""
+    """Failure of a transfer after `done` of `count` bytes."""
 
     def __init__(self, error: OSError, done: int, count: int) -> None:
         super().__init__(error.errno or 0, error.strerror)
@@ -39,14 +40,14 @@ class TransferError(OSError):
 
 
 def whole_pages(count: int) -> int:
-    """Bytes of the pages that hold `count` bytes."""
+    """Return the size in bytes of the pages that hold `count` bytes."""
     return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def transfer(direction: Direction, fd: int, offset: int, data: Bytes) -> None:
-    """Write all of `data` at `offset`, and zeros to the end of the last page; or fill it from there.
+    """Write all of `data` to a file at `offset`, or fill it from there; raises TransferError.
 
-    When it is filled the file may end with `data`. Raises TransferError.
+    A write fills the last page with zeros. For a read, the file may end where `data` ends.
     """
     at = data.size - data.size % ALIGNMENT_BYTES
     whole, rest = data[:at], data[at:]
@@ -57,7 +58,7 @@ def transfer(direction: Direction, fd: int, offset: int, data: Bytes) -> None:
 
 
 def _move(direction: Direction, fd: int, offset: int, parts: list[Bytes], needed: int) -> None:
-    """Whole pages between `parts`, one after the other, and the file from `offset` on; enough for `needed` bytes."""
+    """Move whole pages between consecutive `parts` and the file at `offset` until `needed` bytes have moved."""
     call = os.pwritev if direction is Direction.WRITE else os.preadv
     count, done = whole_pages(needed), 0
     while done < needed:
@@ -73,7 +74,7 @@ def _move(direction: Direction, fd: int, offset: int, parts: list[Bytes], needed
 
 
 def _after(parts: list[Bytes], done: int) -> list[memoryview]:
-    """What is left of `parts` when `done` bytes have moved."""
+    """Return the rest of `parts` after `done` bytes."""
     left = []
     for part in parts:
         if part.size > done:
@@ -83,14 +84,17 @@ def _after(parts: list[Bytes], done: int) -> list[memoryview]:
 
 
 def _page(start: Bytes) -> Bytes:
-    """An aligned page that begins with `start`; zeros behind it."""
+    """Return an aligned page that begins with `start`, followed by zeros."""
     page: Bytes = np.frombuffer(mmap.mmap(-1, ALIGNMENT_BYTES), np.uint8)
     page[: start.size] = start
     return page
 
 
 def make_direct(fd: int, direction: Direction = Direction.WRITE) -> bool:
-    """Switch direct I/O on; False, and off again, where the file system refuses. To write, it zeros the first page."""
+    """Enable direct I/O on a file, and return whether its file system supports it; otherwise direct I/O stays disabled.
+
+    The test transfer overwrites the first page with zeros, if its direction is WRITE.
+    """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,18 +1,19 @@
-"""The scratch store of the disk tier: named pieces of bytes on one or several paths. It knows nothing of models.
+"""Scratch store of the disk tier: named pieces of bytes on one or several paths.
 
-    DiskStore     pieces by name, each in blocks over all paths; a checksum per block, in memory
-    striping      which block lies where
-    disk_transfer a block, and a piece, under way
-    disk_file     the file of one path: direct I/O
-    run_folder    its private, locked directory, and the space reserved before the first step
+    disk            `DiskStore`: pieces by name, in blocks over all paths, with a checksum per block in memory
+    striping        location of each block
+    disk_transfer   transfers of blocks and pieces
+    disk_file       the scratch file of one path, with direct I/O
+    scratch_dir     its private, locked directory, and the space reserved before the first step
 
-Order is the caller's: between a write and a read of one piece, or two writes, the first future must have ended. (The
-swap executor orders them by slots.) A piece whose write is under way, or failed, counts as never written. Transfers of
-different pieces run side by side: each path has threads of its own, and reads do not queue behind writes.
+The caller is responsible for order: between a write and a read of one piece, or two writes, the first future must have
+ended. (The schedule executor orders them by slots.) A piece whose write is in progress or failed counts as never
+written. Transfers of different pieces run concurrently: each path has threads of its own, and reads do not queue behind
+writes.
 
-Scratch only: everything is gone when the store is closed, collected, or its process ends. After a signal that Python
-does not turn into an exception (SIGTERM by default, SIGKILL) the space is free at once; a directory with a lock of a
-few bytes stays until the next run on that path.
+The store is scratch space only. Everything is deleted when the store is closed or collected, or when its process ends.
+After a signal that Python does not turn into an exception (SIGTERM by default, SIGKILL) the space is free at once, and
+a directory with a lock file of a few bytes stays until the next run on that path.
 """
 
 from __future__ import annotations
@@ -36,10 +37,16 @@ from dzero.zero.offload_config import DiskConfig
 
 
 class DiskStore:
-    """Room for pieces of `sizes` bytes by name, reserved now; `add` reserves more.
+    """Store of named pieces, whose space is reserved before anything is written.
 
-    Paths without weights get equal ones. Raises DiskError for a path that cannot be used or has too little space, and
-    ValueError for a directory that is named twice.
+    Args:
+        config: Paths and transfer settings. Paths without weights get equal ones.
+        sizes: Size in bytes of each piece; `add` reserves more.
+        rank: This rank, for names of directories and for messages.
+
+    Raises:
+        DiskError: A path cannot be used or has too little space.
+        ValueError: Two paths are the same directory.
     """
 
     def __init__(self, config: DiskConfig, sizes: Mapping[str, int], *, rank: int = 0) -> None:
@@ -55,7 +62,7 @@ class DiskStore:
             ]
             undo.pop_all()
         self._warn_of_buffering([])
-        # They hold no reference to the store: dropped without `close`, it ends after what was started.
+        # Threads do not reference the store: if it is dropped without `close`, it ends after its started transfers.
         self._threads = [
             {way: ThreadPoolExecutor(config.threads, f"disk {index} {way}") for way in Direction}
             for index in range(len(self.files))
@@ -68,11 +75,11 @@ class DiskStore:
         self.close()
 
     def add(self, name: str, size: int) -> None:
-        """Room for one more piece; others may be under way. Raises as the constructor does, and for a known name."""
+        """Reserve space for one more piece; raises as the constructor, and ValueError for a name that exists."""
         if name in self.sizes:
             raise ValueError(f"piece {name!r} is there already, of {self.sizes[name]} bytes: add it under another name")
         sizes = {**self.sizes, name: size}
-        striping = stripe(sizes, self.config.block_bytes, self._weights)  # deals the others as before: it was last
+        striping = stripe(sizes, self.config.block_bytes, self._weights)  # the new piece is last: the others stay
         buffered = self._buffered()
         for file, count in zip(self.files, striping.file_bytes, strict=True):
             file.grow(count)
@@ -81,19 +88,31 @@ class DiskStore:
         self.striping, self.sizes = striping, sizes
 
     def write(self, name: str, buffer: torch.Tensor | Bytes) -> Future[None]:
-        """Start writing a piece. `buffer` (uint8 [size of the piece], 4096-aligned) must not change until the end.
+        """Start writing a piece, and return a future that raises DiskError if the write fails.
 
-        Raises ValueError for another buffer or an unknown name; the future raises DiskError.
+        Args:
+            name: Name of the piece.
+            buffer: uint8 [size of the piece], 4096-aligned. It must not change until the future has ended.
+
+        Raises:
+            ValueError: The name is unknown, or the buffer has the wrong size, dtype or alignment.
         """
         data = self._bytes_of(name, buffer)
         self._sums[name][:] = [None] * len(self._sums[name])
         return self._start(Direction.WRITE, name, data)
 
     def read(self, name: str, buffer: torch.Tensor | Bytes) -> Future[None]:
-        """Start reading a piece into `buffer` (uint8 [size of the piece], 4096-aligned), undefined until the end.
+        """Start reading a piece, and return a future that raises DiskError if the read fails.
 
-        Raises ValueError for another buffer or an unknown name, RuntimeError for a piece that is not on disk; the
-        future raises DiskError, with errno EBADMSG where a block is not what was written.
+        The errno is EBADMSG if a block differs from what was written.
+
+        Args:
+            name: Name of the piece.
+            buffer: uint8 [size of the piece], 4096-aligned. It is undefined until the future has ended.
+
+        Raises:
+            ValueError: The name is unknown, or the buffer is read-only or has the wrong size, dtype or alignment.
+            RuntimeError: The piece is not on disk.
         """
         data = self._bytes_of(name, buffer)
         if not data.flags.writeable:
@@ -103,11 +122,11 @@ class DiskStore:
         return self._start(Direction.READ, name, data)
 
     def use(self) -> dict[str, dict[Direction, DiskUse]]:
-        """By path and direction: bytes moved (what was written wears the disk) and seconds busy, since the start."""
+        """Return the bytes moved and the busy seconds since the start, by path and direction; writes wear the disk."""
         return {file.path: {way: file.use(way) for way in Direction} for file in self.files}
 
     def describe(self) -> str:
-        """For the log: paths with their shares, and how they are used."""
+        """Return a line for the log: the proportion of data on each path, and the I/O settings."""
         dealt = self.striping.file_bytes if any(self.striping.file_bytes) else self._weights
         whole = sum(dealt)
         files = zip(self.files, dealt, strict=True)
@@ -117,7 +136,7 @@ class DiskStore:
         return f"{shares}; {direct}, blocks of {format_bytes(self.config.block_bytes)}, {checked}"
 
     def close(self) -> None:
-        """Wait for what was started, then give all space back. The second time nothing happens."""
+        """Wait for started transfers, then release all space; has no effect the second time."""
         for threads in self._threads:
             for pool in threads.values():
                 pool.shutdown()
@@ -163,7 +182,7 @@ class DiskStore:
 
 
 def _require_different(paths: Sequence[str]) -> None:
-    """Raises ValueError for a directory that has two names; one that is missing is told when it is opened."""
+    """Raise ValueError if two paths are one directory; a missing one is reported when it is opened."""
     seen: dict[tuple[int, int], str] = {}
     for path in paths:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The scratch file of one path: whole blocks in and out by direct I/O (direct_io.py), and what they cost."""
+"""Scratch file of one path: blocks transferred by direct I/O (`offload/direct_io.py`), and their bytes and time."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from dzero.utils.scratch_paths import DiskError, reported_as_disk_error
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes that one path moved one way, pages filled up; seconds in which at least one transfer was under way."""
+    """Bytes that one path moved in one direction, in whole pages, and seconds with a transfer in progress."""
 
     moved_bytes: int = 0
     busy_s: float = 0.0
 
 
 class DiskFile:
-    """`needed_bytes` of scratch space on `path`, in a run directory of its own. Raises DiskError as RunFolder does.
+    """Scratch file of `needed_bytes` on `path`, in a run directory of its own.
 
-    direct: ask for direct I/O; `is_direct` says whether the file system has it (true for a file of no bytes).
+    `is_direct` is False if `direct` I/O was not requested or the file system does not support it.
+
+    Raises:
+        DiskError: As from `ScratchDir`.
     """
 
     def __init__(self, path: str, needed_bytes: int, *, rank: int, direct: bool) -> None:
         self._meters = {direction: _Meter() for direction in Direction}
         with ExitStack() as undo:
-            # Gives everything back when nobody refers to this file any more, so not before the last transfer's end.
+            # Released when nothing references this file any more, hence not before the last transfer has ended.
             self._folder = undo.enter_context(ScratchDir(path, needed_bytes, rank=rank))
             self.path, self.fd, self.close = self._folder.path, self._folder.fd, self._folder.close
             self._direct, self.is_direct = direct, direct
@@ -45,7 +48,7 @@ class DiskFile:
         self.close()
 
     def grow(self, needed_bytes: int) -> None:
-        """Have `needed_bytes` at least; what was written stays. Raises DiskError as RunFolder does."""
+        """Reserve at least `needed_bytes` in all, and keep the contents; raises DiskError as `ScratchDir` does."""
         had = self._folder.needed_bytes
         if needed_bytes > had:
             self._folder.grow(needed_bytes)
@@ -57,7 +60,7 @@ class DiskFile:
             self.is_direct = self._direct and make_direct(self.fd)
 
     def move(self, direction: Direction, offset: int, data: Bytes, piece: str) -> None:
-        """Write all of `data` at `offset`, or fill it. Raises DiskError with errno, path, piece, offset and bytes."""
+        """Write all of `data` at `offset`, or fill it from there; raises DiskError with piece, offset and size."""
         with self._meters[direction].moving(whole_pages(data.size)):
             try:
                 transfer(direction, self.fd, offset, data)
@@ -68,12 +71,12 @@ class DiskFile:
                 raise DiskError(error.errno or 0, self.path, what, piece=piece, offset=at, count=left) from error
 
     def use(self, direction: Direction) -> DiskUse:
-        """Since the file was made."""
+        """Return the transfers in one direction since the file was made."""
         return self._meters[direction].use()
 
 
 class _Meter:
-    """Bytes, and the seconds in which somebody was at work: overlapping transfers count once."""
+    """Counter of bytes, and of seconds with a transfer in progress; overlapping transfers count once."""
 
     def __init__(self) -> None:
         self._lock = Lock()

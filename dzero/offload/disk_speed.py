@@ -1,4 +1,4 @@
-"""How fast scratch paths are, as the store itself uses them: for weights, and to choose block size and threads."""
+"""Bandwidth of scratch paths, measured through the store, to choose weights, block size and threads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROUNDS = 3
 BLOCKS_BYTES = (4 << 20, 16 << 20, 64 << 20)
 THREADS = (1, 4, 8)
 ENOUGH = 0.97
-"""Of the best speed: below that, smaller blocks and fewer threads are not worth it."""
+"""Fraction of the best speed that smaller blocks and fewer threads must reach to be preferred."""
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second of one path, written and read by itself."""
+    """Bandwidth of one path used alone, in bytes per second."""
 
     path: str
     write_bytes_per_s: float
@@ -35,24 +35,31 @@ class DiskSpeed:
 
     @property
     def both_bytes_per_s(self) -> float:
-        """For data that is written as often as read: the harmonic mean. The path's weight."""
+        """Harmonic mean, for data that is written as often as it is read; the weight of the path."""
         return 2 / (1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s)
 
 
 def measure(config: DiskConfig, *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> list[DiskSpeed]:
-    """Each path of `config` alone, medians of `rounds`; writes `sample_bytes` once more than that.
+    """Measure each path of `config` alone.
 
-    Raises DiskError as DiskStore does, ValueError for no rounds or no bytes.
+    Args:
+        config: Paths and transfer settings.
+        sample_bytes: Size of one transfer.
+        rounds: Number of measured writes and reads, of which medians are taken. One more write precedes them.
+
+    Raises:
+        DiskError: A path cannot be used or has too little space.
+        ValueError: `sample_bytes` or `rounds` is below 1.
     """
     if rounds < 1 or sample_bytes < 1:
         raise ValueError(f"rounds={rounds}, sample_bytes={sample_bytes}: both must be at least 1")
     data = HostMemoryPool(sample_bytes).lease(sample_bytes, "sample").data
-    data[: sample_bytes // 8 * 8].view(torch.int64).random_()  # against devices that compress
+    data[: sample_bytes // 8 * 8].view(torch.int64).random_()  # random, because some devices compress data
     return [_speed(replace(config, paths=[path]), data, rounds) for path in config.paths]
 
 
 def weighed(config: DiskConfig) -> DiskConfig:
-    """`config` with weights: measured in little memory, where there are several paths and none are given."""
+    """Return `config` with weights; they are measured, in little memory, if several paths have none."""
     if config.weights is not None or len(config.paths) == 1:
         return config
     speeds = measure(config, sample_bytes=QUICK_BYTES, rounds=QUICK_ROUNDS)
@@ -62,7 +69,7 @@ def weighed(config: DiskConfig) -> DiskConfig:
 def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> DiskSpeed:
     seconds: dict[str, list[float]] = {"write": [], "read": []}
     with DiskStore(config, {"sample": data.numel()}) as store:
-        store.write("sample", data).result()  # the first time a file system also notes that the blocks have data now
+        store.write("sample", data).result()  # the first write also updates the file system's metadata
         for _ in range(rounds):
             for way, move in (("write", store.write), ("read", store.read)):
                 start = time.perf_counter()
@@ -73,7 +80,7 @@ def _speed(config: DiskConfig, data: torch.Tensor, rounds: int) -> DiskSpeed:
 
 
 def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int = ROUNDS) -> Iterator[str]:
-    """Lines of a table of speeds by block size and threads, and last the settings to choose. Raises DiskError."""
+    """Yield a table of speeds by block size and threads, and then the settings to choose, line by line."""
     for path in paths:
         try_folder(path)
     wear = len(BLOCKS_BYTES) * len(THREADS) * (rounds + 1) * sample_bytes
@@ -93,7 +100,10 @@ def bench(paths: Sequence[str], *, sample_bytes: int = SAMPLE_BYTES, rounds: int
 
 
 def chosen(found: Sequence[tuple[DiskConfig, Sequence[DiskSpeed]]]) -> list[str]:
-    """The first of `found`, smaller settings before larger, whose paths together reach nearly the best speed."""
+    """Return lines on the first settings in `found` whose paths together reach nearly the best speed.
+
+    Smaller blocks and fewer threads come first in `found`.
+    """
     together = [sum(speed.both_bytes_per_s for speed in speeds) for _, speeds in found]
     config, speeds = next(row for row, total in zip(found, together, strict=True) if total >= ENOUGH * max(together))
     whole = sum(speed.both_bytes_per_s for speed in speeds)

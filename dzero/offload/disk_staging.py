@@ -1,9 +1,8 @@
-"""What lies on disk comes to host slots, and goes back: the LOAD and SPILL of a schedule.
+"""Staging of states on disk: the LOAD and SPILL actions of a schedule.
 
-A turn slot on the host holds the bytes of one unit at a time. Here it is known which, in the order in which actions are
-started: what a slot still holds is not loaded again. A unit that is updated before the step is decided leaves its new
-states in spare slots on disk; they become its states when the update turns out to be the one that is due, and before
-that nothing that was there is overwritten.
+A turn slot on the host holds the bytes of one unit at a time. `DiskStaging` records which one, in the order in which
+actions are started, and does not load what a slot still holds. A speculative update spills a unit's new states to spare
+slots on disk. They become the unit's states when the update is committed. Until then no old state is overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dzero.offload.schedule import ActionKey, ActionKind
 
 
 class DiskStaging:
-    """Moves units between `store` and the host slots of `executor`. Used by one thread."""
+    """Moves units between `store` and the host slots of `executor`; must be used by one thread."""
 
     def __init__(self, buffer_layout: BufferLayout, executor: ScheduleExecutor, store: DiskStore | None) -> None:
         self._buffer_layout, self._executor, self.store = buffer_layout, executor, store
@@ -32,7 +31,7 @@ class DiskStaging:
         self._early: dict[str, set[str]] = {}
 
     def load(self, what: str, unit: str) -> None:
-        """Start to bring what `BufferLayout.pairs` names, but for what the slots still hold."""
+        """Start loading the slots of `BufferLayout.pairs`, except those that still hold the unit."""
         pairs = self._buffer_layout.pairs(what, unit)
         missing = [(pair, self._piece(pair)) for pair in pairs if self._held.get(pair.host) != pair.disk]
         if missing:
@@ -40,7 +39,7 @@ class DiskStaging:
         self.hold(what, unit)
 
     def spill(self, what: str, unit: str, *, early: bool = False) -> None:
-        """Start to take back what a unit's slots hold. early: to the spare slots, until `keep` or `drop`."""
+        """Start writing a unit's host slots to disk; if `early`, to the spare slots, until `keep` or `drop`."""
         pairs = self._buffer_layout.going(what, unit)
         if not pairs:
             return
@@ -51,22 +50,30 @@ class DiskStaging:
             self._forget({slot for slot, disk in self._held.items() if disk == pair.disk and slot != pair.host})
 
     def keep(self, unit: str) -> None:
-        """What was spilled early is what the unit has on disk from now on."""
+        """Make the states that were spilled early those of the unit."""
         self._swapped ^= self._early.pop(unit, set())
 
     def drop(self, unit: str) -> None:
-        """What was spilled early never was."""
+        """Discard the states that were spilled early."""
         early = self._early.pop(unit, set())
         self._forget({slot for slot, disk in self._held.items() if disk in early})
 
     def hold(self, what: str, unit: str) -> None:
-        """The unit's slots have what belongs there, or will when what was started has ended."""
+        """Record that the unit's host slots hold its values, or will when all started actions have ended."""
         self._held.update({pair.host: pair.disk for pair in self._buffer_layout.pairs(what, unit)})
 
     def visit(self, what: str, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> Any:
-        """Let `work` use a unit's slots, in the host's lane, and return what it does. fresh: it fills all of them.
+        """Run `work` on a unit's host slots in the host's lane, and return its result.
 
-        Raises RuntimeError between backward and step, where the states are those of an early update.
+        Args:
+            what: As in `BufferLayout.pairs`.
+            unit: Name of the unit.
+            work: Function that reads or writes the slots.
+            fresh: Whether `work` writes all of the slots, so that they need not be loaded.
+            changes: Whether to write the slots back to disk afterwards.
+
+        Raises:
+            RuntimeError: States are requested between backward and step, when a speculative update has changed them.
         """
         if what == "states" and unit in self._early:
             raise RuntimeError(
@@ -74,7 +81,7 @@ class DiskStaging:
                 "optim.synchronize() before you read or write them between backward and step"
             )
         self.hold(what, unit) if fresh else self.load(what, unit)
-        found: list[Any] = []  # not the future's result, which would live as long as the swap remembers the action
+        found: list[Any] = []  # not the future's result, which the executor would keep alive with the action
         visited = self._executor.compute(
             ActionKey(ActionKind.COMPUTE, f"visit {what}", unit), partial(_append, found, work)
         )
@@ -101,7 +108,7 @@ class DiskStaging:
 
 @dataclass
 class DiskStorage:
-    """The home (zero/offloaded_param.py) of one tensor in a unit's slots: `view` of it there, flat."""
+    """`TensorStorage` of one tensor in a unit's host slots, where `view` is the flat tensor."""
 
     staging: DiskStaging
     what: str
@@ -109,12 +116,12 @@ class DiskStorage:
     view: torch.Tensor
 
     def get(self) -> torch.Tensor:
-        """A copy, once what was started has ended."""
+        """Return a copy of the elements, after all started actions on them."""
         copy: torch.Tensor = self.staging.visit(self.what, self.unit, self.view.clone, changes=False)
         return copy
 
     def put(self, flat: torch.Tensor) -> None:
-        """Goes to disk with the rest of its slot."""
+        """Write the elements of `flat`, and the rest of the slot with them, to disk."""
         self.staging.visit(self.what, self.unit, partial(self.view.copy_, flat))
 
 

@@ -1,7 +1,7 @@
-"""What is under way on the disk tier: a block (`BlockTransfer`), and all blocks of a piece (`PieceTransfer`).
+"""Transfers of the disk tier: of a block (`BlockTransfer`), and of all blocks of a piece (`PieceTransfer`).
 
-The checksum is xxh3, which reads memory almost as fast as one core can (34 of 38 GB/s where it was measured) and
-without the interpreter's lock, so that other threads keep the disk busy meanwhile.
+The checksum is xxh3. It reads memory almost as fast as one core can (34 of 38 GB/s where it was measured) and releases
+the interpreter lock, so that other threads keep the disk busy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dzero.utils.scratch_paths import DiskError
 
 @dataclass(frozen=True, slots=True)
 class BlockTransfer:
-    """One block under way. It keeps the buffer and the file alive, and nothing else of the store."""
+    """Transfer of one block, which references the buffer and the file but not the store."""
 
     file: DiskFile
     offset: int
@@ -32,13 +32,13 @@ class BlockTransfer:
     checksum: bool
 
     def write(self) -> None:
-        """Raises DiskError."""
+        """Write the block and record its checksum; raises DiskError."""
         self.file.move(Direction.WRITE, self.offset, self.data, self.piece)
-        # Afterwards: if the first blocks of a piece were all summed before they are written, the disk would stand idle.
+        # After the write: if the first blocks of a piece were summed before they are written, the disk would idle.
         self.sums[self.index] = self._digest()
 
     def read(self) -> None:
-        """Raises DiskError, with errno EBADMSG where the block is not what was written."""
+        """Read the block and verify its checksum; raises DiskError, with errno EBADMSG if the block was changed."""
         self.file.move(Direction.READ, self.offset, self.data, self.piece)
         if (found := self._digest()) != self.sums[self.index]:
             what = (
@@ -54,8 +54,10 @@ class BlockTransfer:
 
 
 class PieceTransfer:
-    """A piece under way: how many blocks are still to come, and the first error. Ends when none is left to touch its
-    buffer, errors or not."""
+    """Transfer of a piece of `blocks` blocks.
+
+    `future` ends when no block uses the buffer any more, and raises the first error of a block.
+    """
 
     def __init__(self, blocks: int) -> None:
         self.future: Future[None] = Future()
@@ -66,7 +68,7 @@ class PieceTransfer:
             self.future.set_result(None)
 
     def run(self, work: Callable[[], None]) -> None:
-        """One block: `work`, unless another one has failed."""
+        """Run `work` for one block, unless another block has failed."""
         error: BaseException | None = None
         try:
             if self._error is None:

@@ -1,17 +1,17 @@
-"""Runs a schedule: a lane per kind of action, each a thread and, where there is a GPU, a stream. Sole owner of both.
+"""Executor of an offload schedule, with one lane for each kind of action.
 
-Lanes of the disk have several threads: a unit's transfers start as soon as its slots are free, not when the unit before
-has come to its last block, so that the disk's queue does not run empty between two units.
+A lane has one thread or several, and where there is a GPU also a stream. The executor alone owns them. Disk lanes have
+several threads: a unit's transfers start as soon as its slots are free, not when the last block of the previous unit
+has ended, so that the disk's queue does not run empty between two units.
 
-Why no copy meets freed or rewritten memory, under CUDA's caching allocator too:
-    the caller's stream   an event is recorded there when an action is started, and the lane's stream waits for it: what
-                          was computed is there, and whoever read the destination has read it
-    lifetime              the action holds its tensors until the lane has synchronised with the copy's end, so nobody
-                          is given their memory while the GPU still uses it
-    the next user         on the host waits for the action itself (`wait`), hence for a copy that has ended; on a stream
-                          (`stream_wait`) for the event behind the copy, and the host goes on as soon as that is
-                          recorded
-On the CPU the "device" is ordinary memory and the same actions are copies between two places of it.
+Copies never touch freed or overwritten memory, under CUDA's caching allocator too:
+    caller's stream   An event is recorded on this stream when an action is started, and the lane's stream waits for it.
+                      By then the sources have been computed, and earlier readers of the destinations have ended.
+    lifetime          The action references its tensors until the lane has synchronized with the end of the copy, so
+                      their memory is not reused while the GPU accesses it.
+    next user         A user on the host waits for the action (`wait`), hence for the end of the copy. A stream waits
+                      for the event after the copy (`stream_wait`), and the host continues once it is recorded.
+On the CPU, the "device" is ordinary memory, and the same actions copy between two places in it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,21 @@ PHASES = {
 }
 LEAVING = 4
 AT_ONCE = {ActionKind.LOAD: 3, ActionKind.SPILL: 3}
-"""Actions under way in a lane: of the disk as many as units take turns in host memory, else one."""
+"""Number of concurrent actions of a lane: for disk lanes the number of turn slots in host memory, otherwise one."""
 Move = tuple[torch.Tensor, torch.Tensor]
-"""(destination, source), of one size and dtype."""
+"""Pair (destination, source) of tensors with one size and dtype."""
 
 
 @dataclass(frozen=True)
 class LaneUse:
-    """How a lane was used: seconds with work under way, seconds that callers stood waiting for it, bytes moved.
+    """Use of a lane.
 
-    A caller that waits for one action waits for whatever that one waits for: the lane that was at work is named.
+    A wait for an action is also a wait for the actions before it, and counts for the lane that was running.
+
+    Attributes:
+        busy_s: Seconds in which an action was running.
+        waited_s: Seconds that callers waited for the lane.
+        moved_bytes: Bytes moved.
     """
 
     busy_s: float = 0.0
@@ -65,7 +70,7 @@ class LaneUse:
 
 
 class LaneSpan(NamedTuple):
-    """A lane at work, by the clock of perf_counter."""
+    """Time in which a lane ran an action, in seconds of `time.perf_counter`."""
 
     lane: str
     began: float
@@ -73,22 +78,28 @@ class LaneSpan(NamedTuple):
 
 
 Chain = list[LaneSpan]
-"""How an action came to end when it did: the last actions of those that each waited for the one before, then itself."""
+"""The last few actions of a sequence in which each waited for the one before; shows what an action waited for."""
 CHAIN_SPANS = 8
 
 
 class OffloadError(RuntimeError):
-    """An action failed; the cause is what its thread raised."""
+    """Failure of an action, caused by the exception that its thread raised."""
 
 
 class ScratchDiskError(OffloadError, RunError):
-    """An action failed for a reason that the user can mend: a scratch disk is full, damaged, or gone."""
+    """Failure of an action for a reason that the user can repair: a scratch disk is full, damaged, or missing."""
 
 
 class ScheduleExecutor:
-    """Leases the schedule's slots from `memory_pool` and runs its actions.
+    """Runs the actions of a schedule.
 
-    device: where fetched tensors live. `before`: called in the lane before each action (tests put delays there).
+    Args:
+        schedule: Slots and actions.
+        memory_pool: Host memory from which the slots are leased.
+        device: Device of the tensors that are fetched or evicted.
+
+    Attributes:
+        before: Called in the lane before each action. Tests use it to insert delays.
     """
 
     def __init__(self, schedule: OffloadSchedule, memory_pool: HostMemoryPool, device: torch.device) -> None:
@@ -117,9 +128,10 @@ class ScheduleExecutor:
     def add(
         self, slots: Sequence[BufferSlot], actions: Sequence[OffloadAction], memory_pool: HostMemoryPool | None
     ) -> None:
-        """More slots, those on the host leased from `memory_pool`, and actions, not known when the schedule was made.
+        """Add slots and actions that were not known when the schedule was made.
 
-        A slot takes the place of one of the same name, once its users have ended; an action that of one with its key.
+        A slot replaces one with the same name, once its users have ended. An action replaces one with the same key.
+        Slots on the host are leased from `memory_pool`.
         """
         names, keys = {slot.name for slot in slots}, {action.key for action in actions}
         for name in names & self._users.keys():
@@ -138,14 +150,15 @@ class ScheduleExecutor:
         self._open_lanes(actions)
 
     def view(self, place: BufferSlice, elems: int | None = None) -> torch.Tensor:
-        """What a slot holds at `place`, flat: its first `elems`, or all with the padding."""
+        """Return the contents of `place`, flat: the first `elems` elements, or all including the padding."""
         lease = self.leases[place.slot]
         return lease.view(place.dtype, place.elems if elems is None else elems, place.start_bytes)
 
     def move(self, key: ActionKey, moves: Sequence[Move]) -> Future[Any]:
-        """Start copying. Sources must not change, and destinations not be used, until `wait(key)`, or the future's end.
+        """Start copying, and return the action's future.
 
-        At most `LEAVING` evictions hold device memory at a time: beyond, this waits for the oldest.
+        Sources must not change and destinations must not be used until `wait(key)` returns or the future has ended. At
+        most `LEAVING` evictions hold device memory at a time: beyond that, this call waits for the oldest.
         """
         lane = self._lanes[key.lane]
         ready, enqueued = lane.ready(), Future[streams.Event]()
@@ -161,7 +174,7 @@ class ScheduleExecutor:
         return future
 
     def compute(self, key: ActionKey, work: Callable[[], Any], moved_bytes: int = 0) -> Future[Any]:
-        """Start `work` in its lane; `moved_bytes` by it, to or from the disk."""
+        """Start `work` in its lane, and return the action's future; `moved_bytes` is its traffic from or to disk."""
         self._count(key.lane, LaneUse(moved_bytes=moved_bytes))
         return self._start(key, work)
 
@@ -187,7 +200,7 @@ class ScheduleExecutor:
         chain: Chain,
     ) -> Any:
         for future in earlier:
-            future.result()  # raises what made it fail: nothing runs on what never came
+            future.result()  # raises the error of a failed action, so that nothing uses its missing data
         began = time.perf_counter()
         longest = max((each for each in before if each), key=lambda each: each[-1].ended, default=[])
         chain += [*longest[1 - CHAIN_SPANS :], LaneSpan(action.key.lane, began, began)]
@@ -211,15 +224,15 @@ class ScheduleExecutor:
                 lease.enter(LeasePhase.HELD)
 
     def wait(self, *keys: ActionKey) -> None:
-        """Until the last started action of each key has ended; at once for one that never was. Raises OffloadError."""
+        """Wait until the last started action of each key, if any, has ended; raises OffloadError if one failed."""
         for key in keys:
             if (future := self._last.get(key)) is not None:
                 self._wait(key, future, future)
 
     def stream_wait(self, *keys: ActionKey) -> None:
-        """Let the current stream wait for the last started copy of each key; without streams, as `wait`.
+        """Make the current stream wait for the last started copy of each key; without streams, the same as `wait`.
 
-        The host waits until the copy is enqueued: for what has to be loaded from disk before, and no longer.
+        The host waits until the copy is enqueued, which includes a preceding load from disk, and no longer.
         """
         for key in keys:
             if (enqueued := self._enqueued.get(key)) is None:
@@ -229,7 +242,7 @@ class ScheduleExecutor:
                 streams.wait_event(enqueued.result(), self.device)
 
     def _wait(self, key: ActionKey, future: Future[Any], until: Future[Any]) -> None:
-        """Return when `until` has ended, which comes with `future`, the action's end, or before it."""
+        """Wait for `until`, which ends with or before `future`, the action's end, and record the time by lane."""
         began, had_ended = time.perf_counter(), until.done()
         with nullcontext() if had_ended else span(f"wait {key}"):
             until.result()
@@ -239,7 +252,7 @@ class ScheduleExecutor:
             self._count(lane, LaneUse(waited_s=waited_s))
 
     def drain(self) -> None:
-        """Until everything that was started has ended. Raises OffloadError, also later, for what failed."""
+        """Wait until all started actions have ended; raises OffloadError, and again in later calls, if one failed."""
         self.wait(*self._last)
         self._last.clear()
         self._enqueued.clear()
@@ -247,7 +260,7 @@ class ScheduleExecutor:
         self._leaving.clear()
 
     def take_use(self) -> dict[str, LaneUse]:
-        """The use of each lane since the last call."""
+        """Return the use of each lane since the last call."""
         with self._counting:
             taken, self._use = self._use, {}
         return taken
@@ -257,7 +270,7 @@ class ScheduleExecutor:
             self._use[lane] = self._use.get(lane, LaneUse()) + use
 
     def _enter(self, lane: str) -> None:
-        """An action of the lane is at work; several at once count once."""
+        """Record that an action of the lane has begun; the time of concurrent actions counts once."""
         with self._counting:
             actions, since = self._at_work.get(lane, (0, 0.0))
             self._at_work[lane] = actions + 1, since if actions else time.perf_counter()
@@ -270,13 +283,13 @@ class ScheduleExecutor:
             self._count(lane, LaneUse(busy_s=time.perf_counter() - since))
 
     def close(self) -> None:
-        """End the threads, after what was started has ended."""
+        """End the threads after all started actions have ended."""
         for lane in self._lanes.values():
             lane.thread.shutdown()
 
 
 class _Lane:
-    """A thread or several, and where copies run on streams, one of its own."""
+    """One thread or several, and a stream where copies run on streams."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
@@ -290,11 +303,11 @@ class _Lane:
         return self._stream is not None
 
     def ready(self) -> streams.Event:
-        """Return the event behind what the caller's stream was given so far."""
+        """Return an event after the work that was enqueued on the caller's stream so far."""
         return streams.record_event(self._device) if self.has_stream else None
 
     def copy(self, moves: Sequence[Move], ready: streams.Event, enqueued: Future[streams.Event]) -> None:
-        """Copy, once the caller's stream has come to `ready`; `enqueued` gets the event behind the copies."""
+        """Copy once the caller's stream has reached `ready`, and put the event after the copies into `enqueued`."""
         if not self.has_stream:
             copy_all(moves)
             return
@@ -302,19 +315,22 @@ class _Lane:
             streams.wait_event(ready, self._device)
             for destination, source in moves:
                 destination.copy_(source, non_blocking=True)
-            done = streams.record_event(self._device, sleeps=True)  # the cores are for updates on the host
+            done = streams.record_event(self._device, sleeps=True)  # leaves the core to updates on the host
         enqueued.set_result(done)
         streams.synchronize(done, holding=[tensor for move in moves for tensor in move])
 
 
 def _pass_failure(enqueued: Future[streams.Event], action: Future[Any]) -> None:
-    """Let who waits for the event of an action that failed before it learn why."""
+    """Pass an action's error to callers that wait for its event, if it failed before the event was recorded."""
     if not enqueued.done() and (error := action.exception()) is not None:
         enqueued.set_exception(error)
 
 
 def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:
-    """Seconds by lane of a wait for the last action of `chain`; what no span explains is that action's own."""
+    """Return the seconds of a wait for the last action of `chain`, by lane.
+
+    Time that no span of another action explains counts for the lane of the last action.
+    """
     waited = {chain[-1].lane: ended - began}
     for each in chain[:-1]:
         seconds = min(each.ended, ended) - max(each.began, began)
@@ -325,12 +341,12 @@ def waited_for(chain: Chain, began: float, ended: float) -> dict[str, float]:
 
 
 def copy_all(moves: Sequence[Move]) -> None:
-    """Here and now."""
+    """Copy each source to its destination, in the calling thread."""
     for destination, source in moves:
         destination.copy_(source)
 
 
 def _end(lanes: dict[str, _Lane]) -> None:
-    """Without waiting: the last reference to a swap may be dropped by one of its own threads."""
+    """Shut down without waiting, because a thread of the executor may drop the last reference to it."""
     for lane in lanes.values():
         lane.thread.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""The doors between a sharded model and its offloaded states: everybody else asks here, and knows no tier."""
+"""Interface to the offloaded states of a sharded model, which hides their tiers from other packages."""
 
 from __future__ import annotations
 
@@ -45,11 +45,18 @@ WAITING = {
 
 
 class OffloadManager:
-    """The host side of one optimizer's states: views of their places, and the actions of a step, unit by unit.
+    """Offloaded states of one optimizer: views of them on the host, and the actions of a step by unit.
 
-    Empty, without threads or memory, where the table has every state on the device. `cores`: this rank's share of the
-    machine's, beside a GPU; its host memory lies next to them. Raises MemoryError or DiskError where a tier is too
-    small.
+    No thread is started and no memory taken if the table has every state on the device. Host memory is allocated near
+    `cores`, which are this rank's part of the machine's cores if it has a GPU.
+
+    Args:
+        sharded: The sharded model.
+        moments: Whether moments need a slot, as for `BufferLayout`.
+
+    Raises:
+        MemoryError: There is too little host memory.
+        DiskError: A scratch path has too little space.
     """
 
     def __init__(self, sharded: Sharded, *, moments: bool = True) -> None:
@@ -59,7 +66,7 @@ class OffloadManager:
         device = torch.device(sharded.mesh.device_type)
         if self.schedule.host_bytes:
             available = host_available_bytes()
-            for axis in AXES:  # everybody has looked before anybody takes
+            for axis in AXES:  # all ranks have read the available memory before one allocates
                 GatherScalars(sharded.mesh.get_group(axis), axis, Ledger())(torch.zeros(1, device=device))
             require(self.schedule.host_bytes, available + _moving_in_bytes(sharded), local_ranks())
         beside_gpu = device.type == "cuda"
@@ -81,15 +88,15 @@ class OffloadManager:
             self.activations.attach(_blocks_of(sharded))
 
     def take_params(self) -> None:
-        """Move parameters that live off the device to their places; from now on they are brought ahead of use."""
+        """Move offloaded parameters to their slots, and prefetch them from now on."""
         self._outgoing.incoming = ParamPrefetch(self._sharded, self.buffer_layout, self.executor, self.staging)
 
     def settle(self) -> None:
-        """All states are in their places: the rest of the host memory is taken now."""
+        """Allocate the rest of the host memory, when all states are in their slots."""
         self.memory_pool.settle()
 
     def describe(self) -> list[str]:
-        """For the log: what lives where, and how its work overlaps. Nothing without offload."""
+        """Return lines for the log: tiers, sizes and overlap; none without offload."""
         lines = []
         if self.schedule.slots:
             memory = "page-locked" if self.memory_pool.pinned else "pageable"
@@ -112,18 +119,21 @@ class OffloadManager:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory in use: the states', and the activations' so far."""
+        """Host memory in use in bytes: that of states, and of activations so far."""
         return self.memory_pool.high_water_bytes + (0 if self.activations is None else self.activations.pool.host_bytes)
 
     def view(self, name: str, key: str, elems: int | None = None) -> torch.Tensor:
-        """The flat host tensor of a parameter's state: its first `elems`, or all with the padding.
+        """Return a parameter's state on the host, flat; for a state on disk, the slot that it is loaded into.
 
-        Of what is on disk, where it comes to lie.
+        Args:
+            name: Name of the parameter.
+            key: As in `BufferLayout.at`.
+            elems: Number of elements from the start; by default all, including the padding.
         """
         return self.executor.view(self.buffer_layout.at[name, key], elems)
 
     def on_disk(self, name: str, view: torch.Tensor) -> OffDeviceTensor:
-        """A parameter's state that is on disk, by its view on the host."""
+        """Return a parameter's state on disk as an `OffDeviceTensor`, given its view on the host."""
         home = DiskStorage(self.staging, "states", self._unit_of[name], view)
         return OffDeviceTensor(name, home, view.dtype, view.numel(), view.device)
 
@@ -132,7 +142,14 @@ class OffloadManager:
         return self._unit_of[name]
 
     def visit(self, unit: str, work: Callable[[], Any], *, fresh: bool = False, changes: bool = True) -> None:
-        """Between steps: let `work` use a unit's states, wherever they are. fresh: it gives all of them values."""
+        """Run `work` on a unit's states between steps, on whichever tier they are.
+
+        Args:
+            unit: Name of the unit.
+            work: Function that reads or writes the states.
+            fresh: Whether `work` writes all states, so that they need not be loaded.
+            changes: Whether states on disk must be written back afterwards.
+        """
         if self.buffer_layout.pairs("states", unit):
             self.staging.visit("states", unit, work, fresh=fresh, changes=changes)
             self._kept.add(unit)
@@ -141,12 +158,12 @@ class OffloadManager:
             work()
 
     def slot(self, name: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """The slot of a parameter's state from its start, as long and of the dtype as the flat `like`."""
+        """Return the start of the slot that holds a parameter's state, with the length and dtype of the flat `like`."""
         lease = self.executor.leases[self.buffer_layout.at[name, key].slot]
         return lease.view(like.dtype, like.numel())
 
     def evict(self, what: str, unit: str, moves: Sequence[Move]) -> None:
-        """Start copies to the host: "landing" of a unit, or "grad" and "moments" for an update there."""
+        """Start copies to the host of a unit's "landing", or of "grad" and "moments" for an update there."""
         self.executor.move(ActionKey(ActionKind.EVICT, what, unit), moves)
 
     def fetch(self, what: str, unit: str, moves: Sequence[Move]) -> None:
@@ -154,7 +171,13 @@ class OffloadManager:
         self.executor.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def keep_grads(self, unit: str, moves: Sequence[Move], *, more: bool) -> None:
-        """Start moving gradients of a unit to where they wait for its update. more: beside others there."""
+        """Start moving gradients of a unit to their slot, and to disk if that is their tier.
+
+        Args:
+            unit: Name of the unit.
+            moves: Copies to the slot.
+            more: Whether the slot already holds other gradients of this step.
+        """
         if more:
             self.staging.load("grad", unit)
         self.executor.move(ActionKey(ActionKind.EVICT, "grad", unit), moves)
@@ -162,14 +185,14 @@ class OffloadManager:
         self.staging.spill("grad", unit)
 
     def accumulate(self, unit: str, work: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-        """Start adding to them on the host."""
+        """Start `work`, which adds to a unit's gradients on the host."""
         self.staging.load("grad", unit)
         added = self.executor.compute(ActionKey(ActionKind.COMPUTE, "accumulate", unit), work)
         self.staging.spill("grad", unit)
         return added
 
     def read_grads(self, unit: str, grads: Named) -> Named:
-        """A unit's gradients that live off the device, once they have arrived; copies of those on disk."""
+        """Return a unit's offloaded gradients once they have arrived; those on disk are copied."""
         if self.buffer_layout.pairs("grad", unit):
             copies: Named = self.staging.visit("grad", unit, partial(_copies, grads), changes=False)
             return copies
@@ -177,7 +200,7 @@ class OffloadManager:
         return grads
 
     def change_grads(self, unit: str, moves: Sequence[Move]) -> None:
-        """Give gradients of a unit that are on disk other values, from copies of them."""
+        """Overwrite a unit's gradients on disk by `moves`, whose sources are changed copies of them."""
         self.staging.visit("grad", unit, partial(_overwrite, moves))
 
     def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
@@ -186,19 +209,19 @@ class OffloadManager:
         self.executor.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
     def follow_brought(self, unit: str) -> None:
-        """Let the current stream wait until they are there."""
+        """Make the current stream wait for the copies that `bring` started."""
         self.executor.stream_wait(
             ActionKey(ActionKind.FETCH, "grad", unit), ActionKey(ActionKind.FETCH, "moments", unit)
         )
 
     def put_back(self, unit: str, moves: Sequence[Move]) -> None:
-        """Start moving a unit's moments back, after that update, beside others that lie with them on disk."""
+        """Start moving a unit's moments back after an update on the device, and keep others in the same slot."""
         self.staging.load("states", unit)
         self.executor.move(ActionKey(ActionKind.EVICT, "moments", unit), moves)
         self.staging.spill("states", unit)
 
     def update(self, unit: str, work: Callable[[], None]) -> None:
-        """Start a unit's update on the host; nobody reads its parameters before it has ended."""
+        """Start a unit's update on the host; readers of its parameters wait for its end."""
         self._outgoing.await_update(unit)
         self.staging.load("grad", unit)
         self.staging.load("states", unit)
@@ -206,19 +229,19 @@ class OffloadManager:
         self.staging.spill("states", unit)
 
     def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Send new working copies to where forward finds them; with overlap=delayed at the end of the next step."""
+        """Send new working copies to where forward reads them; with overlap=delayed, hold them back."""
         self._outgoing.send(unit, work)
 
     def begin_updates(self, updates: int) -> None:
-        """Those of a step follow, after `updates` earlier ones: the last step's delayed working copies are due."""
+        """Begin a step's updates, after `updates` earlier ones: send the working copies that the last step delayed."""
         self._outgoing.begin(updates)
 
     def release(self) -> None:
-        """With overlap=delayed: send the working copies that were held back."""
+        """Send the working copies that overlap=delayed has held back."""
         self._outgoing.release()
 
     def end_step(self) -> None:
-        """The step's updates have been started: without overlap, wait for them. What comes next is on its way then."""
+        """End a step whose updates have been started: with overlap=step wait for them; prefetch what comes next."""
         if self._mode == "step":
             self.synchronize()
         if self._outgoing.incoming is not None:
@@ -227,45 +250,39 @@ class OffloadManager:
             self._load_ahead()
 
     def _load_ahead(self) -> None:
-        """States of the units that the next step updates first, as many as have host slots of their own."""
+        """Start loading the states that the next step updates first, as long as each unit has host slots of its own."""
         taken: set[str] = set()
         kept = [unit.name for unit in update_order(self.buffer_layout.units) if unit.name in self._kept]
         for unit in kept[:DISK_TURNS]:
             slots = {pair.host for pair in self.buffer_layout.pairs("states", unit)}
-            if slots & taken:  # it would overwrite one before that was not used yet
+            if slots & taken:  # it would overwrite a unit that has not been used yet
                 return
             taken |= slots
             self.staging.load("states", unit)
 
     def take_use(self) -> dict[str, LaneUse]:
-        """The use of each lane since the last call."""
+        """Return the use of each lane since the last call."""
         return self.executor.take_use()
 
     def held_back(self, unit: str) -> bool:
-        """Whether, with overlap=delayed, a unit's new working copy waits for the next step."""
+        """Return whether overlap=delayed has held back a unit's new working copy until the next step."""
         return self._outgoing.held_back(unit)
 
     def hold_back(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Let it wait, as in the run that saved it."""
+        """Hold back a unit's working copies, when a state is loaded in which they were held back."""
         self._outgoing.hold_back(unit, work)
 
     def await_updates(self) -> None:
-        """Return when everything that was started has ended; what is held back stays so. Raises OffloadError."""
+        """Wait until all started actions have ended, without sending what is held back; raises OffloadError."""
         self.executor.drain()
 
     def come_to_rest(self) -> None:
-        """Return when no work is under way for an optimizer that is gone, and early updates are undone.
-
-        Raises OffloadError for what failed.
-        """
+        """Roll back speculative updates, and wait for all work of an optimizer that is gone; raises OffloadError."""
         self.undo.take_all_back()
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Return when everything that was started has ended, and every working copy is where it lives.
-
-        Raises OffloadError for what failed.
-        """
+        """Wait until all started actions have ended and every working copy is in its storage; raises OffloadError."""
         self._outgoing.release()
         self.executor.drain()
         if self._outgoing.incoming is not None:
@@ -287,7 +304,7 @@ def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
 
 
 def _moving_in_bytes(sharded: Sharded) -> int:
-    """Host memory of what will move into the arena, and is freed there piece by piece."""
+    """Return the size of host tensors that will move into the host memory pool, and are then freed one by one."""
     placement = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
     placement += [origin for unit in sharded.units for origin in unit.origin.values()]
     flats = [home.flat for home in placement if isinstance(home, HostStorage)]
@@ -295,7 +312,7 @@ def _moving_in_bytes(sharded: Sharded) -> int:
 
 
 def _blocks_of(sharded: Sharded) -> list[nn.Module]:
-    """Where checkpoints are put: the model's blocks; in a model that has none, the units below the root."""
+    """Return the blocks of the model, or if it has none, the units below the root."""
     blocks = [block for _, block in find_blocks(sharded.model)]
     blocks = blocks or [as_module(module) for unit in sharded.units[:-1] for module in unit.modules]
     if not blocks:

@@ -1,12 +1,13 @@
-"""One arena of host memory for all that is offloaded: huge pages, touched once, page-locked where a GPU reads it.
+"""Host memory pool for all offloaded data: huge pages, touched once, and page-locked if there is a GPU.
 
-    capacity   fixed at the start, from the schedule's sum of slots; never more
-    lease      the right to a piece of it, aligned for direct I/O, with a phase that says who may touch it
-    high water the most that was leased at once
+    capacity     fixed at construction, as the sum of the schedule's slots
+    lease        exclusive use of a part, aligned for direct I/O, with a phase that defines who may access it
+    high water   largest number of bytes leased at one time
 
-Fresh pages cost 13 times a second touch, so all are touched before the first step: a lease's when it is first looked
-at, so that what moves in can be freed outside as it goes, the rest by `settle`. It is done by threads on the cores that
-will update them: a page lies in the memory of the core that touched it first.
+The first touch of a page takes 13 times as long as the second, so all pages are touched before the first step. The
+pages of a lease are touched at its first `view`, so that tensors that move in can be freed one by one, and the rest by
+`settle`. Pages are touched by threads on the cores that will update them, because a page is allocated in the memory of
+the core that touches it first.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ TOUCHING_THREADS = 16
 
 
 def aligned(count: int) -> int:
-    """Bytes that a lease of `count` bytes takes."""
+    """Return the number of bytes that a lease of `count` bytes takes."""
     return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class LeasePhase(Enum):
-    """Who may touch a lease now."""
+    """Current access to a lease."""
 
     HELD = "held"
-    """Nobody is moving it: the host may read and write."""
+    """No action uses it: the host may read and write."""
     ARRIVING = "arriving"
-    """A copy is filling it."""
+    """A copy writes it."""
     LEAVING = "leaving"
-    """A copy is reading it."""
+    """A copy reads it."""
     COMPUTING = "computing"
-    """The host works on it."""
+    """A computation on the host uses it."""
     GIVEN_BACK = "given back"
 
 
 @dataclass
 class Lease:
-    """`data` uint8 [bytes], valid until `release`."""
+    """Part of the pool: `data` is uint8 [bytes], valid until `release`."""
 
     what: str
     data: torch.Tensor
@@ -62,27 +63,40 @@ class Lease:
     touched: bool = False
 
     def view(self, dtype: torch.dtype, elems: int, start_bytes: int = 0) -> torch.Tensor:
-        """`elems` elements of `dtype` from `start_bytes` on, as a storage of its own: saving it saves no neighbours."""
+        """Return elements as a flat tensor with a storage of its own, so that saving it does not save its neighbours.
+
+        Args:
+            dtype: Type of the elements.
+            elems: Number of elements.
+            start_bytes: Offset within the lease.
+        """
         self.memory_pool.touch(self)
         piece = self.data[start_bytes : start_bytes + elems * dtype.itemsize]
         return torch.from_numpy(piece.numpy()).view(dtype) if elems else torch.empty(0, dtype=dtype)
 
     def enter(self, phase: LeasePhase) -> None:
-        """Move to `phase`. Raises RuntimeError from one copy into another: the slot would be used twice."""
+        """Enter `phase`.
+
+        Raises:
+            RuntimeError: The lease is in use, so that the slot would be used twice, or it has been released.
+        """
         if self.phase is LeasePhase.GIVEN_BACK or (self.phase is not LeasePhase.HELD and phase is not LeasePhase.HELD):
             raise RuntimeError(f"{self.what} is {self.phase.value}; it cannot be {phase.value} as well")
         self.phase = phase
 
     def release(self) -> None:
-        """Give the memory back. Raises RuntimeError while a copy runs, and the second time."""
+        """Return the memory to the pool; raises RuntimeError while a copy is in progress, and the second time."""
         self.enter(LeasePhase.GIVEN_BACK if self.phase is LeasePhase.HELD else self.phase)
         self.memory_pool._give_back(self)
 
 
 class HostMemoryPool:
-    """`capacity_bytes` of host memory, leased first-fit. `pin`: page-lock it, for copies that a GPU makes by itself.
+    """Host memory of `capacity_bytes`, leased first-fit.
 
-    cores: the pages come from the memory (NUMA node) next to them; none for wherever this thread runs.
+    Args:
+        capacity_bytes: Size, rounded up to huge pages.
+        pin: Whether to page-lock the memory, so that GPU copies are asynchronous.
+        cores: Cores near which (NUMA node) pages are allocated; by default those of the calling thread.
     """
 
     def __init__(self, capacity_bytes: int, *, pin: bool = False, cores: Sequence[int] = ()) -> None:
@@ -95,13 +109,13 @@ class HostMemoryPool:
         self._memory = _huge_pages(self.capacity_bytes)
 
     def touch(self, lease: Lease) -> None:
-        """Give a lease its pages, if it has none yet."""
+        """Allocate the pages of a lease, unless it has them."""
         if not lease.touched:
             lease.touched = True
             _touch(lease.data, self._cores)
 
     def settle(self) -> None:
-        """Give every lease its pages and lock them all: nothing is allocated from here on."""
+        """Allocate the pages of all leases and page-lock the pool; nothing is allocated afterwards."""
         for lease in self._leases:
             self.touch(lease)
         if self._pin and self.capacity_bytes and not self.pinned:
@@ -110,7 +124,7 @@ class HostMemoryPool:
                 weakref.finalize(self, _page_unlock, self._memory)
 
     def lease(self, count: int, what: str) -> Lease:
-        """`count` bytes, zeros at the first `view`. Raises MemoryError beyond the capacity."""
+        """Lease `count` bytes, which are zero at the first `view`; raises MemoryError beyond the capacity."""
         size = aligned(count)
         for index, (start, length) in enumerate(self._gaps):
             if length >= size:
@@ -145,9 +159,13 @@ LESS_STATE = (
 
 
 def require(capacity_bytes: int, available_bytes: int, ranks: int, repair: str = LESS_STATE) -> None:
-    """Raises MemoryError where a host with `available_bytes` cannot give each of its `ranks` such an arena.
+    """Raise MemoryError if the host cannot give each of its ranks a pool of this size.
 
-    repair: what the user may do about it.
+    Args:
+        capacity_bytes: Size of the pool of one rank.
+        available_bytes: Available memory of the host.
+        ranks: Number of ranks on the host.
+        repair: Advice to the user in the message.
     """
     if capacity_bytes * ranks > available_bytes:
         raise MemoryError(
@@ -157,7 +175,7 @@ def require(capacity_bytes: int, available_bytes: int, ranks: int, repair: str =
 
 
 def _huge_pages(count: int) -> torch.Tensor:
-    """uint8 [count] in anonymous memory, 2 MiB-aligned; zeros, none of which takes a page yet."""
+    """Return uint8 [count] in anonymous memory, 2 MiB-aligned: zeros, for which no page is allocated yet."""
     if not count:
         return torch.empty(0, dtype=torch.uint8)
     mapped = mmap.mmap(-1, count + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -168,7 +186,7 @@ def _huge_pages(count: int) -> torch.Tensor:
 
 
 def _touch(memory: torch.Tensor, cores: Sequence[int]) -> None:
-    """Write zeros, by one thread per core, each on `cores` (where any are given)."""
+    """Write zeros with one thread per core, restricted to `cores` if there are any."""
     pieces = torch.split(memory, TOUCHED_BYTES)
     bind = partial(os.sched_setaffinity, 0, cores) if cores else None
     threads = min(TOUCHING_THREADS, len(cores) or torch.get_num_threads(), len(pieces))

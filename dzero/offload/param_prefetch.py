@@ -1,10 +1,12 @@
-"""Brings parameters that live off the device there, a unit ahead of its use (ZeRO-Infinity, section 6.2).
+"""Prefetch of offloaded parameters to the device, one unit ahead of its use (ZeRO-Infinity, section 6.2).
 
-FSDP2 asks a unit for its shards when it gathers it: in forward, and in the other order in backward. Which unit comes
-after which two is learned as it happens, so the next one's copy starts when a unit is handed over. A wrong guess
-costs one copy. Units on disk are loaded into host memory further ahead, along the same chain of guesses. A copy of
-values that then changed is dropped, and at that point of the step nothing is copied ahead again: the next step's first
-unit is copied once its update has been started.
+FSDP2 requests the shards of a unit when it gathers the unit: in forward, and in reverse order in backward.
+`ParamPrefetch` records which unit follows each pair of units. When a unit is delivered, the copy of the predicted next
+unit starts. A wrong prediction costs one copy. Units on disk are loaded into host memory further ahead, along the same
+predictions.
+
+If the values of a prefetched unit change, its copy is dropped, and later steps do not prefetch at that point. The next
+step's first unit is copied once its update has been started.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
 Point = tuple[str | None, str | None, bool]
-"""The last two units, and whether the last microbatch runs."""
+"""The last two units, and whether the last microbatch is running."""
 
 
 class ParamPrefetch:
-    """The `ParamCarrier` of units with parameters off the device; moves those parameters to their places first.
+    """`ParamCarrier` of units with offloaded parameters, which it first moves to their slots.
 
-    Device memory: the shards of the unit that is handed over, and of the one that comes next. Host memory, of units on
-    disk: that next one, and as many behind it as are loaded ahead.
+    Device memory holds the shards of the unit that was delivered and of the next one. Host memory holds, of units on
+    disk, the next unit and those that are loaded ahead.
     """
 
     def __init__(
@@ -64,15 +66,15 @@ class ParamPrefetch:
         return self._executor.view(self._buffer_layout.at[name, "param"])
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
-        """As `ParamCarrier.bring`; for the stream that is current now."""
+        """Return a unit's padded shards by name, ready for the current stream, and prefetch the next unit."""
         name = unit.shape.name
         unit.arrive()
         self._start(name)
         brought = self._ahead.pop(name)
-        self._ahead.clear()  # wrong guesses
+        self._ahead.clear()  # wrong predictions
         self._executor.stream_wait(ActionKey(ActionKind.FETCH, "param", name))
         for tensor in brought.values():
-            streams.record_stream(tensor)  # allocated while another stream may have been current
+            streams.record_stream(tensor)  # another stream may have been current at its allocation
         self._next[self._point] = name
         self._point = self._point[1], name, self._sharded.is_last
         if self._point not in self._in_vain:
@@ -80,12 +82,12 @@ class ParamPrefetch:
         return brought
 
     def prepare(self) -> None:
-        """Start the copy of the unit that came next, the last time, and load those behind it."""
+        """Start copying the predicted next unit, and loading the ones after it."""
         if (coming := self._next.get(self._point)) is None:
             return
         self._start(coming)
         point = self._point
-        passes = 2 * len(self._units)  # forward and backward; the guesses go round in a circle beyond
+        passes = 2 * len(self._units)  # forward and backward; predictions repeat beyond
         for _ in range(min(self._buffer_layout.layout.offload.prefetch_units, passes)):
             point = point[1], coming, point[2]
             if (behind := self._next.get(point)) is None or point in self._in_vain:
@@ -98,7 +100,7 @@ class ParamPrefetch:
             return
         held = self._units[name].hosted
         self._staging.load("param", name)
-        with torch.inference_mode(False):  # the lane, and later callers, may be outside of it
+        with torch.inference_mode(False):  # the lane and later callers may be outside of inference mode
             self._ahead[name] = {
                 each: torch.empty(memory.elems, dtype=memory.dtype, device=memory.device)
                 for each, memory in held.items()
@@ -107,15 +109,15 @@ class ParamPrefetch:
         self._executor.move(ActionKey(ActionKind.FETCH, "param", name), moves)
 
     def outdate(self, unit: str) -> None:
-        """The step changes a unit: what was copied of it was copied too early, here and in every step."""
+        """Drop the copy of a unit that the step changes; if there was one, stop prefetching at this point of a step."""
         if unit in self._ahead:
             self._in_vain.add(self._point)
         self.forget(unit)
 
     def forget(self, unit: str) -> None:
-        """As `ParamCarrier.forget`."""
+        """Drop the prefetched copy of a unit."""
         self._ahead.pop(unit, None)
 
     def forget_all(self) -> None:
-        """Drop what was copied ahead."""
+        """Drop all prefetched copies."""
         self._ahead.clear()

@@ -1,12 +1,12 @@
-"""New working copies on their way to where forward finds them, and who has to wait for them.
+"""Write-back of new working copies to where forward reads them, and the waits of their readers.
 
-    parameters live    a new working copy
-    on the device      is fetched
-    in host memory     is made in place, or copied there once nobody needs the old one
-    on disk            is spilled
+    parameters on   a new working copy
+    device          is fetched
+    host            is made in place, or copied there once nothing needs the old one
+    disk            is spilled
 
-FSDP2 must not read a unit's shards before: the unit itself knows what to wait for (`Unit.pending`), whatever becomes of
-the optimizer.
+FSDP2 must not read a unit's shards before they have their new values. The unit itself stores this wait
+(`Unit.pending`), so that it outlasts the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dzero.zero.shard import Sharded
 
 
 class PendingWriteback(NamedTuple):
-    """A parameter's new working copy `made` on the host, and its shard `local` where FSDP2 sees it; both flat."""
+    """New working copy `made` of a parameter on the host, and its shard `local` as FSDP2 sees it; both flat."""
 
     name: str
     made: torch.Tensor
@@ -34,7 +34,7 @@ class PendingWriteback(NamedTuple):
 
 
 class ParamWriteback:
-    """Sends a unit's working copies; with overlap=delayed a step later."""
+    """Writes back the working copies of units; with overlap=delayed one step later."""
 
     def __init__(
         self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
@@ -46,28 +46,28 @@ class ParamWriteback:
         self.incoming: ParamPrefetch | None = None
 
     def await_update(self, unit: str) -> None:
-        """A unit's update follows, which changes its parameters in place, or what they are made from."""
+        """Make readers of a unit wait for its next update, which changes parameters or their masters in place."""
         if not self._buffer_layout.waiting:
             self._outdate(unit)
             self._units[unit].pending = partial(self._executor.wait, ActionKey(ActionKind.COMPUTE, "update", unit))
 
     def send(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Working copies that the update makes, as soon as it has."""
+        """Send working copies once the update has made them, or hold them back with overlap=delayed."""
         if self._delays:
             self.hold_back(unit, work)
         else:
             self._send(unit, work)
 
     def hold_back(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """Until the next step's updates, or `release`."""
+        """Hold back working copies until the next step's updates, or until `release`."""
         self._held_back.append((unit, [*work]))
 
     def held_back(self, unit: str) -> bool:
-        """Whether something of a unit is."""
+        """Return whether working copies of a unit are held back."""
         return any(name == unit for name, _ in self._held_back)
 
     def begin(self, updates: int) -> None:
-        """The updates of a step follow, after `updates` earlier ones: what was held back is due."""
+        """Begin a step's updates, after `updates` earlier ones: send what was held back."""
         self.release()
         offload = self._buffer_layout.layout.offload
         self._delays = offload.mode == "delayed" and updates >= offload.delay_warmup_steps
@@ -85,7 +85,7 @@ class ParamWriteback:
         fetched = [(each.local, each.made) for each in work if not buffer_layout.on_host("param", each.name)]
         if buffer_layout.waiting and (spilled or copies):
             self._outdate(unit)
-        if spilled:  # a load waits for it, by the disk slot
+        if spilled:  # a later load waits for it, as both use the disk slot
             self._spill(unit, work)
         if copies:
             keys.append(ActionKey(ActionKind.COMPUTE, "publish", unit))
@@ -97,7 +97,7 @@ class ParamWriteback:
             self._units[unit].pending = partial(executor.wait, *keys)
 
     def _spill(self, unit: str, work: Sequence[PendingWriteback]) -> None:
-        """As made; where not all of a unit's parameters were updated, together with the others from disk."""
+        """Spill new working copies; if the update made only a part of a unit's, merge them with the rest first."""
         if self._buffer_layout.makes_all(unit, {each.name for each in work}):
             self._staging.spill("work", unit)
             return
@@ -110,7 +110,7 @@ class ParamWriteback:
         return self._executor.view(self._buffer_layout.at[work.name, "param"], work.made.numel())
 
     def _outdate(self, unit: str) -> None:
-        """Its parameters off the device are about to change."""
+        """Wait for earlier updates of a unit, and drop copies of its parameters, which are about to change."""
         if self.incoming is not None:
             self.incoming.outdate(unit)
         self._units[unit].await_update()

@@ -1,19 +1,22 @@
-"""What moves when, as small frozen actions: planned, printed and sized without a device, then run by `executor`.
+"""Schedule of data movement and host computation, as frozen actions.
 
-    kind      lane        from -> to           meaning
-    LOAD      disk in     disk -> host         states of a unit; parameters and activations, in lanes of their own
-    FETCH     copy in     host -> device       the new working copy, or a state that is updated on the device
-    COMPUTE   host        host                 an update, an accumulation
-    EVICT     copy out    device -> host       a gradient, or a state that is updated on the host
-    SPILL     disk out    host -> disk         the same; activations in a lane of their own
+A schedule can be planned, printed and sized without a device. `offload/executor.py` runs it.
 
-Two rules order everything:
-    lane    actions of one kind are taken up in the order in which they were started; the next one when the last has
-            ended, but to and from the disk as soon as its slots are free, a few at once. What forward and backward
-            need next does not queue up behind updates: it has lanes of its own to and from the disk
-    slot    an action waits for whoever used one of its slots, in host memory or on disk, before it
-Both look only at what was started earlier, so nothing can wait in a circle, a slot has one user at a time, and nobody
-waits for an action that a step left out (a unit without gradients).
+    kind      lane        from -> to        contents
+    LOAD      disk in     disk -> host      states of a unit; parameters and activations have lanes of their own
+    FETCH     copy in     host -> device    a new working copy, or a state that is updated on the device
+    COMPUTE   host        host              an update or an accumulation
+    EVICT     copy out    device -> host    a gradient, or a state that is updated on the host
+    SPILL     disk out    host -> disk      states of a unit; activations have a lane of their own
+
+Two rules define the order:
+    lane    A lane is a queue of actions in the order in which they were started. An action is taken from the queue
+            when the previous one has ended. Disk lanes take a few actions at a time, and each runs as soon as its slots
+            are free. Actions that forward and backward need next have disk lanes of their own, so that they do not
+            queue behind updates.
+    slot    An action waits for all earlier actions on its slots, in host memory or on disk.
+Both rules only refer to actions that were started earlier. Hence actions cannot deadlock, a slot has one user at a
+time, and no action waits for one that a step leaves out (for a unit without gradients).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from dzero.offload.memory_pool import aligned
 
 
 class ActionKind(StrEnum):
-    """What an action does."""
+    """Kind of an action."""
 
     LOAD = "LOAD"
     FETCH = "FETCH"
@@ -38,11 +41,11 @@ class ActionKind(StrEnum):
 
 
 APART = frozenset({(ActionKind.LOAD, "param"), (ActionKind.LOAD, "activation"), (ActionKind.SPILL, "activation")})
-"""What the device waits for next: not behind other actions of its kind."""
+"""Actions with lanes of their own: forward and backward need their results next."""
 
 
 class ActionKey(NamedTuple):
-    """Names an action within a step, and those that repeat it."""
+    """Name of an action within a step; an action has the same key in every step."""
 
     kind: ActionKind
     what: str
@@ -50,7 +53,7 @@ class ActionKey(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """Actions of one lane are taken up in the order in which they were started."""
+        """Name of the action's lane."""
         return f"{self.kind} {self.what}" if (self.kind, self.what) in APART else str(self.kind)
 
     def __str__(self) -> str:
@@ -59,7 +62,7 @@ class ActionKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """A place of `count` bytes in host memory or on disk, for one unit's tensors of one kind at a time."""
+    """Buffer of `count` bytes in host memory or on disk, for tensors of one kind of one unit at a time."""
 
     name: str
     count: int
@@ -68,7 +71,7 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class OffloadAction:
-    """One move or computation, and the slots it reads or writes."""
+    """One move or computation, and the slots that it reads or writes."""
 
     key: ActionKey
     slots: tuple[str, ...]
@@ -79,9 +82,10 @@ class OffloadAction:
 
 @dataclass(frozen=True)
 class OffloadSchedule:
-    """The actions of a step in the order in which they are usually started, and the slots they need.
+    """Actions of a step in the order in which they are usually started, and the slots that they need.
 
-    Raises ValueError for two actions or slots of one name, and for an action on a slot that does not exist.
+    Raises:
+        ValueError: Two actions have the same key, two slots have the same name, or an action uses an unknown slot.
     """
 
     slots: tuple[BufferSlot, ...] = ()
@@ -99,16 +103,16 @@ class OffloadSchedule:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of all slots there together, rounded as the arena rounds."""
+        """Size in bytes of all slots in host memory, rounded as in the host memory pool."""
         return sum(aligned(slot.count) for slot in self.slots if slot.tier == "host")
 
     @property
     def disk_bytes(self) -> int:
-        """Scratch space of all slots together, in whole pages."""
+        """Size in bytes of all slots on disk, in whole pages."""
         return sum(aligned(slot.count) for slot in self.slots if slot.tier == "disk")
 
     def lines(self) -> Iterator[str]:
-        """For people: every slot with its size, every action with its slots."""
+        """Yield printable lines: every slot with its size, every action with its slots, and the totals."""
         for slot in self.slots:
             yield f"slot     {slot.name:<27} {format_bytes(slot.count)}"
         yield from map(str, self.actions)

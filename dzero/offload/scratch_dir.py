@@ -1,18 +1,18 @@
-"""A private, locked directory under a scratch path, and one file of reserved blocks.
+"""Private, locked directory under a scratch path, with one file of reserved blocks.
 
     <path>/dzero-<rank>-<pid>-<random>/     mode 0700
-        lock                                locked (flock) while the run lives; holds the bytes it reserved
-        data                                loses its name as soon as it is open
+        lock                                locked (flock) while the run is alive; holds the number of reserved bytes
+        data                                unlinked as soon as it is open
 
-Lock. Held, the run lives; free, it is dead, and whoever starts next on this path removes what it left. Process numbers
-decide nothing: they are used again, and mean nothing from one container to the next. A directory exists for a moment
-before its lock is held, so somebody who tidies up may take it away: its owner sees that it lost and takes another name.
+Lock. While it is held, the run is alive. If it is free, the run is dead, and the next run on this path removes what was
+left. Process ids are not used, because they are reused and differ between containers. A directory exists for a moment
+before its lock is held, so the clean-up of another run may remove it. Its owner detects this, and takes another name.
 
-Data. Without a name it cannot be opened by accident, deleted, or taken for a checkpoint, and the kernel gives its
-blocks back when the last process that has it open ends, however it ends. What SIGKILL leaves is a directory with a lock
-of a few bytes. `df` counts the blocks and `du` does not; the locks say who holds how much.
+Data. A file without a name cannot be opened by accident, deleted, or taken for a checkpoint. The kernel frees its
+blocks when the last process that has it open ends, however it ends. SIGKILL leaves only a directory with a lock file of
+a few bytes. `df` counts the blocks and `du` does not; the lock files say how much each run holds.
 
-The lock and the file belong to forked children too: while one of them lives, so does the run.
+Forked children share the lock and the file: while one of them is alive, so is the run.
 """
 
 from __future__ import annotations
@@ -38,17 +38,26 @@ ATTEMPTS = 100
 
 
 class ScratchOwner(NamedTuple):
-    """A living run on a path: the name of its directory, and the bytes that it reserved."""
+    """Live run on a path: the name of its directory, and the number of bytes that it reserved."""
 
     name: str
     held_bytes: int
 
 
 class ScratchDir:
-    """`needed_bytes` of `path`, reserved in the open file `fd` until `close`, or until nobody refers to this.
+    """Scratch space of `needed_bytes`, reserved in the open file `fd`.
 
-    name: of the directory; by default one that is new. Raises DiskError: no such path, a symbolic link, read-only, a
-    directory of that name is there (EEXIST), too little space (ENOSPC). Nothing is left behind then.
+    The space is held until `close`, or until nothing references this object.
+
+    Args:
+        path: The scratch path.
+        needed_bytes: Size to reserve.
+        rank: This rank, for the name of the directory and for messages.
+        name: Name of the directory; by default a new one.
+
+    Raises:
+        DiskError: The path does not exist, is a symbolic link or read-only; the directory exists (EEXIST); there is too
+            little space (ENOSPC). Nothing is left behind.
     """
 
     def __init__(self, path: str, needed_bytes: int, *, rank: int = 0, name: str | None = None) -> None:
@@ -71,10 +80,7 @@ class ScratchDir:
         self.close()
 
     def grow(self, needed_bytes: int) -> None:
-        """Reserve more, up to `needed_bytes` in all. Raises DiskError where there is too little; all is as before then.
-
-        What is in the file stays.
-        """
+        """Reserve `needed_bytes` in all and keep the contents; after a DiskError the reservation is unchanged."""
         had, self.needed_bytes = self.needed_bytes, needed_bytes
         try:
             self._reserve(had)
@@ -84,7 +90,7 @@ class ScratchDir:
         os.pwrite(self._lock, str(needed_bytes).encode(), 0)
 
     def _claim(self, given: str | None, undo: ExitStack) -> tuple[str, int, int]:
-        """Make a directory and lock it; `undo` gets what removes it. Returns its name, itself and its lock, opened."""
+        """Make and lock a directory, and return its name and the descriptors of it and its lock; `undo` removes it."""
         for _ in range(ATTEMPTS):
             name = given or f"dzero-{self.rank}-{os.getpid()}-{secrets.token_hex(8)}"
             try:
@@ -92,7 +98,7 @@ class ScratchDir:
             except FileExistsError as error:
                 what = f"the run directory {name} is there already: two runs cannot share one; let the name be chosen"
                 raise DiskError(errno.EEXIST, self.path, what) from error
-            with ExitStack() as lost, suppress(FileNotFoundError, BlockingIOError):  # swept away before it was locked
+            with ExitStack() as lost, suppress(FileNotFoundError, BlockingIOError):  # removed before it was locked
                 lost.callback(_remove, os.rmdir, name, self._parent)
                 folder = os.open(name, FOLDER, dir_fd=self._parent)
                 lost.callback(os.close, folder)
@@ -110,7 +116,7 @@ class ScratchDir:
         raise DiskError(errno.EAGAIN, self.path, f"others removed {ATTEMPTS} directories before they were locked")
 
     def _make_file(self, folder: int, undo: ExitStack) -> int:
-        """An open file. Its name goes at once, its blocks with `undo`."""
+        """Return the descriptor of an unlinked file, whose blocks are freed by `undo`."""
         with reported_as_disk_error(self.path, "making the scratch file"):
             fd = os.open("data", NEW, 0o600, dir_fd=folder)
             undo.callback(os.close, fd)
@@ -119,10 +125,10 @@ class ScratchDir:
         return fd
 
     def _reserve(self, had: int) -> None:
-        """Real blocks behind the first `had` bytes, up to `needed_bytes`; those alone if that fails."""
+        """Allocate blocks from byte `had` up to `needed_bytes`; on failure, truncate the file to `had` bytes."""
         more = self.needed_bytes - had
         if more > _available(self._parent) >= 0:
-            raise self._full(errno.ENOSPC, more)  # before the last free block is taken from everybody for a moment
+            raise self._full(errno.ENOSPC, more)  # before the last free blocks are taken, if only for a moment
         try:
             if more:
                 os.posix_fallocate(self.fd, had, more)
@@ -149,7 +155,7 @@ class ScratchDir:
 
 
 def holders(path: str) -> list[ScratchOwner]:
-    """The living runs on `path`. Removes what dead ones left there."""
+    """Return the live runs on `path`, after removing what dead runs left."""
     parent = open_path(os.path.abspath(path))
     try:
         return _sweep(parent)
@@ -158,19 +164,19 @@ def holders(path: str) -> list[ScratchOwner]:
 
 
 def _available(parent: int) -> int:
-    """Bytes that users may take; -1 where the file system does not tell."""
+    """Return the number of bytes available to users, or -1 if the file system does not report it."""
     room = os.fstatvfs(parent)
     return room.f_bavail * room.f_frsize if room.f_blocks else -1
 
 
 def _sweep(parent: int) -> list[ScratchOwner]:
-    """The living runs, after removing what dead ones of this user left. What is not ours, or not known, stays."""
+    """Return the live runs, after removing what dead runs of this user left; other entries stay."""
     found = [_look(parent, name) for name in sorted(filter(NAME.fullmatch, os.listdir(parent)))]
     return [holder for holder in found if holder]
 
 
 def _look(parent: int, name: str) -> ScratchOwner | None:
-    with ExitStack() as opened, suppress(OSError, ValueError):  # another user's, not empty, or gone meanwhile
+    with ExitStack() as opened, suppress(OSError, ValueError):  # another user's, not empty, or gone by now
         folder = os.open(name, FOLDER, dir_fd=parent)
         opened.callback(os.close, folder)
         if os.fstat(folder).st_uid != os.geteuid():
@@ -184,7 +190,7 @@ def _look(parent: int, name: str) -> ScratchOwner | None:
         except BlockingIOError:
             return ScratchOwner(name, int(os.pread(lock, 32, 0) or b"0"))
         except FileNotFoundError:
-            pass  # no lock yet, or no more: a directory that is empty may go, and its owner will see
+            pass  # no lock yet, or not any more: an empty directory may be removed, and its owner detects it
         os.rmdir(name, dir_fd=parent)
     return None
 
@@ -195,6 +201,6 @@ def _remove(remove: Callable[..., None], name: str, folder: int) -> None:
 
 
 def _in_process(owner: int, undo: ExitStack) -> None:
-    """A forked child that ends must not take its parent's directory away."""
+    """Clean up in the owner process only: a forked child must not remove its parent's directory when it ends."""
     if os.getpid() == owner:
         undo.close()

@@ -1,12 +1,12 @@
-"""Where each byte of a piece lies: blocks dealt to the paths in proportion to their weights. Pure arithmetic.
+"""Striping: distribution of blocks to paths in proportion to the paths' weights.
 
     piece   A (5 blocks)   B (2)          weights 2 : 1
-    path 0  A0    A2 A3       B0          each file in the order in which its blocks were dealt
+    path 0  A0    A2 A3       B0          each file in the order in which its blocks were assigned
     path 1     A1       A4       B1
 
-A block goes to the path that is furthest behind its share of all bytes dealt so far, itself included. So no path is
-ever more than one block ahead of its share, over all pieces and within each: a piece of a few blocks already reads
-from all paths at once, and many small pieces fill all of them.
+A block is assigned to the path that is furthest behind its proportion of all bytes assigned so far, including this
+block. Hence no path is ever more than one block ahead of its proportion, over all pieces and within each. A piece of a
+few blocks is already read from all paths at once, and many small pieces fill all paths.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from dzero.offload.memory_pool import aligned
 
 @dataclass(frozen=True, slots=True)
 class StripedBlock:
-    """`count` bytes of a piece from `start` on, at `offset` of the file of path number `path`.
+    """Block of a piece.
 
-    `offset` and `start` are multiples of 4096; only a piece's last `count` may not be, and takes a whole page on disk.
+    Attributes:
+        path: Index of the path.
+        offset: Position in the file of the path, a multiple of 4096.
+        start: Position in the piece, a multiple of 4096.
+        count: Size in bytes. The last block of a piece may end within a page, and takes the whole page on disk.
     """
 
     path: int
@@ -33,16 +37,17 @@ class StripedBlock:
 
 @dataclass(frozen=True)
 class Striping:
-    """The blocks of every piece, and the bytes of every path's file."""
+    """Blocks of every piece, and the size in bytes of every path's file."""
 
     pieces: dict[str, tuple[StripedBlock, ...]]
     file_bytes: tuple[int, ...]
 
 
 def stripe(sizes: Mapping[str, int], block_bytes: int, weights: Sequence[float]) -> Striping:
-    """Deal pieces of `sizes` bytes in blocks of `block_bytes` to `len(weights)` paths.
+    """Distribute pieces of `sizes` bytes in blocks of `block_bytes` to `len(weights)` paths.
 
-    Raises ValueError for a size below 0 or a weight that is not a positive number.
+    Raises:
+        ValueError: A size is negative, or a weight is not a positive number.
     """
     if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
         raise ValueError(f"weight {wrong[0]} of a path: must be a positive number (its bandwidth, in any unit)")

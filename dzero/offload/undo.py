@@ -1,8 +1,11 @@
-"""Updates that can be taken back (offload.overlap=backward): what they overwrite is kept until the step is decided.
+"""Speculative updates: they run before the step is decided, and can be rolled back (offload.overlap=backward).
 
-states live in     before an early update
-host memory        what it overwrites is copied to the unit's undo slot, by the same action
-on disk            nothing: the new states go to spare places there
+The step is decided when all ranks have the gradient norm, and so the clipping factor, or know that the step is skipped
+(`optim/grad_decision.py`). Until then a speculative update keeps what it overwrites:
+
+    states in     saved before a speculative update
+    host memory   what it overwrites is copied to the unit's undo slot, in the same action
+    disk          nothing: the new states are written to spare slots
 """
 
 from __future__ import annotations
@@ -20,18 +23,18 @@ from dzero.offload.schedule import ActionKey, ActionKind
 
 
 class Undo:
-    """Early updates, unit by unit: each is started, then kept or taken back."""
+    """Speculative updates by unit: each is started, then committed or rolled back."""
 
     def __init__(self, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging) -> None:
         self._buffer_layout, self._executor, self._staging = buffer_layout, executor, staging
         self._undecided: set[str] = set()
 
     def has_room(self, unit: str) -> bool:
-        """Whether this unit may be updated before the step is decided."""
+        """Return whether a unit may be updated before the step is decided."""
         return unit in self._buffer_layout.early
 
     def start(self, unit: str, work: Callable[[], None]) -> None:
-        """Start an update that can be taken back."""
+        """Start `work`, an update of a unit that can be rolled back."""
         self._undecided.add(unit)
         self._staging.load("grad", unit)
         self._staging.load("states", unit)
@@ -39,19 +42,19 @@ class Undo:
         self._staging.spill("states", unit, early=True)
 
     def commit(self, unit: str) -> None:
-        """It is the update that is due."""
+        """Make a unit's speculative update final."""
         self._undecided.discard(unit)
         self._staging.keep(unit)
 
     def rollback(self, unit: str) -> None:
-        """Start to make it undone."""
+        """Start rolling back a unit's speculative update."""
         self._undecided.discard(unit)
         self._staging.drop(unit)
         if self._buffer_layout.overwritten(unit):
             self._executor.compute(ActionKey(ActionKind.COMPUTE, "undo", unit), partial(self._restore, unit))
 
     def take_all_back(self) -> None:
-        """Start to make undone what was not decided yet."""
+        """Start rolling back all updates that have not been committed."""
         for unit in [*self._undecided]:
             self.rollback(unit)
 
