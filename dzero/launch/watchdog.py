@@ -210,7 +210,8 @@ def report(
     within = f" within launch.timeout_s={timeout.total_seconds():g}" if late else ""
     where = "about a checkpoint" if isinstance(error, RankLost) else f"in {here.last}" if here.count else "at the start"
     lines = [f"rank {rank} got no answer {where}{within}: {why}", "last collective of each rank:"]
-    return "\n".join(lines + _by_place(places, silent) + [f"the backend says: {str(error).splitlines()[0]}"])
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    return "\n".join([*lines, *_by_place(places, silent), f"the backend says: {said}"])
 
 
 def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus]) -> list[str]:

@@ -137,7 +137,7 @@ class ActivationPool:
             slot.on_disk = True
 
     def _transfer(self, kind: ActionKind, slot: ActivationSlot) -> None:
-        assert self._store is not None, "a host slot of its own for every seat"
+        assert self._store is not None, "a host slot of its own for every activation"
         size = self.seat_bytes[slot.number]
         piece = f"activation {slot.number}, {size} bytes"  # pieces cannot grow: a larger slot gets a new one
         if piece not in self._store.sizes:

@@ -166,7 +166,7 @@ class DiskStore:
         if data.size and data.ctypes.data % ALIGNMENT_BYTES:
             raise ValueError(
                 f"piece {name!r}: the buffer starts {data.ctypes.data % ALIGNMENT_BYTES} bytes past a multiple of "
-                f"{ALIGNMENT_BYTES}: lease it from an Arena"
+                f"{ALIGNMENT_BYTES}: lease it from a HostMemoryPool"
             )
         return data
 

@@ -51,7 +51,7 @@ class LeasePhase(Enum):
     GIVEN_BACK = "given back"
 
 
-@dataclass
+@dataclass(eq=False)
 class Lease:
     """Part of the pool: `data` is uint8 [bytes], valid until `release`."""
 
@@ -134,7 +134,7 @@ class HostMemoryPool:
                 self._leases.append(Lease(what, self._memory[start : start + count], start, self))
                 return self._leases[-1]
         raise MemoryError(
-            f"{what}: {format_bytes(size)} do not fit the arena of {format_bytes(self.capacity_bytes)}, of which "
+            f"{what}: {format_bytes(size)} do not fit the host memory pool of {format_bytes(self.capacity_bytes)}, of which "
             f"{format_bytes(self.leased_bytes)} are leased"
         )
 

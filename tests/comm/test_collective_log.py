@@ -97,6 +97,9 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, TIMEOUT, "Timed out", of_parts=True)
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) waits for no other rank" in of_parts
 
+    wordless = report([*hung], [PLACES[1]], 0, TIMEOUT, AssertionError())
+    assert wordless.endswith("the backend says: AssertionError")
+
     lost = report([*hung], [PLACES[1]], 0, timedelta(seconds=5), RankLost("ck: a rank is gone: Timed out waiting"))
     assert lost.startswith(
         "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"

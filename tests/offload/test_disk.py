@@ -220,7 +220,7 @@ def test_buffers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for wrong in (pool[:PAGE], pool[: 3 * PAGE], pool[: 4 * PAGE : 2], pool[: 2 * PAGE].view(torch.int8)):
             with pytest.raises(ValueError, match=r"piece 'a': the buffer is .*; give uint8 \[8192\], contiguous"):
                 store.write("a", wrong)
-        with pytest.raises(ValueError, match="starts 8 bytes past a multiple of 4096: lease it from an Arena"):
+        with pytest.raises(ValueError, match="starts 8 bytes past a multiple of 4096: lease it from a HostMemoryPool"):
             store.write("a", pool[8 : 8 + 2 * PAGE])
         store.write("a", pool[: 2 * PAGE].numpy()).result()
         fixed = pool[2 * PAGE : 4 * PAGE].numpy()

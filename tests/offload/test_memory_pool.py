@@ -21,8 +21,10 @@ def test_leases_are_aligned_apart_and_within_the_budget() -> None:
     assert memory_pool.leased_bytes == memory_pool.high_water_bytes == aligned(10) + HUGE_PAGE_BYTES
     second.data.fill_(7)
     assert int(first.data.max()) == 0
-    with pytest.raises(MemoryError, match=r"c: 4\.00 MiB do not fit the arena of 6\.00 MiB, of which 2\.00 MiB"):
+    beyond = r"c: 4\.00 MiB do not fit the host memory pool of 6\.00 MiB, of which 2\.00 MiB"
+    with pytest.raises(MemoryError, match=beyond):
         memory_pool.lease(2 * HUGE_PAGE_BYTES, "c")
+    memory_pool.lease(10, "b").release()  # of the same name as one that stays
 
 
 def test_pages_are_touched_by_threads_on_the_cores_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
