@@ -134,8 +134,8 @@ class HostMemoryPool:
                 self._leases.append(Lease(what, self._memory[start : start + count], start, self))
                 return self._leases[-1]
         raise MemoryError(
-            f"{what}: {format_bytes(size)} do not fit the host memory pool of {format_bytes(self.capacity_bytes)}, of which "
-            f"{format_bytes(self.leased_bytes)} are leased"
+            f"{what}: {format_bytes(size)} do not fit the host memory pool of {format_bytes(self.capacity_bytes)}, of "
+            f"which {format_bytes(self.leased_bytes)} are leased"
         )
 
     def _give_back(self, lease: Lease) -> None:
