@@ -230,7 +230,7 @@ class HardwareConfig:
         return None if inside is None else min(inside, members * outside)
 
     def share(self, ranks: int) -> RankShare:
-        """Return one rank's share of a node with `ranks` ranks; its `host_link` is at most its part of `host_bandwidth`."""
+        """Return one rank's share of its node; its `host_link` is at most its part of `host_bandwidth`."""
         local = self.local_ranks(ranks)
 
         def part(rate: float | None) -> float | None:

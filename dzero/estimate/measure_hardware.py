@@ -48,11 +48,7 @@ class ProbeConfig:
 
 
 def found(ranks: int | None = None, *, disk: str = ".") -> HardwareConfig:
-    """Return this machine's figures, measuring them if they are not cached.
-
-    Args:
-        ranks: Number of ranks, or None for as many as a run has.
-        disk: Directory on the disk to measure.
+    """Return this machine's figures, measuring them now if they are not cached; the arguments are those of `measured`.
 
     Raises:
         RunError: The machine would have to be measured under torchrun, or `measured` fails.

@@ -3,9 +3,9 @@
     on the device while unit u runs                bytes
     param         shards                           all that stay on the device; of offloaded ones, those of the unit
                                                    that is gathered next
-    unsharded     gathered parameters              stages 1-2: all units; stage 3: u, the root, and, from forward to
-                                                   backward, units that stay gathered; with one rank on the shard axis
-                                                   none but parameters fetched from the host
+    unsharded     gathered parameters              stages 1-2: all units; stage 3: u, the unit around it, the root,
+                                                   and units that stay gathered for backward; with one rank on the
+                                                   shard axis none but parameters fetched from the host
     buffers       of collectives                   forward: gather buffer of u; backward: that of the next unit, and the
                                                    reduced buffer of the last; FSDP2 frees each one unit later
     grad          reduced, or whole if they wait   units whose backward has ended; all units if microbatches accumulate
@@ -201,12 +201,12 @@ class _Device:
         return sum(map(self._copied, {*self._kept, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
-        """Return the bytes of a gathered unit; a single rank uses device shards in place (`zero/unsharded_in_place.py`)."""
+        """Return the bytes of a gathered unit; one rank uses device shards in place (`zero/unsharded_in_place.py`)."""
         whole = self._whole(unit) * self._layout.param.dtype.itemsize
         return whole if self._own[unit].shard > 1 else self._away[unit]
 
     def _coming(self, span: UnitSpan) -> str:
-        """Return the unit whose shards are being prefetched (`offload/param_prefetch.py`), or "" if this step needs no more.
+        """Return the unit whose shards are being prefetched (`offload/param_prefetch.py`), or "" for the next step's.
 
         Backward gathers one unit ahead, so the prefetched unit is the one after that. At the end of backward it is the
         root, for the next microbatch.
@@ -241,7 +241,7 @@ class _Device:
         return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
-        """Return the bytes of final gradients that stay on the device, and of those that wait for later microbatches."""
+        """Return the bytes of final gradients that stay on the device, and of those that await more microbatches."""
         waiting = [name for name in self._order if name not in reduced] if self._layout.microbatches > 1 else []
         elems = sum(map(self._stay.__getitem__, reduced)) + sum(map(self._waiting, waiting))
         return elems * self._layout.grad.dtype.itemsize
@@ -269,7 +269,7 @@ class _Device:
     def _elems(
         self, chosen: Callable[[ParamShape], bool], *, of: Sequence[str] | None = None, shared: bool = False
     ) -> int:
-        """Return this rank's elements of chosen parameters of units `of` (default: all); `shared` cuts over replicas too."""
+        """Return this rank's elements of chosen parameters of some units; `shared` cuts them over replicas too."""
         total = 0
         for name in self._order if of is None else of:
             own = self._own[name]
