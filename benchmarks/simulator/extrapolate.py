@@ -127,7 +127,7 @@ class _Repeated:
 
 
 def _alike(short: Sequence[ObservedAction], long: Sequence[ObservedAction], shift: int) -> bool:
-    """Return whether actions are equal except for the bytes sent, since a decision is longer with more blocks."""
+    """Return whether shifted actions are equal, bytes sent aside, since decisions are longer with more blocks."""
     return [replace(a, sent_bytes=0) for a in _renamed(short, shift)] == [replace(b, sent_bytes=0) for b in long]
 
 

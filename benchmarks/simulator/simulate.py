@@ -8,7 +8,7 @@
     updates                               not simulated: they are in place and take no memory
     offloaded states                      absent (`offloaded_states.py`): gradients leave when the next unit's backward
                                           begins; states fetched for use are computed
-    host memory, disk, transfers, updates computed: exact, from the schedule
+    host, disk, transfers, updates        computed: exact, from the schedule
     experts                               chosen equally: the same number of tokens goes to each
     equal blocks                          simulated three and four at a time, then extrapolated (`extrapolate.py`)
 

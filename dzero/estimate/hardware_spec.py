@@ -9,10 +9,10 @@
       to host memory         host_link             host_bandwidth        node_link, network     link_efficiency
       to scratch disks                             disk_read, disk_write
 
-Rates are datasheet values. The efficiency in the last column is the fraction that training reaches, an assumption that
-each node's file makes and sources. On a measured machine the rates are those reached and the efficiency is 1, except
-for listed GPUs, whose peak stays the datasheet's. Figures without an efficiency are reached values. Rates hold for
-large transfers in one direction while the other direction is equally busy.
+Rates are datasheet values. The efficiency in the last column is the fraction that training reaches, an assumption with
+its source in each node's file (conf/hardware). On a measured machine the rates are those reached and the efficiency is
+1, except for listed GPUs, whose peak stays the datasheet's. Figures without an efficiency are reached values. Rates
+hold for large transfers in one direction while the other direction is equally busy.
 
 None means unknown: what needs the figure is not predicted, and is reported as such. A peak of None may also mean that
 the device has no units for that dtype. Nothing is measured here; see `estimate/measure_hardware.py`.
@@ -176,7 +176,7 @@ class HardwareConfig:
         return self.device_bytes - self.reserved_bytes
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Return the dense peak of one device in FLOP/s, or None if it is unknown or has no units for `dtype`."""
+        """Return the dense peak of one device in FLOP/s, or None if it is unknown or `dtype` has no units."""
         name = NAMES.get(str(dtype).removeprefix("torch."))
         return None if name is None else getattr(self, f"{name}_flops")
 

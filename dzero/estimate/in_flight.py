@@ -1,7 +1,8 @@
 """Cost of pipeline parallelism for a rank: several microbatches are in flight, and pipeline ranks wait for each other.
 
-device    saved activations of every microbatch between its forward and backward, and receive buffers seconds   (ranks -
-1) / microbatches more per step, the pipeline bubble pp        hidden states of every microbatch, and their gradients
+device    saved activations of every microbatch between its forward and backward, and receive buffers
+seconds   (ranks - 1) / microbatches more per step, the pipeline bubble
+pp        hidden states of every microbatch, and their gradients
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _cpu_model() -> str:
 def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
     """Combine the ranks' figures into those of the node.
 
-    Resources that each rank has take the slowest rank's figure, and shared resources take the sum.
+    Figures of per-rank resources are those of the slowest rank, and figures of shared resources are sums.
     """
     slowest = {name: min(getattr(rank, f"{name}_flops") for rank in each) for name in FLOPS}
     listed = {name: peak_flops_of(key.device, dtype_of(name)) for name in FLOPS}

@@ -5,8 +5,8 @@
 
 An expert unit inside another unit runs between two spans of the unit around it.
 
-`peak_bytes` is the maximum of live bytes while a unit runs, parameters excluded. It has the activations that earlier
-units save for backward, the unit's temporaries, and unreduced gradients. A unit's gradients are alive until its
+`peak_bytes` is the maximum of live bytes while a unit runs, parameters excluded. It includes the activations that
+earlier units save for backward, the unit's temporaries, and unreduced gradients. A unit's gradients are alive until its
 backward has ended, and the root's until the model's backward has ended. Nothing is allocated and no value is computed,
 but shapes, dtypes and operators are the real ones.
 """
@@ -192,7 +192,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.enter(BACKWARD, around)
 
     def hold(self, unit: str, param: nn.Parameter) -> None:
-        """Keep a new gradient until the backward of its unit ends, where it is reduced."""
+        """Keep a new gradient until the backward of its unit ends and it is reduced; drop it if that has ended."""
         if unit in (ROOT, self._at[1], self._around.get(self._at[1])):
             self._grads.setdefault(unit, []).append(param)
         else:

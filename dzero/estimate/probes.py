@@ -1,12 +1,12 @@
 """Performance figures of one rank, measured while the other ranks do the same; see `estimate/measure_hardware.py`.
 
-    figure              measured with                                                   ranks at a time
-    <dtype>_flops       square matrix products, the largest that are short enough       all
-    operators           attention, other operators by call and byte (`operator_probe.py`)   all
-    link                copy between host and device (without a GPU: within the host)   first alone, then all
-    exchange            gathers and reductions of sharded units (`collective_probe.py`)     all
-    update              AdamW on the host: fp32 states, then the smallest states        all
-    disk                transfers of the scratch store                                  first alone
+    figure           measured with                                                           ranks at a time
+    <dtype>_flops    square matrix products, the largest that are short enough               all
+    operators        attention, other operators by call and byte (`operator_probe.py`)       all
+    link             copy between host and device (without a GPU: within the host)           first alone, then all
+    exchange         gathers and reductions of sharded units (`collective_probe.py`)         all
+    update           AdamW on the host: fp32 states, then the smallest states                all
+    disk             transfers of the scratch store                                          first alone
 
 Each figure is a median of several rounds after a warm-up, on data too large for caches.
 """

@@ -1,10 +1,10 @@
 """Search for the fastest settings that fit given hardware, for `zero=auto`.
 
-Candidates are tried in the order of their predicted pace; of paces equal to `DIGITS` digits, the simplest comes first
-(`candidates.py`). The first fitting candidate of each kind is kept, for `BEST` kinds and all further ones whose pace is
-within `TIE` of the first. These are then ranked by their timelines, in which units wait for each other. Candidates
-within `TIE` of the shortest timeline count as equally fast, since predictions are not more precise, and the simplest of
-them is best. Candidates whose pace needs a figure that the hardware lacks come last, simplest first.
+Candidates are tried in the order of their predicted pace; if paces are equal to `DIGITS` digits, the simplest comes
+first (`candidates.py`). The first fitting candidate of each kind is kept, for `BEST` kinds and all further ones whose
+pace is within `TIE` of the first. These are then ranked by their timelines, in which units wait for each other.
+Candidates within `TIE` of the shortest timeline count as equally fast, since predictions are not more precise, and the
+simplest of them is best. Candidates whose pace needs a figure that the hardware lacks come last, simplest first.
 
 Memory is checked in three steps, because a run of the model on fake tensors (`microbatch_costs.py`) takes seconds:
 
@@ -75,7 +75,7 @@ class Ranking:
 
     Attributes:
         best: Best candidate of each kind, best kind first.
-        refused: Candidates that do not fit and are predicted faster than the best, fastest first.
+        refused: Candidates that were tried before any that fits, fastest first.
         candidates: Number of candidates.
         closest: Candidate with the fewest missing bytes if nothing fits.
     """
@@ -153,7 +153,7 @@ def ranked_by_timeline(fits: Sequence[Fits]) -> list[Fits]:
 
 
 def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:
-    """Yield the candidates that fit, in their order."""
+    """Return the candidates that fit, in their order and checked lazily."""
     judge = _Judge(candidates, subject)
     return (judged for judged in map(judge, candidates) if isinstance(judged, Fits))
 

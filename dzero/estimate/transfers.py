@@ -1,11 +1,13 @@
 """Bytes that one rank moves per step: along mesh axes, from the ZeRO table, and between tiers, unit by unit.
 
-transfer                     when param                        to the device for each use, and from disk before it grad
-to the host at each reduction, and to disk, from where the next reduction loads it late_grad, grad_back         once per
-step, to where the update runs moments                      to where the update runs, and back work
-new working copies to the device and to disk states                       from disk for an update, and back; not read
-again if a host slot still has them copies                       gradients of parameters that tp replicates, summed over
-tp before each reduction
+transfer                     when
+param                        to the device for each use, and from disk before it
+grad                         to the host at each reduction, and to disk, from where the next reduction loads it
+late_grad, grad_back         once per step, to where the update runs
+moments                      to where the update runs, and back
+work                         new working copies to the device and to disk
+states                       from disk for an update, and back; not read again if a host slot still has them
+copies                       gradients of parameters that tp replicates, summed over tp before each reduction
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """Colors of the kinds of state, the same in memory bars and in transfers.
 
-blue      parameters: shards, unsharded parameters, new working copies; gathers and fetches orange    gradients;
-reductions and evictions green     masters; updates violet    moments; loads and spills of states grey      activations;
-compute rose      collectives within a model that is cut over ranks
+blue      parameters: shards, unsharded parameters, new working copies; gathers and fetches
+orange    gradients; reductions and evictions
+green     masters; updates
+violet    moments; loads and spills of states
+grey      activations; compute
+rose      collectives within a model that is cut over ranks
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Model of a run as one of its ranks has it, on the meta device, to get shapes and operators.
 
-axis        how the model is built tp, cp, ep  cut by a fake group of as many ranks pp          cut to one pipeline
-stage
+axis        how the model is built
+tp, cp, ep  cut by a fake group of as many ranks
+pp          cut to one pipeline stage
 """
 
 from __future__ import annotations

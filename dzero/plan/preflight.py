@@ -114,7 +114,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def check_least(config: RunConfig) -> None:
-    """Raise RunError for sizes that cannot fit by simple arithmetic, before a model of them is laid out.
+    """Raise RunError if simple arithmetic shows that the sizes cannot fit, before a model of them is laid out.
 
     A rank has at least its share of 16-bit parameters and one hidden state of its part of a microbatch.
     """
