@@ -1,13 +1,13 @@
-"""The papers' arithmetic on memory and bandwidth, from their assumptions (papers.toml), beside dzero's own bytes.
+"""Arithmetic of the ZeRO papers on memory and bandwidth, from their assumptions (`papers.toml`), beside dzero's bytes.
 
-    paper                      question                                              answer here
+    paper                      question                                              function
     ZeRO 2020, table 1         bytes per rank of three models, stages 1-3            `zero_bytes`
-    ZeRO-Offload 2021, 6.2     the largest model on one 32 GB GPU                    `largest`, `deepest`
-    ZeRO-Infinity 2021, 3      what a model takes of disk, host and device           `infinity_need`
+    ZeRO-Offload 2021, 6.2     largest model on one 32 GB GPU                        `largest`, `deepest`
+    ZeRO-Infinity 2021, 3      disk, host and device memory of a model               `infinity_need`
     ZeRO-Infinity 2021, 4      efficiency at a bandwidth, bandwidth for efficiency   `efficiency`, `bandwidth_for`
 
-The papers count formulas; `own_bytes` is what dzero's table (zero/layout.py) takes for the same shapes: FSDP2's copies,
-padding, and the unit in flight. No result of a paper is used in a computation.
+The papers use formulas. `own_bytes` follows dzero's table (`zero/layout.py`) for the same shapes, with FSDP2's buffers,
+padding, and the unit in flight. No result of a paper enters a computation.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from dzero.zero.offload_config import TIERS, OffloadConfig
 from papers.assumptions import Infinity, RunModel, Shape, ShardedModel, Zero, ZeroOffload
 
 COPIES_IN_FLIGHT = 2
-"""Of the largest unit: FSDP2's gather buffer and the parameters made of it, or gradients and their buffer."""
+"""Buffers of the largest unit: FSDP2's gather buffer and the parameters made from it, or gradients and their buffer."""
 STAGED_UNITS = 3
-"""Units of a kind on disk that are in host memory: one on its way in, one in use, one on its way out."""
+"""Units of a kind on disk that are in host memory: one being loaded, one in use, one being written back."""
 
 
 def layout_of(stage: int, ranks: int, offload: OffloadConfig | None = None) -> Layout:
-    """dzero's table at `stage`, sharded over all `ranks`, bf16 with fp32 masters and moments, one microbatch."""
+    """Return dzero's table at `stage`, sharded over `ranks`: bf16 with fp32 masters and moments, one microbatch."""
     replicate, shard = (ranks, 1) if stage == 0 else (1, ranks)
     return Layout.of(ZeroConfig(stage=stage), PrecisionConfig(), offload, replicate=replicate, shard=shard)
 
 
 def zero_bytes(zero: Zero, elems: int, stage: int, ranks: int) -> float:
-    """Model states of one rank by ZeRO's own formulas (section 5): each kind whole, or cut by `ranks`."""
+    """Return the bytes of one rank's states by ZeRO's formulas (section 5): each kind whole, or cut by `ranks`."""
     layout = layout_of(stage, ranks)
     return sum(zero.bytes[kind] * elems / (ranks if getattr(layout, kind).sharded else 1) for kind in KINDS)
 
 
 def own_bytes(layout: Layout, shape: Shape, *, tiles: int = 1) -> dict[str, int]:
-    """What dzero takes of one rank's memory on each tier, before the update of a step; activations are apart."""
+    """Return the bytes that dzero takes of each tier on one rank, before the update of a step, without activations."""
     units = shape.units(tiles)
     widest = max(units, key=lambda unit: unit.shard_elems(1))
     states, staged = peak_bytes(layout, units), peak_bytes(layout, [widest])
@@ -54,24 +54,24 @@ def own_bytes(layout: Layout, shape: Shape, *, tiles: int = 1) -> dict[str, int]
 
 
 def checkpoint_bytes(shape: Shape, batch: float, tokens: int) -> float:
-    """fp16 inputs of all blocks, kept for their recomputation (ZeRO-Infinity, equation 3 with one block each)."""
+    """Return the bytes of the fp16 inputs of all blocks, kept for recomputation (ZeRO-Infinity, eq. 3)."""
     return 2 * batch * tokens * shape.hidden * shape.layers
 
 
 def operator_bytes(shape: Shape, tiles: int = 1) -> float:
-    """fp16 parameters and gradients of the largest operator, hidden to 4 hidden, in tiles (the same, equation 4)."""
+    """Return the fp16 bytes of the largest operator, hidden to 4 hidden, in tiles, with gradients (same, eq. 4)."""
     return 16 * shape.hidden**2 / tiles
 
 
 def activation_bytes(shape: Shape, batch: float, tokens: int, head_features: int) -> float:
-    """Activations of the one block that runs (the same, equation 5)."""
+    """Return the bytes of activations of the one block that runs (ZeRO-Infinity, eq. 5)."""
     return batch * tokens * (16 * shape.hidden + 2 * (shape.hidden // head_features) * tokens)
 
 
 def deepest(need: Callable[[Shape], float], hidden: int, capacity: float) -> Shape | None:
-    """The deepest model of this width with need(shape) ≤ capacity; None where one block is too much.
+    """Return the deepest model of this width with need(shape) ≤ capacity, or None if one block is too large.
 
-    `need` must not shrink with depth.
+    `need` must not decrease with depth.
     """
     low, high = 0, 1
     while need(Shape(layers=high, hidden=hidden)) <= capacity:
@@ -84,9 +84,9 @@ def deepest(need: Callable[[Shape], float], hidden: int, capacity: float) -> Sha
 
 
 def largest(offload: ZeroOffload, device_bytes: Callable[[Shape], float]) -> RunModel | None:
-    """The largest model of the paper's table that fits; None where none does.
+    """Return the largest model of the paper's table that fits, or None if none does.
 
-    device_bytes: what the states of a shape take of the device.
+    `device_bytes` returns the bytes of states that a shape has on the device.
     """
     need = {model.name: on_device(offload, device_bytes, model)(model.shape) for model in offload.models}
     fits = [model for model in offload.models if need[model.name] <= offload.device_bytes]
@@ -96,7 +96,7 @@ def largest(offload: ZeroOffload, device_bytes: Callable[[Shape], float]) -> Run
 def on_device(
     offload: ZeroOffload, device_bytes: Callable[[Shape], float], model: RunModel
 ) -> Callable[[Shape], float]:
-    """Bytes of states, checkpoints and the working memory at this model's batch, for any depth."""
+    """Return a function of a shape's device bytes: states, checkpoints and working memory at this model's batch."""
 
     def need(shape: Shape) -> float:
         tokens = offload.sequence_tokens
@@ -108,7 +108,7 @@ def on_device(
 
 
 def infinity_need(infinity: Infinity, model: ShardedModel) -> dict[str, float]:
-    """What ZeRO-Infinity counts: states on a node's disks, checkpoints in its host memory, work on each device."""
+    """Return ZeRO-Infinity's count: states on a node's disks, checkpoints in its host memory, work on each device."""
     shape, tokens = model.shape, infinity.sequence_tokens
     return {
         "disk": infinity.bytes * model.elems / model.nodes,
@@ -119,12 +119,12 @@ def infinity_need(infinity: Infinity, model: ShardedModel) -> dict[str, float]:
 
 
 def own_infinity_need(infinity: Infinity, model: ShardedModel) -> dict[str, float]:
-    """The same of dzero with every state and the checkpoints on disk, and the MLPs in tiles."""
+    """Return dzero's count with all states and the checkpoints on disk, and the MLPs in tiles."""
     everything = OffloadConfig(param="disk", grad="disk", master="disk", moments="disk", activations="disk")
     local, shape, tokens = infinity.devices_per_node, model.shape, infinity.sequence_tokens
     took = own_bytes(layout_of(3, model.nodes * local, everything), shape, tiles=infinity.tiles)
     kept = checkpoint_bytes(shape, model.batch, tokens)
-    waiting = (everything.prefetch_units + 2) / shape.layers  # inputs of so many blocks wait on the host
+    waiting = (everything.prefetch_units + 2) / shape.layers  # fraction of block inputs in host memory
     return {
         "disk": local * (took["disk"] + kept),
         "host": local * (took["host"] + kept * waiting),
@@ -133,15 +133,16 @@ def own_infinity_need(infinity: Infinity, model: ShardedModel) -> dict[str, floa
 
 
 def missing_tiers(infinity: Infinity, need: dict[str, float]) -> list[str]:
-    """The tiers of the paper's node that are too small."""
+    """Return the tiers of the paper's node that are too small."""
     has = {"disk": infinity.disk_bytes, "host": infinity.host_bytes, "device": infinity.device_bytes}
     return [tier for tier in has if need[tier] > has[tier]]
 
 
 def widest_that_fits(infinity: Infinity, model: ShardedModel) -> ShardedModel | None:
-    """As many parameters in a stack no wider than the model's, by steps of 4096 features, that dzero can train there.
+    """Return the widest model with the same parameters and at most this width that dzero can train on the paper's node.
 
-    Attention is not cut into tiles, so that a unit grows with 4 hidden^2 whatever the tiles. None where none fits.
+    The width decreases in steps of 4096 features; None if no width fits. Attention is not tiled, so a unit grows with 4
+    hidden^2 regardless of the tiles.
     """
     for hidden in range(model.hidden, 0, -4096):
         narrower = replace(model, hidden=hidden)
@@ -151,13 +152,16 @@ def widest_that_fits(infinity: Infinity, model: ShardedModel) -> ShardedModel | 
 
 
 def efficiency(intensity: float, bandwidth: float, flops: float) -> float:
-    """Part of the time that is compute, nothing overlapped (ZeRO-Infinity, equation 6).
+    """Return the fraction of time that is compute if nothing overlaps (ZeRO-Infinity, eq. 6).
 
-    intensity: FLOP per byte moved. bandwidth: bytes/s. flops: FLOP/s while computing.
+    Args:
+        intensity: FLOP per byte moved.
+        bandwidth: Bytes/s.
+        flops: FLOP/s while computing.
     """
     return intensity * bandwidth / (intensity * bandwidth + flops)
 
 
 def bandwidth_for(target: float, intensity: float, flops: float) -> float:
-    """Bytes/s at which `efficiency` is `target`, in (0, 1)."""
+    """Return the bytes/s at which `efficiency` is `target`, in (0, 1)."""
     return flops / intensity * target / (1 - target)

@@ -1,4 +1,4 @@
-"""What the ZeRO papers assume, read from papers.toml: model shapes, bytes per parameter, batches, hardware."""
+"""Assumptions of the ZeRO papers, read from `papers.toml`: model shapes, bytes per parameter, batches, hardware."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import msgspec
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 PARAMS_PER_BLOCK = 12
-"""x hidden^2: 3 + 1 of attention, 4 + 4 of the MLP (ZeRO-Infinity, equation 1)."""
+"""Factor of hidden^2: 3 + 1 for attention, 4 + 4 for the MLP (ZeRO-Infinity, eq. 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A stack of `layers` transformer blocks of `hidden` features; no embeddings."""
+    """Stack of `layers` transformer blocks with `hidden` features, without embeddings."""
 
     layers: int
     hidden: int
 
     @classmethod
     def of(cls, elems: int, hidden: int) -> Shape:
-        """The depth that comes nearest to `elems` parameters."""
+        """Return the shape whose depth comes closest to `elems` parameters."""
         return cls(layers=max(1, round(elems / (PARAMS_PER_BLOCK * hidden**2))), hidden=hidden)
 
     @property
     def elems(self) -> int:
-        """Parameters: 12 layers hidden^2."""
+        """Number of parameters: 12 layers hidden^2."""
         return PARAMS_PER_BLOCK * self.layers * self.hidden**2
 
     def units(self, tiles: int = 1) -> list[UnitShape]:
-        """What is gathered at once: a block; in `tiles` tiles, its attention and each tile of its MLP."""
+        """Return the units, which are blocks, or with tiles the attention and each tile of the MLP."""
         h, rows = self.hidden, 4 * self.hidden // tiles
         attention = (ParamShape("qkv", (3 * h, h), True), ParamShape("out", (h, h), True))
         mlp = (ParamShape("up", (rows, h), True), ParamShape("down", (h, rows), True))
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class SizedModel:
-    """A model that a paper names by its size."""
+    """Model that a paper names by its size."""
 
     name: str
     elems: int
@@ -49,13 +49,13 @@ class SizedModel:
 
     @property
     def shape(self) -> Shape:
-        """Its layers and hidden size."""
+        """Layers and hidden size."""
         return Shape.of(self.elems, self.hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedModel(SizedModel):
-    """On so many nodes, `batch` sequences per device."""
+    """Model on a number of nodes, with `batch` sequences per device."""
 
     nodes: int
     batch: float
@@ -63,7 +63,7 @@ class ShardedModel(SizedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class RunModel:
-    """A model that a paper ran: its shape, and sequences per device."""
+    """Model that a paper ran: its shape, and sequences per device."""
 
     name: str
     layers: int
@@ -72,13 +72,13 @@ class RunModel:
 
     @property
     def shape(self) -> Shape:
-        """Its layers and hidden size."""
+        """Layers and hidden size."""
         return Shape(layers=self.layers, hidden=self.hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """A way to train, with the bytes per parameter that it keeps on the device."""
+    """Training system, with the bytes per parameter that it keeps on the device."""
 
     name: str
     bytes: int
@@ -139,21 +139,21 @@ class Efficiency:
     targets: list[float]
 
     def param_intensity(self, batch: float) -> float:
-        """FLOP per byte of parameters and gradients moved (equation 9: sequence x batch)."""
+        """Return the FLOP per byte of parameters and gradients moved (eq. 9: sequence x batch)."""
         return self.flops_per_elem_and_token * batch * self.sequence_tokens / self.param_bytes
 
     def optimizer_intensity(self, batch: float) -> float:
-        """FLOP per byte of optimizer states moved (equation 10: sequence x batch / 4)."""
+        """Return the FLOP per byte of optimizer states moved (eq. 10: sequence x batch / 4)."""
         return self.flops_per_elem_and_token * batch * self.sequence_tokens / self.optimizer_bytes
 
     def checkpoint_intensity(self, hidden: int) -> float:
-        """FLOP per byte of activation checkpoints moved, one per block (equation 11: 24 x hidden)."""
+        """Return the FLOP per byte of activation checkpoints moved, one per block (eq. 11: 24 x hidden)."""
         return self.flops_per_elem_and_token * PARAMS_PER_BLOCK * hidden / self.checkpoint_bytes_per_feature
 
 
 @dataclass(frozen=True, kw_only=True)
 class Papers:
-    """papers.toml."""
+    """Contents of `papers.toml`."""
 
     zero: Zero
     offload: ZeroOffload
@@ -162,5 +162,5 @@ class Papers:
 
 
 def read_papers() -> Papers:
-    """The assumptions."""
+    """Return the assumptions."""
     return msgspec.toml.decode(Path(__file__).with_name("papers.toml").read_bytes(), type=Papers)

@@ -1,4 +1,4 @@
-"""The ZeRO papers' tables as their assumptions give them, beside dzero's own bytes."""
+"""Tables of the ZeRO papers, computed from their assumptions, beside dzero's own bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from papers.assumptions import Efficiency, Infinity, Papers, Shape, ShardedModel
 
 
 def paper_tables(papers: Papers) -> list[Table]:
-    """All of them, in the order of the papers."""
+    """Return all tables in the order of the papers."""
     return [
         *(_states(papers.zero, model) for model in papers.zero.models),
         _one_device(papers.offload),
@@ -36,7 +36,7 @@ def paper_tables(papers: Papers) -> list[Table]:
 
 
 def _states(zero: Zero, model: SizedModel) -> Table:
-    """Bytes per rank by ranks and stage; the paper's formula, then dzero with one microbatch per step."""
+    """Return bytes per rank by ranks and stage: the paper's formula, then dzero with one microbatch per step."""
     shape = model.shape
     header = [cell for name, stage in zero.stages.items() for cell in (name, f"stage {stage}")]
     rows = [
@@ -58,7 +58,7 @@ def _states(zero: Zero, model: SizedModel) -> Table:
 
 
 def _one_device(offload: ZeroOffload) -> Table:
-    """The largest model on one device by what its states take there."""
+    """Return the largest model on one device, by the device memory of its states."""
     host = OffloadConfig(grad="host", master="host", moments="host")
     ways: list[tuple[str, Callable[[Shape], float]]] = [
         *((system.name, _per_param(system.bytes)) for system in offload.systems),
@@ -89,7 +89,7 @@ def _own_device(layout: Layout) -> Callable[[Shape], float]:
 
 
 def _nodes(infinity: Infinity) -> Table:
-    """Disk and host memory of a node and memory of a device, the paper's count and dzero's."""
+    """Return the disk and host memory of a node and the memory of a device, as the paper and dzero count them."""
     capacity = {"disk": infinity.disk_bytes, "host": infinity.host_bytes, "device": infinity.device_bytes}
 
     def row(who: str, model: ShardedModel, need: dict[str, float]) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ def _nodes(infinity: Infinity) -> Table:
 
 
 def _states_bandwidth(efficiency: Efficiency) -> Table:
-    """Bytes/s per device that parameters with gradients and optimizer states need, by batch."""
+    """Return the bytes/s per device for parameters with gradients and for optimizer states, by batch."""
     kinds = {"params, grads": efficiency.param_intensity, "optimizer": efficiency.optimizer_intensity}
     rows = [
         (
@@ -132,7 +132,7 @@ def _states_bandwidth(efficiency: Efficiency) -> Table:
 
 
 def _checkpoint_bandwidth(efficiency: Efficiency) -> Table:
-    """Bytes/s per device that activation checkpoints need, by hidden size."""
+    """Return the bytes/s per device for activation checkpoints, by hidden size."""
     rows = [
         (
             str(hidden),
@@ -152,7 +152,7 @@ def _shape(shape: Shape) -> str:
 
 
 def _bytes(count: float) -> str:
-    """Decimal, as the papers count: `31.4 GB`."""
+    """Return bytes in decimal units, as the papers do: `31.4 GB`."""
     return f"{format_count(count)}B"
 
 

@@ -1,17 +1,18 @@
-"""From a step of a few equal blocks to one of many: exactly, because every number is affine in the number of blocks.
+"""Exact extrapolation of a step from a few equal blocks to many, as every number is affine in the number of blocks.
 
-Two steps are known, of a model with `SHORT` blocks and with one more. Between them each moment finds its twin: outside
-of blocks by its place, inside block k by k counted from the start (the block of the longer model is k) or from the end
-(it is k + 1). From a moment to its twin a constant is added, what one more block holds there; so with L blocks it is
-added L - SHORT times. In the middle of a long model a moment's bytes also change evenly from block to block, so the
-most is held at an end of the middle, and both ends are counted.
+Two steps are observed, of a model with `SHORT` blocks and of one with `SHORT + 1`. Each moment of the shorter step has
+a twin in the longer one. Outside of blocks the twin is the moment at the same place. Inside block k it is the moment in
+block k if blocks are counted from the start, or in block k + 1 if they are counted from the end. The difference between
+the twins is what one more block holds at that moment, so for L blocks it is added L - SHORT times. In the middle of a
+long model a moment's bytes also change evenly from block to block. The maximum is therefore at an end of the middle,
+and both ends are included.
 
-Of actions, a phase of the longer step is that of the shorter one with a piece put in; with more blocks the piece comes
-once for each, its blocks renumbered. Updates are listed, in their own order. Tests hold all against steps of the whole
-model.
+For actions, a phase of the longer step is that of the shorter one with a piece inserted. With more blocks the piece is
+inserted once for each of them, with its blocks renumbered. Updates are listed in their own order. Tests compare all of
+this with steps of the whole model.
 
-Decisions alone are not affine: their slices are rounded up. What they send is told by formula; their buffers, of
-kilobytes, are taken as affine.
+Decisions are the exception, because their slices are rounded up. The bytes that they send are computed by formula, and
+their buffers, which are kilobytes, are treated as affine.
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ from simulator.observe import DECIDE, Observed, ObservedAction, collective_of, u
 from simulator.storage_meter import Bytes, StorageMoment, Where
 
 SHORT = 3
-"""A first block, a last one, and one in between."""
+"""Number of blocks: a first one, a last one, and one in between."""
 BLOCK = re.compile(r"\blayers\.(\d+)")
 
 
 def repeat(
     short: Observed, long: Observed, layers: int, units: Sequence[UnitShape], decision: Mapping[Entry, Traffic]
 ) -> Observed:
-    """A step of `layers` equal blocks, from one of `SHORT` blocks and one of `SHORT + 1`. `units`: of all. decision:
-    what the collectives of its decision send, one of each entry.
+    """Return a step of `layers` equal blocks.
 
-    Its moments are those at which most may be held: of blocks the first two and the last two. Raises RuntimeError where
-    the blocks are not equal.
+    Its moments are those at which memory may be at its maximum: of blocks, the first two and the last two.
+
+    Args:
+        short: Step of `SHORT` blocks.
+        long: Step of `SHORT + 1` blocks.
+        layers: Number of blocks.
+        units: Shapes of all units.
+        decision: Traffic of the collectives of the decision, one per entry.
+
+    Raises:
+        RuntimeError: The blocks are not equal.
     """
     repeated = _Repeated(short, long, layers)
     sent = {collective_of(entry): traffic.sent_bytes for entry, traffic in decision.items()}
@@ -68,7 +77,7 @@ class _Repeated:
     def _grown(
         self, short: Sequence[StorageMoment], long: Sequence[StorageMoment], shift: int
     ) -> Iterator[StorageMoment]:
-        if len(short) != len(long):  # as many operators as parameters, in the step: only the most that is held matters
+        if len(short) != len(long):  # the optimizer step has operators per parameter; only its maximum matters
             short, long = ([max(each, key=lambda m: m.total)] for each in (short, long))
         for a, b in zip(short, long, strict=True):
             yield StorageMoment(_moved(a.where, shift * self._more), self._affine(a.bytes, b.bytes))
@@ -95,9 +104,9 @@ class _Repeated:
         return [action for a, b in zip(short, long, strict=True) for action in self._spliced(a, b)]
 
     def _spliced(self, short: list[ObservedAction], long: list[ObservedAction]) -> Iterator[ObservedAction]:
-        """`short` with the piece that `long` has more, once for each block more."""
+        """Yield `short` with the piece that `long` has in addition, once for each further block."""
         descending = _phase(short[0])[1] == "backward"
-        before, behind = (1, 0) if descending else (0, 1)  # how much higher the blocks' numbers are in `long`
+        before, behind = (1, 0) if descending else (0, 1)  # offset of block numbers in `long`
         size = len(long) - len(short)
         for cut in range(len(short) + 1):
             if _alike(short[:cut], long[:cut], before) and _alike(short[cut:], long[cut + size :], behind):
@@ -118,7 +127,7 @@ class _Repeated:
 
 
 def _alike(short: Sequence[ObservedAction], long: Sequence[ObservedAction], shift: int) -> bool:
-    """But for what they send: with more blocks a decision is longer."""
+    """Return whether shifted actions are equal, bytes sent aside, since decisions are longer with more blocks."""
     return [replace(a, sent_bytes=0) for a in _renamed(short, shift)] == [replace(b, sent_bytes=0) for b in long]
 
 
@@ -134,7 +143,7 @@ def _by_place(observed: Observed) -> dict[Where, list[StorageMoment]]:
 
 
 def _shifts(unit: str) -> list[int]:
-    """By how much the twin's number is higher: 0 from the start, 1 from the end; both in the middle."""
+    """Return the offsets of a twin's block number: 0 counted from the start, 1 from the end; in the middle, both."""
     found = BLOCK.search(unit)
     if found is None:
         return [0]

@@ -1,11 +1,10 @@
-"""What a run takes of each tier, counted from what there is: nothing here asks a table, a schedule or a prediction.
+"""Memory that a run takes of each tier, counted independently of the table, the schedule and any prediction.
 
-    device   storages of tensors that are alive, made at any time since the meter was entered (storage_meter.py)
-    host     leases that were handed out of the arena, whole pages; waiting activations' too
-    disk     scratch files that this process has open, and had not when the meter was entered; they have no name, no
-             folder shows them (offload/scratch_dir.py)
+    device   live storages of tensors, made since the meter was entered (`storage_meter.py`)
+    host     leases of the host memory pool, in whole pages, including those of offloaded activations
+    disk     scratch files that this process has opened since then, which no folder lists (`offload/scratch_dir.py`)
 
-So a state that is kept twice counts twice: outside the arena, on the device of a CPU.
+On a CPU, a state that is kept both in the host memory pool and outside of it counts twice, on host and device.
 """
 
 from __future__ import annotations
@@ -22,17 +21,22 @@ from dzero.optim.adamw import AdamW
 from simulator.storage_meter import StorageMeter
 
 LEARNING = 3
-"""Steps until parameters that come from elsewhere are brought in an order that stays (offload/param_prefetch.py)."""
+"""Steps until the order in which offloaded parameters are prefetched is stable (`offload/param_prefetch.py`)."""
 STEPS = 3
-"""Steps whose peaks are taken: what a copy or a collective is still holding makes one differ from another."""
+"""Steps whose peaks are measured, since copies and collectives in flight make peaks differ between steps."""
 OPEN_FILES = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Bytes of one rank. `device`: at the fullest moment of a step, the least of some steps; `device_most`: of all.
+    """Bytes of one rank.
 
-    Copies and collectives under way keep what they move, longer on a busy machine. `host`, `disk`: between steps.
+    Copies and collectives in flight hold what they move, longer on a busy machine.
+
+    Attributes:
+        device: Minimum over some steps of the peak of a step.
+        device_most: Maximum over these steps.
+        host, disk: Bytes between steps.
     """
 
     device: int
@@ -42,7 +46,7 @@ class MeasuredMemory:
 
 
 class MemoryCount:
-    """Counts between enter and exit; entered before the model is made."""
+    """Context that counts memory; enter it before the model is made."""
 
     def __init__(self) -> None:
         self._meter, self._open = StorageMeter(), ExitStack()
@@ -57,7 +61,7 @@ class MemoryCount:
         self._open.close()
 
     def taken(self, step: Callable[[], object], optim: AdamW) -> MeasuredMemory:
-        """In a few more steps, nothing of which is left for later."""
+        """Return the memory of a few more steps, each completed with all its updates."""
         _alone(step, optim)
         away = host_bytes(optim) > 0
         for _ in range(LEARNING - 1 if away else 0):
@@ -74,15 +78,15 @@ class MemoryCount:
 
 
 def host_bytes(optim: AdamW) -> int:
-    """Of the leases that the optimizer's arena, and its activations', handed out."""
+    """Return the bytes leased from the host memory pools of the optimizer and of its activations."""
     return optim.offload.host_bytes
 
 
 def _scratch_files() -> dict[tuple[int, int], int]:
-    """Bytes, by device and inode, of each scratch file of a run that is open here, as the file system says."""
+    """Return the size of each open scratch file of a run in this process, by device and inode."""
     sizes = {}
     for link in OPEN_FILES.iterdir():
-        with suppress(FileNotFoundError):  # the folder's own, closed since
+        with suppress(FileNotFoundError):  # descriptor of the listing itself, closed by now
             target = Path(os.readlink(link))
             if NAME.fullmatch(target.parent.name) and target.name.startswith("data"):
                 found = link.stat()

@@ -1,6 +1,6 @@
-"""One step under the meter: what it holds at every moment, what it does, and in which order.
+"""Observation of one step by the meter: bytes held at every moment, and actions in order.
 
-Real or simulated alike: the loop is the trainer's, microbatches of forward and backward, then the optimizer's step.
+The loop is the trainer's, for real and simulated runs alike: forward and backward of the microbatches, optimizer step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ Loss = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Passes:
-    """What a part of a pipeline does in a step: forwards and backwards in `order`, by microbatch. `forward`: what comes
-    out; `backward`: from that on."""
+    """Forward and backward passes of a pipeline stage in a step.
+
+    Attributes:
+        order: "forward" or "backward", and the microbatch, in order of execution.
+        forward: Returns the output of a microbatch.
+        backward: Runs the backward of a microbatch from its output.
+    """
 
     order: Sequence[tuple[str, int]]
     forward: Callable[[int], torch.Tensor]
@@ -40,7 +45,7 @@ class Passes:
 
     @classmethod
     def alone(cls, microbatches: int, loss: Loss) -> Passes:
-        """Of a whole model: its loss, divided by their number, and at once its backward."""
+        """Return the passes of a whole model: loss / microbatches and at once its backward, per microbatch."""
         order = [(what, index) for index in range(microbatches) for what in (FORWARD, BACKWARD)]
         return cls(order, lambda _: loss() / microbatches, lambda _, value: value.backward())  # type: ignore[no-untyped-call]
 
@@ -50,9 +55,9 @@ FORWARD, BACKWARD, DECIDE = "forward", "backward", "decide"
 
 @dataclass(frozen=True)
 class ObservedAction:
-    """One of a step's, in its `phase` (`Where`). `what`: unshard, forward, backward, reduce, decide, update.
+    """Action of a step in its `phase` (see `Where`), with the bytes that it sends if it is a collective.
 
-    Collectives say what they send.
+    `what` is unshard, forward, backward, reduce, decide or update.
     """
 
     microbatch: int
@@ -69,7 +74,7 @@ class ObservedAction:
 
 @dataclass(frozen=True)
 class Observed:
-    """A step: what is held after every operator, its actions in order, and its traffic by the ledger."""
+    """Step: bytes held after every operator, actions in order, and traffic by ledger entry."""
 
     moments: list[StorageMoment]
     actions: list[ObservedAction]
@@ -77,7 +82,7 @@ class Observed:
 
     @property
     def peak(self) -> StorageMoment:
-        """The first moment at which most is held."""
+        """First moment at which the most bytes are held."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
@@ -88,11 +93,14 @@ def observe(
     meter: StorageMeter,
     left: Callable[[bool], None] = lambda _: None,
 ) -> Observed:
-    """The second of two steps, which finds what the first one left (staging, gathered sizes), as all later ones do.
+    """Observe the second of two steps, which finds the buffers that the first one leaves, as all later steps do.
 
-    loss: forward of a microbatch, through to a scalar that is not yet divided by their number; or all passes. meter:
-    entered, and so are all modes below it. left: told before every unit's backward, and at its end, with whether the
-    microbatch is the step's last.
+    Args:
+        sharded: The sharded model.
+        optim: Its optimizer.
+        loss: Returns the scalar loss of a microbatch, not yet divided by their number; or all passes.
+        meter: The meter, already entered, as are all modes below it.
+        left: Called before every unit's backward and at the end of backward, with whether the microbatch is the last.
     """
     meter.claim("param", [*sharded.named_params().values(), *sharded.model.buffers()])
     for states in optim.state.values():
@@ -111,12 +119,12 @@ def observe(
 
 
 def collective_of(entry: Entry) -> str:
-    """Return the name of a ledger's entry in actions."""
+    """Return the name of a ledger entry in actions."""
     return f"{entry.kind} over {entry.axis}"
 
 
 def updates(units: Sequence[UnitShape], microbatch: int) -> list[ObservedAction]:
-    """Of all units, after the step's last microbatch."""
+    """Return the updates of all units, after the last microbatch of the step."""
     return [ObservedAction(microbatch, "step", "update", unit.name) for unit in update_order(units)]
 
 
@@ -129,7 +137,7 @@ class _Observer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Units tell of their forward and backward, the ledger of collectives."""
+        """Record the forward and backward of units, and the collectives of the ledger."""
         removable = []
         for unit in self._sharded.units:
             for module in map(as_module, unit.modules):
@@ -145,7 +153,7 @@ class _Observer:
                 each.remove()
 
     def step(self, passes: Passes) -> None:
-        """As the trainer makes it."""
+        """Run one step like the trainer."""
         values: dict[int, torch.Tensor] = {}
         for what, self._microbatch in passes.order:
             if what == FORWARD:
@@ -187,7 +195,7 @@ class _Observer:
 
     def _moved(self, entry: Entry, sent_bytes: int) -> None:
         if entry.phase == dtensor_traffic.PHASE:
-            return  # a part of the model's own forward and backward
+            return  # traffic of the model's own forward and backward
         begun = self._sharded.ledger.collective_log.step[-1]
         assert isinstance(begun, Collective)
         unit = begun.unit
@@ -200,7 +208,7 @@ class _Observer:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Garbage in cycles goes at its end: when a collector happens to come is no property of a plan."""
+    """Disable garbage collection, so that cycles are freed at the end and not at an arbitrary moment."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

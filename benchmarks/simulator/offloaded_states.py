@@ -1,10 +1,11 @@
-"""States off the device, as the device sees them: gone between their uses, two units at a time while they are used.
+"""Device memory of offloaded states: absent between uses, two units at a time during use.
 
-state              on the device                                                          how
-master, moments    while they are updated there, if they live elsewhere: two units'       computed
-grad               until the next unit's backward begins (several: of the last            simulated
-                   microbatch); while updated there, two units'                           computed
-param              this unit's shards and the next one's                                  computed
+state              on the device                                                          source
+master, moments    two units' while updated there, if they are stored elsewhere           computed
+grad               until the next unit's backward begins; if gradients accumulate on
+                   the device, until then in the last microbatch                          simulated
+                   two units' while updated there                                         computed
+param              shards of the current unit and of the next one                         computed
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from simulator.storage_meter import KINDS, Bytes, StorageMeter, StorageMoment
 
 
 class Absent:
-    """Takes what `buffer_layout` has elsewhere out of the meter's sight."""
+    """Exclusion of the offloaded states of `buffer_layout` from the meter."""
 
     def __init__(self, buffer_layout: BufferLayout, sharded: Sharded, optim: AdamW, meter: StorageMeter) -> None:
         self._buffer_layout, self._optim, self._meter = buffer_layout, optim, meter
@@ -33,7 +34,7 @@ class Absent:
                     meter.leave([tensor])
 
     def left(self, is_last: bool) -> None:
-        """Gradients that were reduced before are there now; with several copies, or whole ones, only the last."""
+        """Exclude offloaded gradients reduced so far; if they accumulate on the device, only in the last microbatch."""
         if not (is_last or self._buffer_layout.accumulates_on_host):
             return
         grads = self._optim.gradients.arriving()
@@ -44,7 +45,7 @@ class Absent:
 
 
 def with_brought(moments: Sequence[StorageMoment], buffer_layout: BufferLayout) -> list[StorageMoment]:
-    """With what is on the device for a use of it."""
+    """Add the offloaded states that are on the device for their use."""
     extra = {phase: _brought(buffer_layout, in_step=phase == "step") for phase in ("forward", "backward", "step")}
     return [
         StorageMoment(m.where, tuple(a + b for a, b in zip(m.bytes, extra[m.where.phase], strict=True)))
@@ -76,6 +77,6 @@ def _brought(buffer_layout: BufferLayout, *, in_step: bool) -> Bytes:
 
 
 def _of_two(units: Sequence[UnitShape], bytes_of: Callable[[ParamShape], int]) -> int:
-    """The most that two units in a row take."""
+    """Return the maximum bytes of two consecutive units."""
     sizes = [sum(map(bytes_of, unit.params)) for unit in update_order(units)]
     return max((a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)

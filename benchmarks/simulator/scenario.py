@@ -1,4 +1,4 @@
-"""A run as a plan needs it: what the configuration says of model, ranks and memory, without data and schedule."""
+"""Run to be simulated: model, ranks and memory settings of a configuration, without data and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ from dzero.zero.offload_config import OffloadConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A run. `accumulate`: microbatches per step, each of `sequences` of `tokens` on every data-parallel rank; `ranks`:
-    all of them.
+    """Settings of a simulated run.
 
-    device_type: what the run computes on, cpu or cuda. vocab_size: ids of the data.
+    Attributes:
+        ranks: All ranks.
+        sequences: Sequences per microbatch and data-parallel rank.
+        tokens: Tokens per sequence.
+        accumulate: Microbatches per step.
+        device_type: Device that the run would use, cpu or cuda.
+        vocab_size: Vocabulary size of the data.
     """
 
     model: ModelConfig
@@ -58,11 +63,11 @@ class Scenario:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """(replicate, shard)."""
+        """Mesh degrees (replicate, shard)."""
         return self.mesh.degrees(self.mesh.data_ranks(self.ranks), stage=self.zero.stage)
 
     def layout(self) -> Layout:
-        """The table. Raises ValueError for settings that do not go together."""
+        """Return the ZeRO table; raises ValueError for settings that contradict each other."""
         replicate, degree = self.degrees
         return Layout.of(
             self.zero,
@@ -77,31 +82,34 @@ class Scenario:
         )
 
     def build(self) -> nn.Module:
-        """The model on meta, its blocks as they will run, but not compiled."""
-        # Where a part's tokens stand cannot be asked of fake ones.
+        """Return the model on meta with its blocks as they run, but not compiled."""
+        # Positions of a pipeline stage's fake tokens cannot be checked against max_tokens.
         model = build(replace(self.model, max_tokens=None) if self.mesh.pp > 1 else self.model, self.vocab_size)
         apply_blocks(model, replace(self.block, compile=False), "cpu")
         return model
 
     def cut(self, model: nn.Module, mesh: DeviceMesh, part: int = 0) -> ParallelModel:
-        """Cut `model`, on meta, as the ranks of `mesh` with that part of the pipeline have it."""
+        """Cut `model`, on meta, to a pipeline stage over the ranks of `mesh`."""
         config = ParallelConfig(ep=self.mesh.ep, tokens=self.tokens)
         return parallelize(model, mesh, config, pipeline=(part, self.mesh.pp))
 
     def order(self, part: int) -> list[tuple[str, int]]:
-        """Of forwards and backwards, by microbatch."""
+        """Return the order of forwards and backwards of a pipeline stage, by microbatch."""
         return order_of(self.mesh.pp_schedule, self.accumulate, part, self.mesh.pp)
 
     def hidden(self, parts: ModelStages) -> HiddenStates:
-        """What comes into a part that is not the first."""
+        """Return the hidden states that a pipeline stage other than the first receives."""
         tokens = self.tokens // (self.mesh.tp * self.mesh.cp)
         return HiddenStates((self.sequences, tokens, parts.width), self.layout().param.dtype)
 
     def loss_of(
         self, model: nn.Module, parts: ModelStages | None = None
     ) -> Callable[[torch.Tensor | None], torch.Tensor]:
-        """The trainer's loss of one microbatch [scalar], forward included, on tokens that are all 0; of a part, on the
-        hidden states that come in, and where it is not the last those that go out."""
+        """Return a function that runs forward on tokens that are all 0 and returns the trainer's scalar loss.
+
+        For a pipeline stage the function takes the received hidden states. Unless the stage is the last, it returns the
+        hidden states to send.
+        """
 
         def loss(hidden: torch.Tensor | None = None) -> torch.Tensor:
             tokens, targets = (torch.zeros(self.sequences, self.tokens, dtype=torch.int64) for _ in range(2))

@@ -1,25 +1,25 @@
-"""One rank of a run of any size, without its memory and without its device.
+"""Simulation of one rank of a run of any size, without its memory and its device.
 
     what                                  how
-    sharding, microbatches, collectives   simulated: the real code (zero/shard.py, comm/), in a process group that moves
-                                          nothing, on fake tensors: shapes and storages, no memory
-    forward, loss, backward               simulated: the model's own code, as the CPU runs it (see the note)
-    gradients, states, decision           simulated: the real optimizer (optim/); all ranks agree, all is finite
-    updates                               in place, so they take no memory; not simulated
-    states off the device                 as absent (offloaded_states.py): gradients leave when the next unit's
-                                          backward begins; what is brought back for its use is computed
-    host memory, disk, moves, updates     computed: the schedule, which is pure, says both exactly
-    experts                               chosen alike: as many tokens go to each
-    equal blocks                          simulated three and four at a time, then repeated exactly (extrapolate.py)
+    sharding, microbatches, collectives   simulated: the real code (`zero/shard.py`, `comm/`) with a process group that
+                                          moves nothing, on fake tensors, which have shapes and storages but no memory
+    forward, loss, backward               simulated: the model's own code, as on a CPU (see the note)
+    gradients, states, decision           simulated: the real optimizer (`optim/`); ranks agree, all values are finite
+    updates                               not simulated: they are in place and take no memory
+    offloaded states                      absent (`offloaded_states.py`): gradients leave when the next unit's backward
+                                          begins; states fetched for use are computed
+    host, disk, transfers, updates        computed: exact, from the schedule
+    experts                               chosen equally: the same number of tokens goes to each
+    equal blocks                          simulated three and four at a time, then extrapolated (`extrapolate.py`)
 
-Rank 0 is simulated, whose shards are the largest.
+The simulated rank is rank 0, whose shards are the largest.
 
-Note: which device. FSDP2 asks a CUDA device for streams and events, which a machine without one does not have, so the
-simulated device is a CPU's: the same storages, made and freed in the program's order. A GPU's kernels for attention may
-save other statistics for backward. `device_type` says what `zero.reduction=auto` stands for: `native` on CUDA.
-Blocks are not compiled.
+Note: device. FSDP2 needs streams and events of a CUDA device, which a machine without one lacks, so the simulated
+device is a CPU. Storages are the same, made and freed in program order, but a GPU's attention kernels may save other
+statistics for backward. `device_type` determines `zero.reduction=auto`, which is `native` on CUDA. Blocks are not
+compiled.
 
-Note: values. A fake tensor has none. Where the code reads one anyway, it finds what `_NoValues` says.
+Note: values. A fake tensor has no values. Code that reads one gets the value that `_NoValues` returns.
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ from simulator.storage_meter import StorageMeter, StorageMoment
 
 META = torch.device("meta")
 COUNTED = ("control", expert_exchange.PHASE, dtensor_traffic.PHASE)
-"""Phases that are no part of the table: what they move is counted."""
+"""Phases outside the ZeRO table, whose traffic is counted only."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step of rank 0. `moments`: those at which most may be held on the device. `schedule`: host and disk.
+    """Step of rank 0.
 
-    shapes: of the whole model's units.
+    Attributes:
+        shapes: Shapes of the units of the whole model.
+        moments: Moments at which the device may be fullest.
+        schedule: Schedule of host memory and disk.
     """
 
     layout: Layout
@@ -78,18 +81,22 @@ class Simulated:
 
     @property
     def peak(self) -> StorageMoment:
-        """The first moment at which most is held on the device."""
+        """First moment at which the device is fullest."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simulated:
-    """A step of a run's rank 0, the second one, as all later ones are.
+    """Simulate the second step of rank 0, which equals all later steps.
 
-    whole: every block, not three and four; the result is the same, with more moments. part: of a pipeline, whose first
-    rank it is instead; always whole.
+    Args:
+        scenario: The run.
+        whole: Simulate every block instead of three and four; the result is the same, with more moments.
+        part: Pipeline stage, whose first rank is simulated; with a pipeline every block is simulated.
 
-    Raises ValueError for settings that do not go together, RuntimeError in a process that has a process group, in one
-    whose torch was not tried, and where the simulated collectives are not those of the table.
+    Raises:
+        ValueError: The settings contradict each other.
+        RuntimeError: This process has a process group, torch's version is untested, or the simulated collectives differ
+            from those of the ZeRO table.
     """
     check_version()
     layout, layers = scenario.layout(), scenario.model.layers
@@ -108,7 +115,7 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
 
 
 def _part(scenario: Scenario, mesh: DeviceMesh, part: int) -> Simulated:
-    """Of the rank in this process."""
+    """Simulate the pipeline stage of the rank in this process."""
     model, layout = scenario.build(), scenario.layout()
     cut = scenario.cut(model, mesh, part)
     assert cut.stages is not None
@@ -126,7 +133,7 @@ def _told(layout: Layout, shapes: list[UnitShape], observed: Observed, shared: S
 
 
 def _blocks_are_equal(scenario: Scenario) -> bool:
-    """A part of a kind that is off the device is that of some blocks."""
+    """Return whether all blocks are equal, which a partially offloaded kind of state rules out."""
     return scenario.model.kind == "llama" and all(fraction == 1 for _, fraction in scenario.layout().tiers.values())
 
 
@@ -137,7 +144,7 @@ def _with_layers(scenario: Scenario, layers: int) -> Scenario:
 def _check_traffic(
     layout: Layout, shapes: list[UnitShape], traffic: dict[Entry, Traffic], shared: Sequence[str] = ()
 ) -> None:
-    """The simulated collectives are the table's, to the byte."""
+    """Check that the simulated collectives are those of the ZeRO table, to the byte."""
     moved = {entry: each for entry, each in traffic.items() if entry.phase not in COUNTED}
     expected = expected_traffic(layout, shapes, shared)
     if moved != expected:
@@ -164,8 +171,7 @@ def _observe(scenario: Scenario, mesh: DeviceMesh, part: int = 0) -> Observed:
 
 
 def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor | None], torch.Tensor]) -> Passes:
-    """As torch's schedules run a part: what comes in, and the gradients that come back, have places of their own for
-    every microbatch, for as long as the run lasts."""
+    """Return the passes of a pipeline stage in torch's schedules, which keep receive buffers for every microbatch."""
     count, sent, hidden = range(scenario.accumulate), list[torch.Tensor](), scenario.hidden(parts)
     comes = None if parts.has_first else [hidden.on("cpu").requires_grad_() for _ in count]
     back = None if parts.has_last else [hidden.on("cpu") for _ in count]
@@ -177,14 +183,14 @@ def _passes(scenario: Scenario, parts: ModelStages, run: Callable[[torch.Tensor 
     def backward(index: int, value: torch.Tensor) -> None:
         value.backward(back[index] if back else None)  # type: ignore[no-untyped-call]
         if comes:
-            sent[:] = [grad for grad in [comes[index].grad] if grad is not None]  # until the next has been sent
+            sent[:] = [grad for grad in [comes[index].grad] if grad is not None]  # alive until the next is sent
             comes[index].grad = None
 
     return Passes(scenario.order(parts.own[0].index), forward, backward)
 
 
 def _sharded_on_meta(scenario: Scenario, cut: ParallelModel) -> Sharded:
-    """Cut before it has storages: cutting fake tensors into thousands of shards takes ten times as long."""
+    """Shard the model before it has storages, since cutting fake tensors into thousands of shards is 10 x slower."""
     exact = is_exact(scenario.zero.reduction, scenario.device_type)
     return shard(
         cut,
@@ -207,9 +213,9 @@ def _shapes_of(scenario: Scenario, cut: ParallelModel) -> list[UnitShape]:
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is read of tensors without values: that all ranks agree and all gradients are finite.
+    """Dispatch mode that answers reads of values, such that all ranks agree and all gradients are finite.
 
-    A number is 1 (true), no element is found, and two tensors are equal.
+    A number is 1 (true), no element is nonzero, and two tensors are equal.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,7 +231,7 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _parameters_stay_themselves() -> Iterator[None]:
-    """When `to_empty` gives them storages: units, hooks and optimizers know them by identity."""
+    """Keep the identity of parameters when `to_empty` allocates them, which units, hooks and optimizers rely on."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,26 +1,25 @@
-"""The bytes of every storage, seen through the operators that make, write or resize it: one definition of a peak.
+"""Meter of the bytes of every storage, from the operators that make, write or resize it: one definition of peak memory.
 
-The same meter runs over real tensors and over fake ones (simulate.py), so that prediction and measurement count
-the same. A storage counts from the first operator that it is seen in until its last reference goes; one that FSDP2
-resizes counts as what it is now. Not counted: memory that is not torch's (views of host slots, which torch cannot
-resize), what an operator takes and frees inside itself, what host kernels (numba) take, and what an allocator keeps.
-So the high-water mark lies below an allocator's.
+The same meter runs on real and on fake tensors (`simulate.py`), so measurement and prediction count alike. A storage
+counts from the first operator that uses it until its last reference is gone, and at its current size if FSDP2 resizes
+it. Not counted are memory outside torch (views of host slots, which torch cannot resize), temporaries inside operators,
+memory of host kernels (numba), and memory cached by an allocator. The peak is therefore below that of an allocator.
 
-    kind          what
+    kind          contents
     param         shards that FSDP2 registers between uses
-    unsharded     parameters while they are gathered
+    unsharded     gathered parameters
     grad          gradients, before and after their reduction
     master        fp32 masters or remainders
     moments       both moments
-    buffers       of collectives: gathered units before they are copied out, what is reduced, staging
-    activations   made in forward (and by the loss), alive: kept for backward, or in use
+    buffers       of collectives: gathered units before they are copied out, payloads of reductions, staging
+    activations   made in forward and by the loss: saved for backward, or in use
     temporaries   made in backward and in the step, recomputed activations included
 
-States are claimed by their owner; the rest tells its kind by the operators that it meets, which may be later than the
-moment that is asked about: a storage has one kind, the last that it turned out to be.
+The owners of states claim them. The kind of any other storage follows from the operators that use it. A storage has one
+kind, the last that was determined, which also applies to earlier moments.
 
-Note: threads. A dispatch mode belongs to a thread. Backward of CPU tensors runs in the caller's; autograd's own, which
-serve CUDA, take over the modes of the caller. Threads of the host's updates see no mode, and make no storage.
+Note: threads. A dispatch mode belongs to a thread. Backward of CPU tensors runs in the caller's thread, and autograd's
+threads for CUDA inherit the modes of the caller. Threads of the host's update have no mode, and make no storages.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from dzero.zero.offloaded_param import OffDeviceShard
 
 KINDS = ("param", "unsharded", "grad", "master", "moments", "buffers", "activations", "temporaries")
 Bytes = tuple[int, ...]
-"""By kind, in the order of `KINDS`."""
+"""Bytes by kind, in the order of `KINDS`."""
 
 
 class Where(NamedTuple):
-    """A place in a step. `phase`: forward, backward, step. `unit`: whose modules run, or "" outside of all."""
+    """Place in a step: `phase` is forward, backward or step; `unit` is the unit whose modules run, or ""."""
 
     microbatch: int
     phase: str
@@ -56,22 +55,23 @@ class Where(NamedTuple):
 
 
 class StorageMoment(NamedTuple):
-    """After one operator."""
+    """Bytes after one operator."""
 
     where: Where
     bytes: Bytes
 
     @property
     def total(self) -> int:
-        """Of all kinds."""
+        """Sum over all kinds."""
         return sum(self.bytes)
 
 
 @dataclass(eq=False)
 class _Held:
-    """One storage: what kind it turned out to be, whether its owner said so, its bytes now; `left`: they count no more.
+    """Live storage: its kind, its bytes now, whether its owner claimed it, and whether it has `left` the count.
 
-    The reference stays as long as the storage: what it calls at the end forgets a number that others will have.
+    The weak reference must live as long as the storage, since its callback removes the id, which later storages may
+    reuse.
     """
 
     kind: str
@@ -88,20 +88,19 @@ class _Change(NamedTuple):
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered. `where`, `kind`: of what operators make from now on; set by whoever drives them."""
+    """Dispatch mode that counts storages; the caller sets `where` and `kind` for what operators make next."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.kind = Where(0, "", ""), "temporaries"
         self._held: dict[int, _Held] = {}
-        self._filled: dict[int, _Held] = {}  # of these, what FSDP2 may have filled, and frees by resizing
+        self._filled: dict[int, _Held] = {}  # subset that FSDP2 may have filled, and frees by resizing
         self._changes: list[_Change] = []
         self._points: list[Where] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As torch calls it; DTensors are left to take themselves apart first."""
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
+            return NotImplemented  # DTensor dispatches its local tensors
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for tensor in _tensors((args, kwargs, out)):
@@ -117,13 +116,13 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def claim(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Their storages are of that kind, whatever operators say."""
+        """Set the kind of the tensors' storages, regardless of operators."""
         for tensor in tensors:
             if (held := self._see(_local(tensor))) is not None:
                 held.kind, held.claimed = kind, True
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Their storages lie elsewhere from now on, and count no more."""
+        """Stop counting the tensors' storages, which are elsewhere from now on."""
         for tensor in tensors:
             if (held := self._see(_local(tensor))) is not None:
                 self._change(held, 0)
@@ -131,17 +130,17 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def total(self) -> int:
-        """Of all that is held now."""
+        """Bytes held now."""
         return sum(held.count for held in [*self._held.values()])
 
     def begin(self) -> None:
-        """Forget the moments so far; what is held stays."""
+        """Forget all moments so far; storages that are held stay counted."""
         self._points, self._changes = [], []
-        for held in [*self._held.values()]:  # others may free meanwhile
+        for held in [*self._held.values()]:  # other threads may free storages meanwhile
             self._changes.append(_Change(0, held, held.count))
 
     def moments(self) -> list[StorageMoment]:
-        """One for each operator since `begin`, in order."""
+        """Return one moment for each operator since `begin`, in order."""
         live = dict.fromkeys(KINDS, 0)
         changes = deque(self._changes)
         moments = []
@@ -153,7 +152,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return moments
 
     def _see(self, tensor: torch.Tensor) -> _Held | None:
-        """What is held of a tensor's storage, from now on if it was not yet; None for what has no memory here."""
+        """Return the record of a tensor's storage, made if it is new; None for tensors without memory here."""
         if tensor.device.type == "meta" or isinstance(tensor, OffDeviceShard):
             return None
         storage = tensor.untyped_storage()
@@ -170,8 +169,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             held.kind = kind
 
     def _look_at_sizes(self) -> None:
-        """FSDP2 frees and allocates gathered parameters by resizing them, which no operator shows."""
-        for held in [*self._filled.values()]:  # others may free meanwhile
+        """Update the sizes of gathered parameters, which FSDP2 frees and allocates by resizing, without an operator."""
+        for held in [*self._filled.values()]:  # other threads may free storages meanwhile
             storage = None if held.left else held.storage()
             if storage is not None and storage.nbytes() != held.count and storage.resizable():
                 self._change(held, storage.nbytes())
@@ -187,7 +186,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """What an operator tells of its tensors: (kind, tensors)."""
+    """Yield (kind, tensors) that follow from an operator."""
     name = func.name()
     if name == "fsdp::split_with_sizes_copy":
         yield "buffers", args[0]
@@ -200,14 +199,14 @@ def _told_by(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _filled_by(func: Any, args: Any, kwargs: Any) -> Any:
-    """What FSDP2 gathers into: flat tensors, by one operator where ranks gather, by another where one rank copies."""
+    """Return the flat tensors that FSDP2 gathers into, by an operator of its own or, with a single rank, by a copy."""
     if func.name() == "fsdp::split_with_sizes_copy":
         return kwargs["out"]
     return args[0] if func is torch.ops.aten.copy_.default and args[0].ndim == 1 else ()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All in nested lists, tuples and dictionaries."""
+    """Yield all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

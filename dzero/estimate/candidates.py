@@ -1,12 +1,12 @@
-"""What `zero=auto` chooses from: every combination of these settings, those left out that are given.
+"""Search space of `zero=auto`: all combinations of these settings, except those that the user gives.
 
-    searched       candidates, simplest first
-    tiers          the rows of TIERS: all on the device, a part of the states on the host, ..., all on disk
+    setting        values, simplest first
+    tiers          rows of TIERS: all states on the device, part of them on the host, ..., all on disk
     recomputation  none, selective, full
     stage          0, 1, 2, 3
-    microbatch     every divisor of a rank's sequences of a step, the largest first
+    microbatch     every divisor of a rank's sequences per step, largest first
 
-One is simpler than another where it comes before it, the upper settings before the lower.
+Candidates are ordered from simple to complex. The tiers vary slowest, the microbatch fastest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dzero.zero.offload_config import KINDS
 STAGES = (0, 1, 2, 3)
 STAGE, RECOMPUTE = "zero.stage", "block.activation_checkpoint"
 MICROBATCH, ACCUMULATE = "train.microbatch_sequences", "train.accumulate"
-TIERS = (  # of param, grad, master and moments, and the fraction of them
+TIERS = (  # tiers of param, grad, master and moments; fraction that leaves the device
     ("device", "device", "device", "device", 1.0),
     ("device", "host", "host", "host", 0.25),
     ("device", "host", "host", "host", 0.5),
@@ -37,11 +37,11 @@ TIERS = (  # of param, grad, master and moments, and the fraction of them
     ("disk", "disk", "disk", "disk", 1.0),
 )
 Settings = Mapping[str, Any]
-"""By their names on the command line."""
+"""Values by their names on the command line."""
 
 
 def space(sequences: int) -> Iterator[Settings]:
-    """Every combination of what is searched, the simplest first. sequences: of a rank and step."""
+    """Yield every combination of the searched settings for `sequences` per rank and step, simplest first."""
     for *tiers, fraction in TIERS:
         away = dict(zip(KINDS, tiers, strict=True))
         places: Settings = {f"offload.{kind}": tier for kind, tier in away.items()}
@@ -55,7 +55,13 @@ def space(sequences: int) -> Iterator[Settings]:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """`settings`: those that are searched, with their values here. simplicity: 0 is the simplest."""
+    """Point of the search space.
+
+    Attributes:
+        settings: Values of the searched settings.
+        microbatch: Sequences per rank and microbatch.
+        simplicity: Position in the order of `space`; 0 is the simplest.
+    """
 
     settings: Settings
     layout: Layout
@@ -65,11 +71,11 @@ class Candidate:
 
     @property
     def table(self) -> tuple[Any, ...]:
-        """What `layout` follows from."""
+        """Key of the settings that determine `layout`."""
         return tuple(value for key, value in self.settings.items() if key != RECOMPUTE)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What it does, no matter in which portions: alike but for fractions and microbatches."""
+        """Key of all settings except fractions and microbatches."""
         portions = (MICROBATCH, ACCUMULATE, *(f"offload.{kind}_fraction" for kind in KINDS))
         return tuple(value for key, value in self.settings.items() if key not in portions)

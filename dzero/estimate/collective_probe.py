@@ -1,12 +1,12 @@
-"""What it costs this rank that parameters are gathered and gradients reduced: sharded decoders at work, for real.
+"""Cost of all-gathers and reduce-scatters on this rank, measured by training small sharded decoders.
 
-    figure       measured on                                                             per
-    latency_s    narrow blocks, a few tokens                                             collective
-    link         wide blocks; on a CPU many tokens, on a GPU few, so that nothing hides  byte sent, besides latencies
+    figure       measured on                                                              unit
+    latency_s    narrow blocks, few tokens                                                seconds per collective
+    link         wide blocks; many tokens on a CPU, few on a GPU, so that nothing hides   bytes/s, latencies deducted
 
-Forward and backward at stage 3, less what the same decoder takes unsharded. So hooks, waits for a rank that is behind,
-copies into and out of buffers and their memory are in the rates, as they are in a run. zero.reduction=auto: on a CPU,
-fp32 sums of bf16.
+The measurement is the time of forward and backward at stage 3, minus the time of the same decoder unsharded. The rates
+therefore include hooks, waits for slower ranks, buffer copies and allocations, as in a run. The probe uses
+zero.reduction=auto, which on a CPU sums bf16 in fp32.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dzero.zero.shard import shard
 
 
 class ExchangeRates(NamedTuple):
-    """Bytes/s that each rank sends, None with one rank alone; seconds."""
+    """Bytes/s that each rank sends (None with a single rank), and seconds per collective."""
 
     link: float | None
     latency_s: float
 
 
 class _Extra(NamedTuple):
-    """What sharding adds to a microbatch: seconds, bytes sent, collectives."""
+    """Cost that sharding adds to one microbatch: seconds, bytes sent, number of collectives."""
 
     seconds: float
     sent_bytes: int
@@ -44,7 +44,7 @@ class _Extra(NamedTuple):
 
 
 def exchange_rates(device: torch.device, *, rounds: int) -> ExchangeRates:
-    """A collective: every rank of the default group calls it."""
+    """Measure the rates of collectives; a collective call of all ranks of the default group."""
     if dist.get_world_size() == 1:
         return ExchangeRates(None, 0.0)
     narrow = _extra(NARROW, FEW, device, 2 * rounds)

@@ -1,17 +1,17 @@
-"""Seconds of each piece of a step on some hardware: what `step_time.py` adds up, and `timeline.py` puts in order.
+"""Seconds of each piece of a step on given hardware; `step_time.py` adds them up, `timeline.py` orders them.
 
-piece                        work                                  over
-a unit at work               its operators                        reachable FLOP/s and bandwidth of the device;
-                                                                   beside it, a moment of the program for each
-a collective                 bytes sent along an axis              the axis' link, after a latency
-a decision                                                         a latency
-an update on the device      bytes of states, gradients, weights   its bandwidth (a CPU: as on the host)
-an update on the host        the same; and elements                the rank's share of host memory's bandwidth, and of
-                                                                   what the cores update, whichever takes longer
-a copy, a file               bytes                                 the rank's share of its node's figures
+    piece                  work                                  rate
+    operators of a unit    FLOPs and bytes                       reachable FLOP/s and bandwidth of the device, and a
+                                                                 launch time for each operator
+    collective             bytes sent along an axis              the axis' link, plus a latency
+    decision               number of collectives                 a latency each
+    update on the device   bytes of states, gradients, weights   device bandwidth (on a CPU: as on the host)
+    update on the host     the same bytes, and elements          the slower of the rank's share of host memory bandwidth
+                                                                 and of the elements/s that the cores update
+    copy, file transfer    bytes                                 the rank's share of its node's figures
 
-Rates are those that training reaches (hardware_spec.py). For a lower bound they are the datasheet's instead, and the
-products that a causal mask leaves out of attention take no time.
+Rates are those reached in training (`hardware_spec.py`). A lower bound uses datasheet rates instead, and counts no time
+for the attention products that a causal mask skips.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ from dzero.zero.layout import Layout
 
 
 class Link(NamedTuple):
-    """Of the collectives along an axis. rate: bytes/s of one device, each direction; None: unknown."""
+    """Link of an axis: bytes/s of one device in each direction (None: unknown), and whether it stays within nodes."""
 
     rate: float | None
     within_node: bool
 
 
 def of_experts(axis: str) -> str:
-    """What the axis is called among the ranks that have the same experts."""
+    """Return the name of an axis among the ranks that have the same experts."""
     return f"{axis}, experts"
 
 
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping[str, int]) -> Link:
-    """Ranks that share a model are next to each other, those that shard a whole group of them apart, and so on.
+    """Return the link of the collectives along `axis`.
 
-    beside: ranks to a sequence (cp), neighbours of those that shard or have copies; and to a set of experts (ep), with
-    those that share a model among them.
+    Ranks along tp are neighbors. Ranks along shard are `layout.model_ranks` apart, and ranks along each further axis
+    are a whole group of the axes before it apart.
+
+    Args:
+        layout: The ZeRO table.
+        hardware: The node and its network.
+        axis: Name of a mesh axis, or `of_experts` of one.
+        beside: Ranks along cp (neighbors among the data-parallel ranks) and along ep (neighbors, tp included).
     """
     inside = layout.model_ranks
     of_shards = inside * layout.shard
@@ -58,14 +64,15 @@ def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping
 
 
 CAUSAL = 2.0
-"""All of attention's products are counted, of which a causal mask leaves this part: 1 in so many."""
+"""Ratio of all attention products, which are counted, to those that a causal mask leaves."""
 
 
 def update_bytes(layout: Layout) -> int:
     """Return the bytes that AdamW reads and writes per parameter, in the dtypes of `layout`.
 
-    Master and moments are read and written, the gradient is read, the working copy written; where the master is a
-    remainder, the working copy holds its other bits and is read too; an fp32 parameter is its own master.
+    Master and moments are read and written, the gradient is read, and the working copy is written. If the master is a
+    remainder, the working copy is read too, because it has the master's other bits. An fp32 parameter is its own
+    master.
     """
     param, master = layout.param.dtype.itemsize, layout.master.dtype.itemsize
     own = not layout.remainder and layout.param.dtype == layout.master.dtype
@@ -74,9 +81,16 @@ def update_bytes(layout: Layout) -> int:
 
 
 class Durations:
-    """On `hardware`; beside: ranks along cp and ep. bound: at the rates of its datasheets.
+    """Seconds of the pieces of a step; a piece that needs an unknown figure takes `nan` seconds.
 
-    `unknown`: figures that were asked for and that it lacks; what needs one takes `nan` seconds.
+    Args:
+        layout: The ZeRO table.
+        hardware: The node and its network.
+        beside: Ranks along cp and ep.
+        bound: Use datasheet rates, for a lower bound.
+
+    Attributes:
+        unknown: Names of the figures that were needed and are unknown.
     """
 
     def __init__(
@@ -95,43 +109,46 @@ class Durations:
         self.unknown: list[str] = []
 
     def compute(self, work: OperatorWork) -> float:
-        """A GPU works while the program tells it what comes next; a CPU is the program's too."""
+        """Return the seconds of operators.
+
+        A GPU computes while the host launches the next operators, so the longer of both counts. On a CPU both add up.
+        """
         device_s = self._over(work.flops, self._flops, "flops") + self._over(work.attention, self._attention, "flops")
         device_s += self._over(work.bytes, self._hardware.reachable_bandwidth, "device_bandwidth")
         program_s = work.calls * self._hardware.operator_s
         return device_s + program_s if self._hardware.devices_are_host else max(device_s, program_s)
 
     def sent(self, axis: str, count: int, calls: int = 1) -> float:
-        """Of collectives along an axis that send `count` bytes."""
+        """Return the seconds of `calls` collectives along `axis` that send `count` bytes in all."""
         return self._over(count, self._links[axis], "node_link or network") + self.decided(calls)
 
     def decided(self, calls: int) -> float:
-        """Of collectives of a few numbers."""
+        """Return the seconds of `calls` collectives of a few numbers."""
         return calls * self._hardware.collective_latency_s
 
     def updated_on_device(self, elems: int) -> float:
-        """Return the seconds of the update of `elems` parameters whose states are on the device."""
+        """Return the seconds to update `elems` parameters whose states are on the device."""
         if self._hardware.devices_are_host:
             return self.updated(elems)
         count = elems * update_bytes(self._layout)
         return self._over(count, self._hardware.reachable_bandwidth, "device_bandwidth")
 
     def copied(self, count: int) -> float:
-        """Of bytes between device and host, either way."""
+        """Return the seconds to copy `count` bytes between device and host, in either direction."""
         return self._over(count, self._share.host_link, "host_link")
 
     def updated(self, elems: int) -> float:
-        """Return the seconds of the host's update of `elems` parameters: of its bytes or its arithmetic."""
+        """Return the seconds of the host's update of `elems` parameters: the longer of traffic and arithmetic."""
         count = elems * update_bytes(self._layout)
         memory_s = self._over(count, self._share.host_memory, "host_memory_bandwidth")
         return max(memory_s, self._over(elems, self._share.update_elems_per_s, "update_elems_per_s"))
 
     def read(self, count: int) -> float:
-        """Of bytes from disk."""
+        """Return the seconds to read `count` bytes from disk."""
         return self._over(count, self._share.disk_read, "disk_read")
 
     def written(self, count: int) -> float:
-        """Of bytes to disk."""
+        """Return the seconds to write `count` bytes to disk."""
         return self._over(count, self._share.disk_write, "disk_write")
 
     def _over(self, work: float, rate: float | None, figure: str) -> float:

@@ -1,4 +1,4 @@
-"""A layout in words: what every unit is, and what happens in a step, in order."""
+"""Description of a layout: its units, and the collectives and actions of a step in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from dzero.zero.units import unit_around
 
 @dataclass(frozen=True)
 class PlannedCollective:
-    """Of the unit, or of `count` units from `unit` to `last_unit`. `sent_bytes`: by one rank, for each."""
+    """Collective of a unit, or of `count` neighboring units from `unit` to `last_unit`.
+
+    `phase` is a pass as `phase_of` names it, or "update". `sent_bytes` are sent by one rank in each of the collectives.
+    """
 
     phase: str
     kind: str
@@ -30,13 +33,16 @@ class PlannedCollective:
 
 
 def phase_of(direction: str, microbatch: int, microbatches: int) -> str:
-    """What a collective's `phase` says; `microbatch` from 0 on."""
+    """Return the `phase` of the collectives of a pass; `microbatch` counts from 0."""
     return f"{direction} {microbatch + 1} of {microbatches}" if microbatches > 1 else direction
 
 
 def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedCollective]:
-    """Of a step, in order: blocks forward in the model's order, backward the other way, the root around them; experts
-    that ranks share beside the block that has them."""
+    """Yield the collectives of a step in order.
+
+    Forward goes through the blocks in the model's order, backward in reverse. The root comes first in forward and in
+    the gathers of backward, and last in the reductions. Expert units are next to the block that contains them.
+    """
     *blocks, root = _nested(units)
     microbatches, itemsize = layout.microbatches, layout.param.dtype.itemsize
     tables = {unit.name: layout.of_unit(unit) for unit in units}
@@ -83,7 +89,7 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
 
 
 def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
-    """Experts, which are listed first, after the unit that has them."""
+    """Return the units with each expert unit, which `units` lists first, after the unit that contains it."""
     experts = [unit for unit in units if unit.shared_by > 1]
     others = [unit for unit in units if unit.shared_by == 1]
     around = {each.name: unit_around(each.name, [unit.name for unit in others]) for each in experts}
@@ -93,11 +99,14 @@ def _nested(units: Sequence[UnitShape]) -> list[UnitShape]:
 
 
 def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:
-    """The same with neighbours of one kind and size as one; what takes turns (gather, reduce) is told kind by kind."""
+    """Merge collectives of neighboring units that have the same kind and size.
+
+    Alternating sequences (gather, reduce, gather, reduce) are merged kind by kind.
+    """
     rows: list[PlannedCollective] = []
     for each in found:
         like = (each.phase, each.kind, each.axis, each.sent_bytes)
-        for number, row in enumerate(reversed(rows[-6:]), 1):  # of a block, and of its experts: three kinds each
+        for number, row in enumerate(reversed(rows[-6:]), 1):  # a block and its experts have three kinds each
             in_turn = all(between.count == row.count for between in rows[len(rows) - number + 1 :])
             if in_turn and (row.phase, row.kind, row.axis, row.sent_bytes) == like:
                 rows[-number] = replace(row, last_unit=each.unit, count=row.count + 1)
@@ -108,14 +117,13 @@ def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:
 
 
 def tables(layout: Layout, units: Sequence[UnitShape]) -> list[Table]:
-    """What every kind of state is, the units, a step's collectives, and its actions off the device."""
-    return [
-        table for table in (kinds_table(layout, units), units_table(layout, units), _step(layout, units)) if table.rows
-    ]
+    """Return tables of the kinds of state, the units, and the collectives of a step."""
+    every = kinds_table(layout, units), units_table(layout, units), _step(layout, units)
+    return [table for table in every if table.rows]
 
 
 def actions(layout: Layout, units: Sequence[UnitShape]) -> list[str]:
-    """Slots and actions off the device, in order; nothing where every state is on it."""
+    """Return the host and disk slots and the offload actions in order, one per line; empty if no state is offloaded."""
     schedule = schedule_of(BufferLayout(layout, units))
     return [*schedule.lines()] if schedule.slots else []
 

@@ -1,4 +1,4 @@
-"""A process group whose ranks do not exist but one, for what only shapes are asked of."""
+"""Process group with a single real rank, for code that only needs shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from dzero.estimate.torch_internals import FakeStore, forget_meshes
 
 @contextmanager
 def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
-    """This process is `rank` of `ranks`; collectives move nothing. Raises RuntimeError in one that is in a group."""
+    """Make this process `rank` of a fake group of `ranks` ranks, whose collectives move nothing.
+
+    Raises:
+        RuntimeError: This process is in a process group already.
+    """
     if dist.is_initialized():
         raise RuntimeError(
             "a simulation makes a process group of its own, and this process is in one: simulate before "
@@ -23,4 +27,4 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()  # type: ignore[no-untyped-call]  # DTensor remembers how operators place results, and the mesh that they were on
+        forget_meshes()  # type: ignore[no-untyped-call]  # DTensor's sharding cache refers to the meshes of this group

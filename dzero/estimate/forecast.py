@@ -1,4 +1,4 @@
-"""What a run will need and how fast it will be on some hardware: whether it fits, by tier, and what sets its pace."""
+"""Memory and time that a run needs on given hardware: whether it fits each tier, and what limits its speed."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
 FRAGMENTATION = 0.05
-"""Of a CUDA device's peak, lost between blocks of the caching allocator: an assumption, not measured."""
+"""Fraction of a CUDA device's peak that the caching allocator loses to fragmentation (assumed, not measured)."""
 FRAGMENTS = "fragmentation"
 DEVICE, HOST, DISK = TIERS = ("device", "host", "disk")
 
 
 @dataclass(frozen=True)
 class Tier:
-    """One rank's bytes on a tier by kind, and what it may have; None: unknown."""
+    """Bytes that one rank needs of a tier, by kind, and its capacity (None: unknown)."""
 
     kinds: Mapping[str, int]
     capacity_bytes: int | None
 
     @property
     def total_bytes(self) -> int:
-        """All kinds together."""
+        """Sum over all kinds."""
         return sum(self.kinds.values())
 
     @property
     def short_bytes(self) -> int:
-        """By how much it does not fit; 0 where it does, or where the capacity is unknown."""
+        """Bytes missing; 0 if the rank fits or if the capacity is unknown."""
         return 0 if self.capacity_bytes is None else max(0, self.total_bytes - self.capacity_bytes)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one rank. `tiers` at the device's fullest moment, which is at `when`.
+    """Prediction for one rank; see `forecast` for the inputs.
 
-    pace: what is expected, at the rates that training reaches. bound: what no run is faster than, at the datasheets'
-    rates; where the machine was measured, the same.
+    Attributes:
+        tiers: Memory by tier at the moment `when` at which the device is fullest.
+        pace: Expected time, at the rates reached in training.
+        bound: Lower bound of the time, at datasheet rates. On measured hardware its rates are those of `pace`.
     """
 
     hardware: HardwareConfig
@@ -62,34 +64,34 @@ class Forecast:
     costs: MicrobatchCosts
 
     def timeline(self) -> Timeline | None:
-        """A step, bar by bar; None where the hardware does not say all that its pace needs, and of a pipeline."""
+        """Return the bars of a step, or None for a pipeline or if the hardware lacks a figure that the pace needs."""
         if self.pace.step_s is None or self.layout.pipeline_ranks > 1:
             return None
         return timeline_of(self.layout, self.units, self.costs, self.hardware)
 
     @property
     def when(self) -> str:
-        """The device's fullest moment."""
+        """Moment at which the device is fullest."""
         return self.memory.peak.when
 
     @property
     def peak_bytes(self) -> int:
-        """Of the device, as tensors take it: what fragmentation loses is left out."""
+        """Peak of the tensors on the device, without fragmentation."""
         return sum(count for kind, count in self.tiers[DEVICE].kinds.items() if kind != FRAGMENTS)
 
     @property
     def fits(self) -> bool:
-        """On every tier."""
+        """Whether the run fits on every tier."""
         return not any(tier.short_bytes for tier in self.tiers.values())
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return the expected tokens per second of all ranks together."""
+        """Expected tokens per second of all ranks together."""
         return self.step_tokens / self.pace.step_s if self.pace.step_s else None
 
     @property
     def mfu(self) -> float | None:
-        """Expected model FLOPs of all ranks over the peak of all devices: what is recomputed does not count."""
+        """Expected model FLOPs utilization of all devices; recomputation does not count."""
         peak = self.hardware.peak_flops(self.layout.param.dtype)
         if self.model_flops is None or not peak or not self.tokens_per_s:
             return None
@@ -97,7 +99,7 @@ class Forecast:
 
     @property
     def hfu(self) -> float | None:
-        """Return the hardware FLOPs utilisation, recomputation included: FLOP/s of this rank's device over its peak."""
+        """Expected hardware FLOPs utilization of this rank's device; recomputation counts."""
         peak = self.hardware.peak_flops(self.layout.param.dtype)
         if not peak or not self.pace.step_s:
             return None
@@ -106,7 +108,7 @@ class Forecast:
 
     @property
     def assumed(self) -> str:
-        """Return what the expected seconds assume of the hardware's rates, in words."""
+        """Description of the rates that the expected seconds assume."""
         hardware, dtype = self.hardware, self.layout.param.dtype
         if hardware.reaches_its_rates:
             return "measured rates"
@@ -118,7 +120,7 @@ class Forecast:
         return f"assuming {', '.join(words)}, {rest}"
 
     def verdict(self) -> str:
-        """One line: it fits, or by how much it does not."""
+        """Return one line that says whether the run fits, or how much memory is missing."""
         short = {name: tier.short_bytes for name, tier in self.tiers.items() if tier.short_bytes}
         if short:
             lacks = " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
@@ -139,9 +141,17 @@ def forecast(
     moments: int = 2,
     flights: InFlight = ALONE,
 ) -> Forecast:
-    """step_tokens: of all ranks. model_flops: per token, by the convention of MFU; None where it is unknown.
+    """Predict the memory and time of a step.
 
-    moments: tensors that the optimizer's rule keeps per parameter. flights: of a pipeline.
+    Args:
+        layout: The ZeRO table.
+        units: Shapes of the units.
+        costs: Costs of one microbatch.
+        hardware: The node and its network.
+        step_tokens: Tokens per step of all ranks.
+        model_flops: FLOPs per token by the convention of MFU, or None if unknown.
+        moments: Tensors that the optimizer keeps per parameter.
+        flights: Microbatches in flight, for a pipeline.
     """
     memory = with_moments(memory_of(layout, units, costs, hardware.device_type), moments)
     memory = flights.held(memory, costs)
@@ -162,13 +172,13 @@ def forecast(
 
 
 def tiers_of(memory: StepMemory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:
-    """The device's fullest moment, host and disk, against what one of `ranks` ranks has of each."""
+    """Return the memory that one of `ranks` ranks needs and has on each tier, at the device's fullest moment."""
     share = hardware.share(ranks)
     device = {kind: count for kind, count in memory.peak.kinds.items() if count}
     device |= {"staging": memory.staging} if memory.staging else {}
     capacity: int | None = hardware.usable_bytes
     host = dict(memory.host)
-    if hardware.devices_are_host:  # one memory: what lies on the host tier is on the device's
+    if hardware.devices_are_host:  # device and host share one memory, so the host tier counts here
         device |= {f"{kind} (host)": count for kind, count in host.items()}
         capacity = None if share.host_bytes is None else share.host_bytes - hardware.reserved_bytes
         host = {}

@@ -1,20 +1,21 @@
-"""A node and its network in figures: what every prediction of bytes and seconds is made from.
+"""Figures of a node and its network, from which bytes and seconds are predicted.
 
-    what                     of one device         of the whole node        between devices        times
+    figure                   per device            per node              between devices        factor
     memory                   device_bytes          host_bytes, disk_bytes
-    work per second          <dtype>_flops                                                         efficiency
+    work per second          <dtype>_flops                                                      efficiency
                              attention_flops       update_elems_per_s
-    seconds of a call        operator_s                                     collective_latency_s
-    bytes per second         device_bandwidth      host_memory_bandwidth                           memory_efficiency
-      to host memory         host_link             host_bandwidth           node_link, network     link_efficiency
+    seconds per call         operator_s                                  collective_latency_s
+    bytes per second         device_bandwidth      host_memory_bandwidth                        memory_efficiency
+      to host memory         host_link             host_bandwidth        node_link, network     link_efficiency
       to scratch disks                             disk_read, disk_write
 
-Rates are a datasheet's, and the efficiency in the last column is the part of them that training reaches: an assumption
-of each node's file, with its source. Where a machine was measured the rates are what was reached and the efficiency
-is 1, except for listed GPUs, whose peak stays the datasheet's. Figures without an efficiency are what is reached.
-Rates hold for large pieces, in one direction while the other is as busy. None is *unknown*: what needs the figure
-cannot be predicted, and says so. The exception is a peak of None for a dtype that the device has no units for. Pure:
-nothing is measured here (`estimate/measure_hardware.py` does).
+Rates are datasheet values. The efficiency in the last column is the fraction that training reaches, an assumption with
+its source in each node's file (conf/hardware). On a measured machine the rates are those reached and the efficiency is
+1, except for listed GPUs, whose peak stays the datasheet's. Figures without an efficiency are reached values. Rates
+hold for large transfers in one direction while the other direction is equally busy.
+
+None means unknown: what needs the figure is not predicted, and is reported as such. A peak of None may also mean that
+the device has no units for that dtype. Nothing is measured here; see `estimate/measure_hardware.py`.
 """
 
 from __future__ import annotations
@@ -31,20 +32,19 @@ if TYPE_CHECKING:
 DEVICE_TYPES = ("cuda", "cpu")
 FLOPS = ("bf16", "fp16", "fp32")
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-"""Dtypes that have a peak, by torch's own names: this file does without torch."""
+"""Dtypes that have a peak, by torch's names; this module does not import torch at run time."""
 MOST_RATE = 1e18
 MOST = {"bytes": 8.0 * MOST_BYTES, "node": float(MOST_RANKS)}
-"""Of what a figure counts, by the end of its name; all others are rates."""
+"""Upper limits of figures that count something, by the end of their names; all others are rates."""
 MAY_BE_ZERO = ("reserved_bytes", "operator_s", "collective_latency_s", "disk_bytes")
 EFFICIENCIES = ("efficiency", "memory_efficiency", "link_efficiency")
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank has of its node while all ranks of the node are busy; None where the node's figure is unknown.
+    """Share of a node that one rank has while all ranks of the node are busy; None if the node's figure is unknown.
 
-    Bytes of capacity, bytes per second (`host_link` each way; `host_memory` reads and writes together), and elements
-    per second of the host's update.
+    Rates are bytes/s (`host_link` in each direction, `host_memory` for reads and writes together) and elements/s.
     """
 
     host_bytes: int | None
@@ -58,49 +58,49 @@ class RankShare:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """One node and its network, for predictions; bytes are bytes (not GiB), rates bytes/s or FLOP/s.
+    """Node and network, for predictions; bytes are bytes (not GiB), rates are bytes/s or FLOP/s.
 
-    None is unknown: what needs the figure cannot be predicted, and says so. A peak of None is a dtype without units.
+    None means unknown: what needs the figure is not predicted. A peak of None may mean a dtype without units.
     """
 
     name: str
-    """What the node is called."""
+    """Name of the node."""
     device_type: str = "cuda"
-    """cuda; or cpu, where a device is a rank's part of the node's memory."""
+    """cuda, or cpu, where a device is a rank's part of the node's memory."""
     devices_per_node: int
-    """Devices, and so ranks, of one node."""
+    """Devices, and therefore ranks, per node."""
     device_bytes: int
-    """Memory of one device, as the driver tells it."""
+    """Memory of one device, as reported by the driver."""
     reserved_bytes: int
-    """Part of it that the driver's context, libraries and the allocator's rounding take."""
+    """Part of it taken by the driver's context, libraries and the allocator's rounding."""
     bf16_flops: float | None
-    """Dense bf16 peak of one device, products summed in fp32."""
+    """Dense bf16 peak of one device, with fp32 accumulation."""
     fp16_flops: float | None
-    """Dense fp16 peak of one device, products summed in fp32."""
+    """Dense fp16 peak of one device, with fp32 accumulation."""
     fp32_flops: float | None
     """Dense fp32 peak of one device."""
     efficiency: float
-    """Part of the peak that matrix products reach in training, (0, 1]."""
+    """Fraction of the peak that matrix products reach in training, (0, 1]."""
     memory_efficiency: float = 1.0
-    """Part of device_bandwidth and host_memory_bandwidth that is reached, (0, 1]."""
+    """Fraction of device_bandwidth and host_memory_bandwidth that is reached, (0, 1]."""
     link_efficiency: float = 1.0
-    """Part of host_link, host_bandwidth, node_link and network that is reached, (0, 1]."""
+    """Fraction of host_link, host_bandwidth, node_link and network that is reached, (0, 1]."""
     attention_flops: float | None
-    """What causal attention reaches on one device, all products counted."""
+    """FLOP/s that causal attention reaches on one device, with all products counted."""
     operator_s: float
     """Seconds of an operator on little data."""
     device_bandwidth: float | None
     """Memory bandwidth of one device, reads and writes together."""
     host_link: float | None
-    """Link of one device to host memory, each way."""
+    """Link of one device to host memory, in each direction."""
     host_bandwidth: float | None = None
-    """Links of all devices of a node to host memory together, each way. null: they do not limit each other."""
+    """Links of all devices of a node to host memory together, in each direction. null: they do not limit each other."""
     node_link: float | None
-    """Link of one device within its node, each direction."""
+    """Link of one device within its node, in each direction."""
     network: float | None
-    """Link of one device out of its node, each direction."""
+    """Link of one device out of its node, in each direction."""
     collective_latency_s: float
-    """Seconds of a small collective, beside the time that its bytes take."""
+    """Seconds of a small collective, besides the time of its bytes."""
     host_bytes: int | None
     """Host memory of the node."""
     disk_bytes: int | None
@@ -110,9 +110,9 @@ class HardwareConfig:
     disk_write: float | None
     """Write bandwidth of all scratch disks of the node together."""
     host_memory_bandwidth: float | None
-    """Bandwidth of host memory, reads and writes together, as the host's update uses it."""
+    """Bandwidth of host memory in the host's update, reads and writes together."""
     update_elems_per_s: float | None
-    """Parameters per second that the host's cores update at the most, however few their bytes."""
+    """Limit of the parameters per second that the host's cores update, however few bytes they have."""
 
     def __post_init__(self) -> None:
         if self.device_type not in DEVICE_TYPES:
@@ -144,7 +144,7 @@ class HardwareConfig:
         host_bytes: int,
         disk_bytes: int | None = None,
     ) -> HardwareConfig:
-        """A node of `ranks` devices whose rates are unknown."""
+        """Return a node of `ranks` devices with known sizes and unknown rates."""
         unknown: dict[str, Any] = {item.name: None for item in fields(cls) if "None" in str(item.type)}
         sizes = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes, "reserved_bytes": 0}
         free = {"efficiency": 1.0, "operator_s": 0.0, "collective_latency_s": 0.0}
@@ -152,13 +152,13 @@ class HardwareConfig:
 
     @property
     def reaches_its_rates(self) -> bool:
-        """True where no efficiency is assumed: rates are what was measured."""
+        """Whether no efficiency is assumed, because the rates were measured."""
         return all(getattr(self, name) == 1.0 for name in EFFICIENCIES)
 
     def at_datasheet_rates(self) -> HardwareConfig:
-        """Return the node as its datasheets promise it: every rate in full, and no time for calls.
+        """Return the node with every rate in full and no time per call.
 
-        On a CPU calls keep their time: they are work of the cores like any other.
+        On a CPU, calls keep their time, because the cores themselves execute them.
         """
         changed: dict[str, Any] = dict.fromkeys(EFFICIENCIES, 1.0)
         if not self.devices_are_host:
@@ -167,51 +167,57 @@ class HardwareConfig:
 
     @property
     def devices_are_host(self) -> bool:
-        """Device and host memory are the same memory: bytes of both tiers add up against `host_bytes`."""
+        """Whether device and host share one memory, so that bytes of both tiers count against `host_bytes`."""
         return self.device_type == "cpu"
 
     @property
     def usable_bytes(self) -> int:
-        """Of one device's memory, what tensors can have."""
+        """Bytes of one device's memory that tensors can use."""
         return self.device_bytes - self.reserved_bytes
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
-        """Dense peak of one device in FLOP/s; None without units for `dtype`, or unknown."""
+        """Return the dense peak of one device in FLOP/s, or None if it is unknown or `dtype` has no units."""
         name = NAMES.get(str(dtype).removeprefix("torch."))
         return None if name is None else getattr(self, f"{name}_flops")
 
     def reachable_flops(self, dtype: torch.dtype) -> float | None:
-        """`peak_flops` x `efficiency`: FLOP/s of matrix products."""
+        """Return the FLOP/s that matrix products reach: `peak_flops` times `efficiency`."""
         return _times(self.peak_flops(dtype), self.efficiency)
 
     @property
     def reachable_bandwidth(self) -> float | None:
-        """Bytes/s of one device's memory, as operators reach it that are no products."""
+        """Bytes/s of one device's memory that operators other than matrix products reach."""
         return _times(self.device_bandwidth, self.memory_efficiency)
 
     def nodes(self, ranks: int) -> int:
-        """Nodes that `ranks` ranks take."""
+        """Return the number of nodes that `ranks` ranks need."""
         return -(-ranks // self.devices_per_node)
 
     def local_ranks(self, ranks: int) -> int:
-        """Ranks of the fullest node."""
+        """Return the number of ranks on the fullest node."""
         return min(ranks, self.devices_per_node)
 
     def within_node(self, ranks: int, *, stride: int = 1, world: int | None = None) -> bool:
-        """Whether every group of `ranks` ranks, each `stride` from the next, lies in one node.
+        """Return whether every group is within one node.
 
-        world: ranks in all, None for one such group. Ranks fill node after node, and groups begin at multiples of
-        `ranks` x `stride`, as those of a mesh do (stride 1: the shard axis; stride = shard: the replicate axis).
+        Ranks fill node after node. Groups start at multiples of `ranks` x `stride`, as in a mesh.
+
+        Args:
+            ranks: Ranks per group.
+            stride: Distance between neighbors of a group: 1 for the innermost axis, the size of the inner axes for
+                others.
+            world: Number of ranks in all groups, or None for a single group.
         """
         span = ranks * stride
         return max(world or span, span) <= self.devices_per_node or self.devices_per_node % span == 0 or ranks == 1
 
     def link(self, ranks: int, *, stride: int = 1, world: int | None = None) -> float | None:
-        """Bytes/s of one device, each direction, that a collective of such a group reaches: of `node_link`; where a
-        group crosses nodes, no more than its members in a node bring out of it together. None: unknown.
+        """Return the bytes/s of one device in each direction in a collective of such groups, or None if unknown.
 
-        Rings run through all of a node before they leave it, and each leaves by another device's port, so what leaves
-        is shared by as many ports as the group has members in a node.
+        The arguments are those of `within_node`. Within a node the rate is that of `node_link`. A ring that crosses
+        nodes runs through all members in a node before it leaves the node, and each ring leaves through the port of
+        another device. The traffic between nodes is therefore shared by as many ports as the group has members in a
+        node.
         """
         inside, outside = (_times(rate, self.link_efficiency) for rate in (self.node_link, self.network))
         if self.within_node(ranks, stride=stride, world=world):
@@ -224,7 +230,7 @@ class HardwareConfig:
         return None if inside is None else min(inside, members * outside)
 
     def share(self, ranks: int) -> RankShare:
-        """What one of `ranks` ranks has of its node; of `host_link` no more than its part of `host_bandwidth`."""
+        """Return one rank's share of its node; its `host_link` is at most its part of `host_bandwidth`."""
         local = self.local_ranks(ranks)
 
         def part(rate: float | None) -> float | None:

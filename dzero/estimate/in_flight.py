@@ -1,8 +1,8 @@
-"""What a rank of a pipeline adds to a plan: several microbatches are under way at once, and ranks wait for each other.
+"""Cost of pipeline parallelism for a rank: several microbatches are in flight, and pipeline ranks wait for each other.
 
-device    what every microbatch between its forward and its backward keeps, and room for all that comes in
-seconds   (ranks - 1) / microbatches of a step more: the first waits for the last, and the last for the first
-pp        the hidden states of every microbatch, and their gradients
+device    saved activations of every microbatch between its forward and backward, and receive buffers
+seconds   (ranks - 1) / microbatches more per step, the pipeline bubble
+pp        hidden states of every microbatch, and their gradients
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ NOTHING = Traffic()
 
 @dataclass(frozen=True)
 class InFlight:
-    """`ahead`: forwards before the first backward. room_bytes: for hidden states and gradients that come in. names: of
-    parameters of all parts; shared: of tied ones at both ends. `sent`: along pp in a step."""
+    """Microbatches in flight on a rank of a pipeline.
+
+    Attributes:
+        ahead: Forwards before the first backward.
+        room_bytes: Bytes of receive buffers for hidden states and gradients.
+        names: Number of parameters of all pipeline stages.
+        shared: Names of tied parameters at both ends of the pipeline.
+        sent: Traffic along pp per step.
+    """
 
     ahead: int = 1
     room_bytes: int = 0
@@ -29,7 +36,7 @@ class InFlight:
     sent: Traffic = NOTHING
 
     def held(self, memory: StepMemory, costs: MicrobatchCosts) -> StepMemory:
-        """`memory` of one microbatch, with what the others keep beside it."""
+        """Add the activations of the other microbatches to the `memory` of one microbatch."""
         forward = [span.saved_bytes for span in costs.spans if span.direction == FORWARD]
         more = (self.ahead - 1) * forward[-1] + self.room_bytes if forward else 0
         if not more:
@@ -39,4 +46,4 @@ class InFlight:
 
 
 ALONE = InFlight()
-"""Of a run without a pipeline."""
+"""A run without a pipeline."""

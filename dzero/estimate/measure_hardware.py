@@ -1,13 +1,13 @@
-"""This machine as a `HardwareConfig`: measured once by the ranks of a run on it, then read from a cache.
+"""Measurement of this machine as a `HardwareConfig`, taken once by the ranks of a run and then read from a cache.
 
-    found(ranks)      the cached figures, or measures them now (under half a minute)
-    cached(ranks)     the cached figures, or None
-    measured(ranks)   measures them now, and caches them
-    unmeasured(...)   its memory only
+    found(ranks)      cached figures, or a new measurement (under half a minute)
+    cached(ranks)     cached figures, or None
+    measured(ranks)   new measurement, which is cached
+    unmeasured(...)   memory sizes only
 
-A rank has the threads and cores that it has in training, and all ranks work at the same time, so what they share
-(cores, memory, caches) is shared as in a run. Peaks of listed GPUs are their datasheet's, with the efficiency that was
-reached; elsewhere the peak is what was reached.
+Each rank has the threads and cores that it has in training, and all ranks are measured at the same time. Shared
+resources (cores, memory, caches) are therefore shared as in a run. Peaks of listed GPUs are those of the datasheet,
+with the efficiency that was reached; otherwise the peak is what was reached.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """What every rank is told. disk: a directory on the disk that is measured."""
+    """Settings that every probing rank receives; `disk` is a directory on the disk to measure."""
 
     launch: LauncherConfig
     disk: str = "."
@@ -48,16 +48,17 @@ class ProbeConfig:
 
 
 def found(ranks: int | None = None, *, disk: str = ".") -> HardwareConfig:
-    """This machine with so many ranks (None: as many as a run takes), measured now if it never was.
+    """Return this machine's figures, measuring them now if they are not cached; the arguments are those of `measured`.
 
-    Raises RunError where it would have to be measured under torchrun, and as `measured` does.
+    Raises:
+        RunError: The machine would have to be measured under torchrun, or `measured` fails.
     """
     known = cached(ranks)
     return (known or measured(ranks, disk=disk)).hardware
 
 
 def cached(ranks: int | None = None) -> Measurement | None:
-    """The measurement of this machine, None where there is none. A damaged one is told and left aside."""
+    """Return the cached measurement of this machine, or None; a damaged one is reported and ignored."""
     try:
         return measurement_cache.load(key_of(ranks))
     except (DamagedCache, OSError) as error:
@@ -66,7 +67,7 @@ def cached(ranks: int | None = None) -> Measurement | None:
 
 
 def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
-    """This machine as far as it need not be measured: memory, no rates."""
+    """Return this machine with its memory sizes and unknown rates."""
     host_bytes, on_gpu = host_memory_bytes(), device_type == "cuda"
     return HardwareConfig.of_sizes(
         torch.cuda.get_device_name() if on_gpu else _cpu_model(),
@@ -78,9 +79,15 @@ def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
 
 
 def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:
-    """Measure this machine with so many ranks, all of them working, and cache it.
+    """Measure this machine with all ranks busy, and cache the result.
 
-    Raises RunError under torchrun, where ranks belong to a run already, and for a rank that fails.
+    Args:
+        ranks: Number of ranks, or None for as many as a run has.
+        disk: Directory on the disk to measure.
+        effort: Sizes and durations of the measurement.
+
+    Raises:
+        RunError: A rank fails, or torchrun started this process, whose ranks belong to a run.
     """
     if launched():
         raise RunError(
@@ -104,13 +111,13 @@ def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None
 
 
 def _measure(config: ProbeConfig, folder: Path, device: torch.device) -> None:
-    """On every rank: its figures into `folder`."""
+    """Write this rank's figures to `folder`; runs on every rank."""
     figures = probe(device, config.disk, config.effort)
     (folder / f"{dist.get_rank()}.json").write_bytes(msgspec.json.encode(figures))
 
 
 def key_of(ranks: int | None = None) -> MeasurementKey:
-    """What a measurement holds for: this machine's processor, cores and devices, torch, and the number of ranks."""
+    """Return the key of a measurement: processor, cores and devices of this machine, torch version, number of ranks."""
     launch = LauncherConfig(workers=ranks)
     on_gpu = device_type(launch) == "cuda"
     return MeasurementKey(
@@ -131,7 +138,10 @@ def _cpu_model() -> str:
 
 
 def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
-    """The ranks' figures as those of the node: the slowest rank of what each has, the sum of what they share."""
+    """Combine the ranks' figures into those of the node.
+
+    Figures of per-rank resources are those of the slowest rank, and figures of shared resources are sums.
+    """
     slowest = {name: min(getattr(rank, f"{name}_flops") for rank in each) for name in FLOPS}
     listed = {name: peak_flops_of(key.device, dtype_of(name)) for name in FLOPS}
     half = next((name for name in FLOPS if listed[name] is not None), None)

@@ -1,8 +1,8 @@
-"""Measurements of this machine, kept between runs: one small JSON file for each key, private to the user.
+"""Cache of measurements of this machine: one small JSON file per key, private to the user.
 
-The folder is $XDG_CACHE_HOME/dzero, or ~/.cache/dzero. Files are written beside their place, synchronised, and renamed
-into it, so a reader sees the old one or the new one; a name that is a symbolic link is not followed, and replaced. What
-is read is checked: the user's own regular file, of the key that was asked for, with figures that could be true.
+The folder is $XDG_CACHE_HOME/dzero, or ~/.cache/dzero. A file is written under a temporary name, synchronized and then
+renamed, so that a reader sees the old or the new file. A symbolic link is not followed when reading, and is replaced
+when writing. A file is used only if it is a regular file of the user with the requested key and valid figures.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class DamagedCache(ValueError):
-    """A cached measurement that cannot be used; the message names the file and what is wrong with it."""
+    """Cached measurement that cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementKey:
-    """What a measurement holds for. device: of the GPU, empty without one. host_bytes: memory within every limit.
+    """Conditions that a measurement holds for.
 
-    count: of the work that rates were measured by (operator_work.py), and of the figures; it is raised where either
-    changes.
+    Attributes:
+        host_bytes: Host memory within every limit.
+        device: Name of the GPU, or "" without one.
+        count: Version of the work that rates are measured by (`operator_work.py`) and of the figures. Raise it whenever
+            either changes.
     """
 
     cpu: str
@@ -49,14 +52,14 @@ class MeasurementKey:
 
     @property
     def file(self) -> str:
-        """The name of its file."""
+        """Name of the cache file."""
         digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()
         return f"hardware-{digest[:16]}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A machine's figures, and when they were taken (UTC)."""
+    """Figures of a machine, and the time (UTC) of the measurement."""
 
     key: MeasurementKey
     when: datetime
@@ -64,22 +67,27 @@ class Measurement:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was taken."""
+        """Seconds since the measurement."""
         return max(0.0, (now() - self.when).total_seconds())
 
 
 def now() -> datetime:
-    """To the second, in UTC."""
+    """Return the current time in UTC, without microseconds."""
     return datetime.now(UTC).replace(microsecond=0)
 
 
 def folder() -> Path:
-    """Where measurements are kept."""
+    """Return the folder of the cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dzero"
 
 
 def load(key: MeasurementKey) -> Measurement | None:
-    """The measurement for `key`; None where there is none. Raises DamagedCache, and OSError where reading fails."""
+    """Return the measurement for `key`, or None if there is none.
+
+    Raises:
+        DamagedCache: The file cannot be used.
+        OSError: Reading fails.
+    """
     path = folder() / key.file
     if not path.parent.exists():
         return None
@@ -92,7 +100,7 @@ def load(key: MeasurementKey) -> Measurement | None:
         os.close(place)
     try:
         found = msgspec.json.decode(text, type=Measurement)
-    except ValueError as error:  # of JSON, of types, and of HardwareConfig's own checks
+    except ValueError as error:  # from JSON, types, and HardwareConfig's own checks
         raise DamagedCache(f"{path}: damaged, {error}") from error
     if found.key != key or found.when.tzinfo is None:
         raise DamagedCache(f"{path}: of another machine than its name says")
@@ -111,7 +119,7 @@ def _read(place: int, path: Path) -> bytes:
 
 
 def store(measurement: Measurement) -> Path:
-    """Put it in its place, whole or not at all. Raises OSError."""
+    """Write the measurement to its file atomically, and return the path; raises OSError if writing fails."""
     path = folder() / measurement.key.file
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     place = open_path(str(path.parent))

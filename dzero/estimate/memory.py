@@ -1,18 +1,19 @@
-"""Bytes of one rank, by tier and kind, from the table and what a microbatch costs: what is alive at once, unit by unit.
+"""Bytes of one rank by tier and kind, from the ZeRO table and the costs of a microbatch, unit by unit.
 
-    on the device while unit u is at work          bytes
-    param         shards                           those of the table that stay on the device; of the others the unit's
+    on the device while unit u runs                bytes
+    param         shards                           all that stay on the device; of offloaded ones, those of the unit
                                                    that is gathered next
-    unsharded     gathered parameters              all units at stages 1-2; else u's and the root's, and from forward
-                                                   to backward those of units that stay; where the shard axis has one
-                                                   rank none, but what is brought from the host
-    buffers       of collectives                   forward: u's gathered buffer; backward: the next unit's, and the
-                                                   reduced buffer of the unit before; FSDP2 frees each one later
-    grad          reduced, or whole while waiting  units whose backward has ended; others where microbatches accumulate
-    master, moments                                those that stay on the device
-    activations   and temporaries, whole gradients of u and of the root: microbatch_costs.py
+    unsharded     gathered parameters              stages 1-2: all units; stage 3: u, the unit around it, the root,
+                                                   and units that stay gathered for backward; with one rank on the
+                                                   shard axis none but parameters fetched from the host
+    buffers       of collectives                   forward: gather buffer of u; backward: that of the next unit, and the
+                                                   reduced buffer of the last; FSDP2 frees each one unit later
+    grad          reduced, or whole if they wait   units whose backward has ended; all units if microbatches accumulate
+    master, moments                                all that stay on the device
+    activations                                    with temporaries and the whole gradients of u and of the root
+                                                   (`microbatch_costs.py`)
 
-Host and disk hold what the schedule's slots are large: exact, since nothing else is allocated there.
+On the host and on disk the bytes are those of the schedule's slots, exactly, since nothing else is allocated there.
 """
 
 from __future__ import annotations
@@ -35,22 +36,25 @@ from dzero.zero.units import unit_around
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """What is alive on the device at once, by kind."""
+    """Bytes that are alive on the device at the same time, by kind."""
 
     when: str
     kinds: Mapping[str, int]
 
     @property
     def total_bytes(self) -> int:
-        """All kinds together."""
+        """Sum over all kinds."""
         return sum(self.kinds.values())
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """`device`: the moments of a step's last microbatch. `host`, `disk`: by kind, for the whole run.
+    """Memory of a step.
 
-    `staging`: of exact reductions, on the device from the first step on, besides the moments.
+    Attributes:
+        device: Moments of the last microbatch of a step.
+        host, disk: Bytes by kind, for the whole run.
+        staging: Buffers of exact reductions, on the device from the first step on and not part of the moments.
     """
 
     device: tuple[MemoryMoment, ...]
@@ -60,12 +64,12 @@ class StepMemory:
 
     @property
     def peak(self) -> MemoryMoment:
-        """When the device holds most."""
+        """Moment at which the device is fullest."""
         return max(self.device, key=lambda moment: moment.total_bytes)
 
 
 def with_moments(memory: StepMemory, count: int) -> StepMemory:
-    """The same with so many tensors per parameter as a rule keeps, where the table has AdamW's two."""
+    """Return `memory` for a rule that keeps `count` tensors per parameter instead of AdamW's two."""
 
     def kept(kinds: Mapping[str, int]) -> dict[str, int]:
         return {kind: each * count // 2 if kind == "moments" else each for kind, each in kinds.items()}
@@ -77,19 +81,19 @@ def with_moments(memory: StepMemory, count: int) -> StepMemory:
 
 
 def memory_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str) -> StepMemory:
-    """Of a rank that trains these units; `costs` of one of its microbatches."""
+    """Return the memory of a rank that trains these units; `costs` are those of one of its microbatches."""
     return StepMemory(
         on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units, device_type)
     )
 
 
 def on_device(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts) -> tuple[MemoryMoment, ...]:
-    """The moments of a step's last microbatch."""
+    """Return the moments of the last microbatch of a step."""
     return tuple(_Device(layout, units).moments(costs))
 
 
 def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes on the host and on disk, by kind; they depend on no microbatch."""
+    """Return the bytes on the host and on disk by kind, which do not depend on the microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for slot in schedule_of(BufferLayout(layout, units)).slots:
         kinds = tiers[slot.tier]
@@ -99,7 +103,10 @@ def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, in
 
 
 def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) -> int:
-    """What comm/reduction.py keeps for exact reductions: blocks of all ranks' payloads, two in turn; axis by axis."""
+    """Return the bytes that `comm/reduction.py` keeps for exact reductions.
+
+    On each axis these are two alternating blocks of the payloads of all ranks.
+    """
     if not layout.exact:
         return 0
     total = 0
@@ -117,8 +124,10 @@ def staging_bytes(layout: Layout, units: Sequence[UnitShape], device_type: str) 
 
 
 class _Device:
-    """What is alive while each unit is at work. Experts that ranks share have a table of their own, and come before the
-    unit around them, as their forward ends before its own."""
+    """Bytes that are alive while each unit runs.
+
+    Expert units have a table of their own. They come before the unit around them, since their forward ends first.
+    """
 
     def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
@@ -156,7 +165,7 @@ class _Device:
         }
 
     def moments(self, costs: MicrobatchCosts) -> Iterator[MemoryMoment]:
-        """One per span, and the update."""
+        """Yield one moment per span, and the update."""
         reduced: list[str] = []
         before = ""
         last = {span.unit: at for at, span in enumerate(costs.spans) if span.direction == BACKWARD}
@@ -192,16 +201,15 @@ class _Device:
         return sum(map(self._copied, {*self._kept, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
-        """Of a unit at work; one rank alone uses its shards where they lie on the device
-        (zero/unsharded_in_place.py)."""
+        """Return the bytes of a gathered unit; one rank uses device shards in place (`zero/unsharded_in_place.py`)."""
         whole = self._whole(unit) * self._layout.param.dtype.itemsize
         return whole if self._own[unit].shard > 1 else self._away[unit]
 
     def _coming(self, span: UnitSpan) -> str:
-        """The unit whose shards are brought ahead of its gather (offload/param_prefetch.py); "" for none: of the next
-        step.
+        """Return the unit whose shards are being prefetched (`offload/param_prefetch.py`), or "" for the next step's.
 
-        Backward gathers a unit ahead, so it is the one behind that; the root's are, of the next microbatch.
+        Backward gathers one unit ahead, so the prefetched unit is the one after that. At the end of backward it is the
+        root, for the next microbatch.
         """
         if span.unit == LOSS:
             again = (name for name in (self._root, *reversed(self._order)) if self._own[name].gathers_again)
@@ -212,7 +220,7 @@ class _Device:
         return self._order[at + 1] if at + 1 < len(self._order) - 1 else ""
 
     def _gathered(self, span: UnitSpan, backward: bool) -> int:
-        """Buffers of all-gathers: forward keeps the last one, backward has the next one under way."""
+        """Return the bytes of all-gather buffers: forward keeps the last one, backward has the next one in flight."""
         if span.unit == LOSS:
             return 0
         at = self._order.index(span.unit)
@@ -223,27 +231,30 @@ class _Device:
         return self._whole(unit) * self._layout.param.dtype.itemsize if gathers else 0
 
     def _reducing(self, unit: str) -> int:
-        """The buffer that was reduced last; and where copies share states out, the shard laid out part by part, beside
-        what came of a microbatch and is added to others."""
+        """Return the bytes of the buffer that was reduced last.
+
+        With replica shards it includes the shard rearranged by replica shard, and the sum that a later microbatch is
+        added to.
+        """
         elems, own = self._whole(unit, trainable_only=True), self._own[unit]
         shards = 0 if own.shares == 1 else 1 if own.microbatches == 1 else 2
         return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
-        """Of units that are reduced for good what stays on the device, and of others what waits for that."""
+        """Return the bytes of final gradients that stay on the device, and of those that await more microbatches."""
         waiting = [name for name in self._order if name not in reduced] if self._layout.microbatches > 1 else []
         elems = sum(map(self._stay.__getitem__, reduced)) + sum(map(self._waiting, waiting))
         return elems * self._layout.grad.dtype.itemsize
 
     def _waiting(self, unit: str) -> int:
-        """Elements of a unit's gradients that accumulate on the device."""
+        """Return the elements of a unit's gradients that accumulate on the device."""
         own = self._own[unit]
         if not own.grad.sharded and own.shard > 1:
             return self._whole(unit, trainable_only=True)
         return self._accumulate[unit]
 
     def _reduced(self, unit: str, away: Collection[str], shares: int) -> int:
-        """Elements of a unit's reduced buffer, which is there as long as a slice of it is."""
+        """Return the elements of a unit's reduced buffer, which is alive as long as any slice of it is."""
         shape = self._units[unit]
         stays = any(param.trainable and param.name not in away for param in shape.params)
         return shape.shard_elems(self._own[unit].shard, shares, trainable_only=True) if stays else 0
@@ -258,7 +269,7 @@ class _Device:
     def _elems(
         self, chosen: Callable[[ParamShape], bool], *, of: Sequence[str] | None = None, shared: bool = False
     ) -> int:
-        """This rank's, of the chosen parameters of some units, or of all. shared: as states are, over copies too."""
+        """Return this rank's elements of chosen parameters of some units; `shared` cuts them over replicas too."""
         total = 0
         for name in self._order if of is None else of:
             own = self._own[name]

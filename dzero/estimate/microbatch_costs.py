@@ -1,13 +1,14 @@
-"""What one microbatch costs the rank that computes it, before anything is sharded: a run of the model on fake tensors.
+"""Costs of one microbatch on the rank that computes it, before sharding, from a run of the model on fake tensors.
 
-    forward    unit by unit, between them what belongs to the root (norm, tied or small ends); the loss
-    backward   the other way round, with what activation checkpointing computes again
+    forward    unit by unit, with spans of the root (norm, tied or small ends) between them; then the loss
+    backward   in reverse order, including what activation checkpointing recomputes
 
-A unit inside another, of experts that ranks share, is at work between two spans of the one around it.
+An expert unit inside another unit runs between two spans of the unit around it.
 
-While a unit is at work, `peak_bytes` is the most that lives besides the parameters: what earlier units keep for their
-backward, its own temporaries, and whole gradients, of a unit until its backward has ended, of the root until the
-model's has. Nothing is allocated, no value is computed; shapes, dtypes and operators are the real ones.
+`peak_bytes` is the maximum of live bytes while a unit runs, parameters excluded. It includes the activations that
+earlier units save for backward, the unit's temporaries, and unreduced gradients. A unit's gradients are alive until its
+backward has ended, and the root's until the model's backward has ended. Nothing is allocated and no value is computed,
+but shapes, dtypes and operators are the real ones.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from dzero.zero.units import ROOT, find_units, unit_around
 
 FORWARD, BACKWARD = "forward", "backward"
 LOSS = "loss"
-"""What comes after the model's output, as a unit of its own without parameters."""
+"""Name of what follows the model's output, as a unit without parameters."""
 Loss = Callable[[nn.Module], torch.Tensor]
-"""Runs the model on one microbatch of its own making; a scalar."""
+"""Function that runs the model on a microbatch that it makes, and returns a scalar."""
 
 
 @dataclass(frozen=True)
 class UnitSpan:
-    """A unit at work in one direction. `saved_bytes`: what lives, gradients aside, when it has ended."""
+    """Span of a unit in one direction; `saved_bytes` are the live bytes at its end, without gradients."""
 
     direction: str
     unit: str
@@ -52,13 +53,13 @@ class UnitSpan:
 
 @dataclass(frozen=True)
 class MicrobatchCosts:
-    """Of one microbatch, in the order of time. `beside`: ranks along axes that the table does not know, cp and ep."""
+    """Spans of one microbatch in time order; `beside` has the ranks along cp and ep, which the ZeRO table lacks."""
 
     spans: tuple[UnitSpan, ...]
     beside: Mapping[str, int] = field(default_factory=dict)
 
     def work(self, direction: str) -> OperatorWork:
-        """In all; recomputation counts as backward."""
+        """Return all work in one direction; recomputation belongs to backward."""
         return sum((span.work for span in self.spans if span.direction == direction), OperatorWork())
 
 
@@ -71,8 +72,16 @@ def costs_of(
     beside: Mapping[str, int] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
 ) -> MicrobatchCosts:
-    """Of `model`, on meta, in the dtype it computes in. units: class names, as `zero.units`. beside: ranks along cp and
-    ep; ledger: in which attention and experts count what they move between them. experts: those that ranks share."""
+    """Measure the costs of one microbatch on fake tensors.
+
+    Args:
+        model: Model on meta, in its compute dtype.
+        loss: Runs the model on a microbatch.
+        units: Class names of the units, as in `zero.units`.
+        ledger: Ledger in which attention (cp) and experts (ep) count their traffic.
+        beside: Ranks along cp and ep.
+        experts: Expert modules that ranks share, by name.
+    """
     modules = dict(find_units(model, units, experts=experts))
     with FakeTensorMode(allow_non_fake_inputs=True), _Meter(ledger or Ledger()) as meter:
         with meter.unseen():
@@ -101,13 +110,13 @@ def costs_of(
 
 
 def _rehearse(model: nn.Module, loss: Loss) -> None:
-    """DTensors run operators on whole shapes to learn where results lie, each once."""
+    """Run the model once, since DTensor runs every new operator on global shapes to learn its output placement."""
     loss(model).backward()  # type: ignore[no-untyped-call]
     model.zero_grad()
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts live storages and operations, by the unit that is at work."""
+    """Dispatch mode that counts live storages and operators by running unit."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +132,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it takes itself apart first
+            return NotImplemented  # DTensor dispatches its local tensors
         out = func(*args, **(kwargs or {}))
         self._work += work_of(func, args, kwargs or {}, out)
         for tensor in tree_leaves(out):
@@ -145,7 +154,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """What is made or done inside counts nowhere."""
+        """Exclude what is allocated or computed inside."""
         self._seen = False
         try:
             yield
@@ -154,14 +163,14 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._ledger.take()
 
     def enter(self, direction: str, unit: str) -> None:
-        """From now on that one is at work."""
+        """Start the span of a unit, unless it is the current one."""
         if (direction, unit) == self._at:
             return
         self.close(self._around.get(unit) == self._at[1])
         self._at = direction, unit
 
     def close(self, for_inner: bool = False) -> None:
-        """The unit at work has ended, or waits for one inside it."""
+        """End the current span; `for_inner` if its unit goes on after a unit inside it."""
         direction, unit = self._at
         if direction == BACKWARD and unit != ROOT and not for_inner:
             for param in self._grads.pop(unit, []):
@@ -178,21 +187,21 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak, self._work = self._bytes, OperatorWork()
 
     def leave(self, unit: str, around: str) -> None:
-        """The backward of `unit` has ended, if no other has begun."""
+        """End the backward of `unit` unless another unit has started."""
         if self._at == (BACKWARD, unit):
             self.enter(BACKWARD, around)
 
     def hold(self, unit: str, param: nn.Parameter) -> None:
-        """A parameter has got its gradient, which is reduced when the backward of its unit has ended."""
+        """Keep a new gradient until the backward of its unit ends and it is reduced; drop it if that has ended."""
         if unit in (ROOT, self._at[1], self._around.get(self._at[1])):
             self._grads.setdefault(unit, []).append(param)
         else:
             param.grad = None
 
     def follow(self, unit: str, module: nn.Module, around: str = ROOT) -> None:
-        """A module of the unit: its forward by hooks, its backward by the gradients of its outputs and inputs.
+        """Track a module of `unit`: forward by module hooks, backward by gradient hooks on its outputs and inputs.
 
-        A forward that is made again belongs to the backward of its unit; a unit inside has a span of its own there too.
+        A recomputed forward belongs to the backward of its unit, but a unit inside has a span of its own there too.
         """
         if around not in (ROOT, LOSS):
             self._around[unit] = around

@@ -1,12 +1,12 @@
-"""What operators that are no matrix products cost this rank, measured on decoder blocks while other ranks do the same.
+"""Cost of operators other than matrix products on this rank, measured on decoder blocks while all ranks are busy.
 
-    figure        measured on                           counted by microbatch_costs.py
+    figure        measured on                           divided by the count of `microbatch_costs.py`
     attention     causal attention and its backward     FLOPs
-    operator_s    narrow blocks on a few tokens         calls: what matrix products and attention leave, by operator
-    bandwidth     blocks on many tokens                 bytes: what these and calls leave
+    operator_s    narrow blocks, few tokens             calls; time besides matrix products and attention
+    bandwidth     wide blocks, many tokens              bytes; time besides all of the above
 
-The same count of work is divided here and multiplied in a prediction (step_time.py), so what it does not count, as
-memory that an operator takes for its result, is in the rates.
+A prediction multiplies the same counts again (`step_time.py`). The rates therefore include costs that are not counted,
+such as the memory that an operator allocates for its result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ATTENTION = (2, 8, SEQUENCE, 64)
 
 
 class OperatorRates(NamedTuple):
-    """FLOP/s, seconds, bytes/s."""
+    """Rates in FLOP/s, seconds per call, and bytes/s."""
 
     attention: float
     operator_s: float
@@ -40,22 +40,29 @@ class OperatorRates(NamedTuple):
 
 
 def operator_rates(device: torch.device, matmul_flops: float, *, tokens: int, budget_s: float) -> OperatorRates:
-    """matmul_flops: reached in bf16. tokens: of the larger measurement. budget_s: of each."""
+    """Measure the rates of operators.
+
+    Args:
+        device: Device of this rank.
+        matmul_flops: FLOP/s that bf16 matrix products reach.
+        tokens: Tokens of the larger measurement.
+        budget_s: Seconds per measurement.
+    """
     attention = _attention_flops(device, budget_s)
 
     def left(seconds: float, work: OperatorWork) -> float:
-        """Seconds besides matrix products and attention; a twentieth where the machine was too uneven to tell."""
+        """Return the seconds besides matrix products and attention, at least 5 % in case of noisy timings."""
         return max(seconds - work.flops / matmul_flops - work.attention / attention, 0.05 * seconds)
 
     few_s, few = _decoder(NARROW, 1, FEW, device, budget_s)
     operator_s = left(few_s, few) / few.calls
     many_s, many = _decoder(WIDE, max(1, tokens // SEQUENCE), SEQUENCE, device, budget_s)
-    calls_s = many.calls * operator_s if device.type == "cpu" else 0.0  # a GPU is told ahead of what it does
+    calls_s = many.calls * operator_s if device.type == "cpu" else 0.0  # on a GPU, launches overlap with execution
     return OperatorRates(attention, operator_s, many.bytes / max(left(many_s, many) - calls_s, 0.05 * many_s))
 
 
 def _attention_flops(device: torch.device, budget_s: float) -> float:
-    """FLOP/s of causal attention and its backward, all products counted, as microbatch_costs.py does."""
+    """Return the FLOP/s of causal attention and its backward, with all products counted as in `microbatch_costs.py`."""
     query, key, value = (torch.randn(ATTENTION, device=device, dtype=DTYPE, requires_grad=True) for _ in range(3))
 
     def run() -> None:
@@ -70,8 +77,7 @@ def _attention_flops(device: torch.device, budget_s: float) -> float:
 def _decoder(
     shape: LlamaShape, sequences: int, length: int, device: torch.device, budget_s: float
 ) -> tuple[float, OperatorWork]:
-    """Forward and backward of a decoder on zeros: seconds, and the work in them."""
-
+    """Return the seconds and the work of forward and backward of a decoder on zeros."""
     loss = partial(decoder_loss, sequences=sequences, length=length)
     with device:
         model = Llama(shape).to(DTYPE)
@@ -82,7 +88,7 @@ def _decoder(
 
 
 def decoder_loss(model: nn.Module, *, sequences: int, length: int) -> torch.Tensor:
-    """Mean cross-entropy of tokens that are all 0."""
+    """Return the mean cross-entropy of tokens that are all 0."""
     device = next(model.parameters()).device
     tokens, targets = (torch.zeros(sequences, length, dtype=torch.int64, device=device) for _ in range(2))
     return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""What operators do, call by call: the figures of which a plan's seconds and bytes are made."""
+"""Work of single operator calls, from which a plan's seconds and bytes are computed."""
 
 from __future__ import annotations
 
@@ -32,16 +32,22 @@ FLOPS: dict[Any, Callable[..., int]] = {
         ATTENTION_BACKWARD, lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0])
     ),
 }
-"""Of an operator's call, a multiply-add as 2; torch's table lacks the CPU's attention, and up to 2.11 grouped heads."""
+"""FLOPs of an operator call, a multiply-add as 2; torch's table lacks CPU attention and, up to 2.11, grouped heads."""
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-"""Operators that touch nothing."""
+"""Operators that touch no memory."""
 
 
 class OperatorWork(NamedTuple):
-    """What operators do: FLOPs of matrix products and of attention, bytes that all others read and write, and calls.
+    """Work of operators on one rank.
 
-    sent: bytes that one rank sends in the `exchanges` (collectives) of a model that is cut over ranks. passed: the same
-    in the `passes` of attention over sequences that are cut; routed: in the `routes` to experts of other ranks.
+    Attributes:
+        flops: FLOPs of matrix products.
+        attention: FLOPs of attention.
+        bytes: Bytes that all other operators read and write.
+        calls: Operator calls.
+        sent, exchanges: Bytes sent in, and number of, the collectives of tensor parallelism.
+        passed, passes: The same for attention over sequences cut by cp.
+        routed, routes: The same for tokens sent to experts of other ranks.
     """
 
     flops: float = 0.0
@@ -56,19 +62,18 @@ class OperatorWork(NamedTuple):
     routes: int = 0
 
     def __add__(self, more: OperatorWork) -> OperatorWork:  # type: ignore[override]
-        """Both, one after the other."""
         return OperatorWork(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
-    """Of one call of an operator, which gave `out`."""
+    """Return the work of one operator call that returned `out`."""
     kind = func._overloadpacket
     if func.namespace == "prim":
-        return OperatorWork()  # a fake tensor is asked for its device: nothing that a real one does
+        return OperatorWork()  # device query of a fake tensor, which real runs do not have
     if (group := called_by(func, args)) is not None:
         return OperatorWork(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
     if func.namespace in ("c10d", "_c10d_functional"):
-        return OperatorWork(calls=1)  # between ranks that share sequences, or experts: the ledger counts it; or a wait
+        return OperatorWork(calls=1)  # of cp or ep, whose bytes the ledger counts; or a wait
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)
         return (
@@ -85,7 +90,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
 def _attention(
     count: Callable[..., int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *grad: torch.Tensor
 ) -> int:
-    """Of [batch, heads, tokens, head size]; every head of `query` has products with one of `key` and of `value`."""
+    """Return the FLOPs of attention on [batch, heads, tokens, head size], with grouped key and value heads expanded."""
     batch, heads, *_ = query.shape
     shapes = (query.shape, *((batch, heads, *each.shape[2:]) for each in (key, value)))
     return count(*(each.shape for each in grad), *shapes)

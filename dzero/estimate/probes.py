@@ -1,14 +1,14 @@
-"""How fast one rank is, measured while the others do the same: what `estimate/measure_hardware.py` runs on every rank.
+"""Performance figures of one rank, measured while the other ranks do the same; see `estimate/measure_hardware.py`.
 
-    figure              probe                                                           ranks at a time
-    <dtype>_flops       square matrix products, the largest that are short enough       all
-    operators           attention, other operators by call and by byte (operator_probe.py)   all
-    link                a copy between host and device (without GPU: within the host)   first alone, then all
-    exchange            sharded units gathered and reduced (collective_probe.py)               all
-    update              AdamW on the host: fp32 states, then the smallest               all
-    disk                the scratch store's own transfers                               first alone
+    figure           measured with                                                           ranks at a time
+    <dtype>_flops    square matrix products, the largest that are short enough               all
+    operators        attention, other operators by call and byte (`operator_probe.py`)       all
+    link             copy between host and device (without a GPU: within the host)           first alone, then all
+    exchange         gathers and reductions of sharded units (`collective_probe.py`)         all
+    update           AdamW on the host: fp32 states, then the smallest states                all
+    disk             transfers of the scratch store                                          first alone
 
-Medians of several rounds after a warm-up; large enough that caches do not hold the data.
+Each figure is a median of several rounds after a warm-up, on data too large for caches.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ from dzero.zero.offload_config import DiskConfig
 
 T = TypeVar("T")
 UPDATE_BYTES = 2 + 2 * 4 + 4 * 4 + 2
-"""Per parameter: gradient read, fp32 master and moments read and written, working copy written."""
+"""Bytes per parameter: gradient read, fp32 master and moments read and written, working copy written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured. seconds: of each timed loop. The others: bytes, elements, side of a matrix."""
+    """Size of the measurement.
+
+    Attributes:
+        seconds: Duration of each timed loop.
+        matrix: Largest side of a matrix.
+        rounds: Rounds of the collective probe.
+    """
 
     seconds: float = 0.4
     matrix: int = 8192
@@ -52,7 +58,10 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank measured; bytes/s, FLOP/s, elements/s. None: not by this rank, or with one rank alone."""
+    """Figures of one rank in bytes/s, FLOP/s and elements/s.
+
+    Figures that this rank did not measure, and those that need several ranks, are None.
+    """
 
     bf16_flops: float
     fp16_flops: float
@@ -70,7 +79,7 @@ class RankFigures:
 
 
 def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
-    """All figures of this rank. A collective: every rank of the default group calls it."""
+    """Measure all figures of this rank; a collective call of all ranks of the default group."""
     first = dist.get_rank() == 0
     before = _in_use_bytes(device)
     flops = {name: _together(partial(matmul_flops, device, dtype_of(name), effort)) for name in FLOPS}
@@ -100,7 +109,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, effort: Effort) -> float:
-    """FLOP/s of a square product; its side doubles until one takes a twentieth of the time there is."""
+    """Return the FLOP/s of a square product, whose side doubles until one product takes 1/20 of the time budget."""
     side = min(256, effort.matrix)
     while True:
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -111,7 +120,10 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, effort: Effort) -> fl
 
 
 def link_rate(device: torch.device, effort: Effort) -> float:
-    """Bytes/s between page-locked host memory and the device, of the slower way; on a CPU of a copy in host memory."""
+    """Return the bytes/s between pinned host memory and the device in the slower direction.
+
+    On a CPU it is the rate of a copy within host memory.
+    """
     on_gpu = device.type == "cuda"
     host = torch.ones(effort.copy_bytes, dtype=torch.uint8, pin_memory=on_gpu)
     there = torch.ones(effort.copy_bytes, dtype=torch.uint8, device=device)
@@ -122,10 +134,10 @@ def link_rate(device: torch.device, effort: Effort) -> float:
 
 
 def update_rate(effort: Effort, *, smallest: bool = False) -> float:
-    """Return the parameters per second that this rank's share of the host's cores updates, as the host tier does.
+    """Return the parameters per second that this rank's host cores update, as the host tier does.
 
-    Gradients and working copies are bf16. With fp32 states memory sets the rate, of which each parameter moves
-    `UPDATE_BYTES`; with the smallest states (remainders and bf16 moments) it is nearer to what the cores can do.
+    Gradients and working copies are bf16. With fp32 states the limit is memory, and each parameter moves
+    `UPDATE_BYTES`. With the smallest states (remainders and bf16 moments) the rate is closer to the limit of the cores.
     """
     elems = effort.update_elems
     work, grad = (torch.full((elems,), 0.01, dtype=torch.bfloat16) for _ in range(2))
@@ -141,7 +153,7 @@ def update_rate(effort: Effort, *, smallest: bool = False) -> float:
 
 
 def _together(measure: Callable[[], T]) -> T:
-    """Begin when every rank does, and let none go on while another measures."""
+    """Measure between two barriers, so that ranks start together and none goes on while another measures."""
     dist.barrier()
     figure = measure()
     dist.barrier()
@@ -149,7 +161,7 @@ def _together(measure: Callable[[], T]) -> T:
 
 
 def _in_use_bytes(device: torch.device) -> int:
-    """Of the device's memory, by this process or another; on a CPU of this process alone."""
+    """Return the device memory in use by all processes, or on a CPU the resident memory of this process."""
     if device.type != "cuda":
         return rss_bytes()
     free, total = torch.cuda.mem_get_info(device)

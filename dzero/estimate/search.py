@@ -1,21 +1,20 @@
-"""Which settings fit some hardware, and which of those are fastest: what `zero=auto` stands for.
+"""Search for the fastest settings that fit given hardware, for `zero=auto`.
 
-Candidates are tried in the order of their pace, of equally fast ones, to `DIGITS` digits, the simplest first
-(candidates.py), and the first of each kind that fits is kept: `BEST` kinds, and all whose pace is within `TIE` of the
-first. These are told apart by their timelines, in which units wait for each other. Who is within `TIE` of the shortest
-is as fast as it, for predictions are no better; of those the simplest is best. Where the hardware lacks a figure that a
-candidate's pace needs, it comes after those whose pace is known, the simplest first.
+Candidates are tried in the order of their predicted pace; if paces are equal to `DIGITS` digits, the simplest comes
+first (`candidates.py`). The first fitting candidate of each kind is kept, for `BEST` kinds and all further ones whose
+pace is within `TIE` of the first. These are then ranked by their timelines, in which units wait for each other.
+Candidates within `TIE` of the shortest timeline count as equally fast, since predictions are not more precise, and the
+simplest of them is best. Candidates whose pace needs a figure that the hardware lacks come last, simplest first.
 
-Memory decides in three steps, since a run of the model on fake tensors (microbatch_costs.py) takes seconds:
+Memory is checked in three steps, because a run of the model on fake tensors (`microbatch_costs.py`) takes seconds:
 
-    bound     from                                             refuses
-    floor     states alone                                     what no activations could make fit
-    at least  runs with the two smallest microbatches, drawn   what the same operators on more sequences overfill: a
-              out in a straight line                           sum of tensors is linear in them, and a peak of sums
-                                                               grows ever faster
-    exact     a run with this microbatch                       the rest; nothing is chosen without
+    bound     computed from                                 refuses
+    floor     states alone                                  candidates that no activations could make fit
+    at least  runs with the two smallest microbatches,      candidates that the same operators overfill: sums of tensors
+              extrapolated linearly                         are linear in the sequences, and their maximum is convex
+    exact     a run with this microbatch                    all others that do not fit; required before a choice
 
-Work is linear in the sequences, so the line also tells the pace, by which candidates are tried.
+Work is linear in the number of sequences, so the extrapolation also gives the pace that orders the candidates.
 
 `HEADROOM` of every tier stays free.
 """
@@ -38,13 +37,18 @@ from dzero.estimate.step_time import pace_of
 from dzero.zero.unit_shapes import UnitShape
 
 HEADROOM = 0.05
-"""Of each tier's capacity, kept free besides what is predicted: an assumption."""
+"""Fraction of each tier's capacity that is kept free (assumed)."""
 DIGITS, TIE, BEST = 3, 0.05, 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """It does not fit: `short` bytes by tier, at least, of what may be used. step_s: as predicted, None: unknown."""
+    """Candidate that does not fit.
+
+    Attributes:
+        step_s: Predicted seconds of a step, or None if unknown.
+        short: Lower bound of the bytes that are missing, by tier.
+    """
 
     candidate: Candidate
     step_s: float | None
@@ -53,23 +57,27 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """A candidate that fits with headroom."""
+    """Candidate that fits with headroom."""
 
     candidate: Candidate
     forecast: Forecast
 
     @cached_property
     def step_s(self) -> float | None:
-        """To the end of its timeline; None where that is unknown."""
+        """Seconds to the end of its timeline, or None if unknown."""
         timeline = self.forecast.timeline()
         return None if timeline is None else timeline.end_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """`best`: of each kind its best, of `candidates` in all; `refused`: what would come before, the fastest first.
+    """Result of a search.
 
-    closest: where nothing fits, what lacks least.
+    Attributes:
+        best: Best candidate of each kind, best kind first.
+        refused: Candidates that were tried before any that fits, fastest first.
+        candidates: Number of candidates.
+        closest: Candidate with the fewest missing bytes if nothing fits.
     """
 
     best: tuple[Fits, ...]
@@ -80,7 +88,14 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is trained, and on what. costs: of a microbatch, by recomputation and sequences; step_tokens: all ranks'."""
+    """Model and hardware that candidates are evaluated on.
+
+    Attributes:
+        costs: Returns the costs of a microbatch, given recomputation and sequences.
+        step_tokens: Tokens per step of all ranks.
+        model_flops: FLOPs per token by the convention of MFU, or None if unknown.
+        moments: Tensors that the optimizer keeps per parameter.
+    """
 
     units: Sequence[UnitShape]
     costs: Callable[[str, int], MicrobatchCosts]
@@ -91,17 +106,17 @@ class Subject:
 
 
 def room_bytes(tier: Tier) -> int:
-    """What may be used of it; of one of unknown size nothing."""
+    """Return the usable bytes of a tier, without headroom; 0 if its size is unknown."""
     return int((1 - HEADROOM) * (tier.capacity_bytes or 0))
 
 
 def short_bytes(tiers: Mapping[str, Tier]) -> dict[str, int]:
-    """What each tier lacks to hold its bytes with headroom."""
+    """Return the bytes that each tier lacks, where it does not fit with headroom."""
     return {name: short for name, tier in tiers.items() if (short := tier.total_bytes - room_bytes(tier)) > 0}
 
 
 def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
-    """The best few that fit."""
+    """Return the best candidates that fit."""
     judge = _Judge(candidates, subject)
     if all(map(judge.floor, candidates)):
         return Ranking(best=(), refused=(), candidates=len(candidates), closest=judge.closest())
@@ -126,7 +141,7 @@ def search(candidates: Sequence[Candidate], subject: Subject) -> Ranking:
 
 
 def ranked_by_timeline(fits: Sequence[Fits]) -> list[Fits]:
-    """The simplest of those that end within `TIE` of the first to end, and so on; then those of unknown length."""
+    """Sort by the end of the timelines, those within `TIE` of the shortest by simplicity; unknown lengths come last."""
     shortest = min((each.step_s for each in fits if each.step_s is not None), default=0.0)
 
     def order(each: Fits) -> tuple[float, int]:
@@ -138,13 +153,13 @@ def ranked_by_timeline(fits: Sequence[Fits]) -> list[Fits]:
 
 
 def fitting(candidates: Sequence[Candidate], subject: Subject) -> Iterator[Fits]:
-    """Those that fit, in the order that they have."""
+    """Return the candidates that fit, in their order and checked lazily."""
     judge = _Judge(candidates, subject)
     return (judged for judged in map(judge, candidates) if isinstance(judged, Fits))
 
 
 class _Judge:
-    """Whether candidates fit, with as few runs of the model as that takes."""
+    """Memory check of candidates, with as few runs of the model as possible."""
 
     def __init__(self, candidates: Sequence[Candidate], subject: Subject) -> None:
         self._candidates, self._subject = candidates, subject
@@ -154,25 +169,25 @@ class _Judge:
         self._off_device: dict[tuple[Any, ...], tuple[dict[str, int], dict[str, int]]] = {}
 
     def __call__(self, candidate: Candidate) -> Fits | dict[str, int]:
-        """It fits; or what each rank lacks, at least."""
+        """Return the candidate as one that fits, or a lower bound of the bytes that each rank lacks."""
         if short := self.floor(candidate) or self._at_least(candidate):
             return short
         found = self._forecast(candidate)
         return short_bytes(found.tiers) or Fits(candidate=candidate, forecast=found)
 
     def floor(self, candidate: Candidate) -> dict[str, int]:
-        """What states alone lack; recomputation changes nothing in them."""
+        """Return the bytes that states alone lack, which do not depend on recomputation."""
         if candidate.table not in self._floors:
             self._floors[candidate.table] = self._short(candidate, MicrobatchCosts(()))
         return self._floors[candidate.table]
 
     def _at_least(self, candidate: Candidate) -> dict[str, int]:
-        """What it lacks at least, from the two smallest microbatches."""
+        """Return a lower bound of the bytes that are missing, from the two smallest microbatches."""
         first = self._exact(candidate.recompute, self._smallest[0])
         return self._short(candidate, first) or self._short(candidate, self._foreseen(candidate))
 
     def _foreseen(self, candidate: Candidate) -> MicrobatchCosts:
-        """Of its microbatch, from the two smallest."""
+        """Return the costs of its microbatch, extrapolated from the two smallest."""
         costs = [self._exact(candidate.recompute, microbatch) for microbatch in self._smallest]
         if candidate.microbatch in self._smallest:
             return costs[self._smallest.index(candidate.microbatch)]
@@ -180,7 +195,7 @@ class _Judge:
         return drawn_out(first, second, self._smallest, candidate.microbatch)
 
     def _short(self, candidate: Candidate, costs: MicrobatchCosts) -> dict[str, int]:
-        """On the device; if it is large enough, on the other tiers, whose schedule takes longer to make."""
+        """Return the bytes missing on the device, or else on the other tiers, whose schedule is slower to compute."""
         layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
 
         def short(memory: StepMemory) -> dict[str, int]:
@@ -196,7 +211,7 @@ class _Judge:
         return short(replace(memory, host=host, disk=disk))
 
     def expected_s(self, candidate: Candidate) -> float | None:
-        """Seconds of a step."""
+        """Return the predicted seconds of a step, or None if unknown."""
         costs = self._foreseen(candidate)
         return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
 
@@ -214,7 +229,7 @@ class _Judge:
         )
 
     def closest(self) -> Fits:
-        """With the fewest bytes too many, of those with the smallest microbatch."""
+        """Return the candidate with the fewest missing bytes among those with the smallest microbatch."""
         smallest = [each for each in self._candidates if each.microbatch == self._smallest[0]]
         lacks = self.floor if all(map(self.floor, self._candidates)) else self._at_least
         least = min(smallest, key=lambda each: (sum(lacks(each).values()), -each.simplicity))
@@ -228,7 +243,10 @@ def _order(step_s: float | None, simplicity: int) -> tuple[bool, float, int]:
 def drawn_out(
     first: MicrobatchCosts, second: MicrobatchCosts, microbatches: Sequence[int], microbatch: int
 ) -> MicrobatchCosts:
-    """Peaks and work on the line through those of two `microbatches`; the second's, where they run other operators."""
+    """Extrapolate peaks and work of two `microbatches` linearly to `microbatch` sequences.
+
+    If the two run different operators, the second's costs are returned.
+    """
     if [(s.direction, s.unit) for s in first.spans] != [(s.direction, s.unit) for s in second.spans]:
         return second
     one, two = microbatches

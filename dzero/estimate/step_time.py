@@ -1,23 +1,24 @@
-"""Seconds of a step, and what sets them: each lane's work (durations.py), and which lanes work at once.
+"""Seconds of a step from the work of each lane (`durations.py`), given which lanes run at the same time.
 
     lane               work
     compute            forward and backward of the microbatches
-    shard, replicate   collectives along an axis, decisions included
-    tp, cp, ep         the same of a model that is cut, of attention over cut sequences, and of tokens to experts of
-                       other ranks, all of which operators wait for
-    pp                 what travels between the parts of a pipeline
-    waiting            of its ranks for each other, while the first microbatch comes and the last goes
-    update             parameters whose masters are on the device
-    host link          what leaves the device and what comes back: the larger, since both go at once (a CPU: both)
-    host update        parameters whose masters are off it
-    disk               what is read and written, one after the other
+    shard, replicate   collectives along the axis, decisions included
+    tp, cp, ep         collectives that operators wait for: of matrices (tp), attention (cp) and token dispatch (ep)
+    pp                 sends between pipeline stages
+    waiting            pipeline bubble, while the first microbatch arrives and the last one leaves
+    update             update of parameters with masters on the device
+    host link          transfers between device and host; both directions run at once, so the larger (on a CPU: the sum)
+    host update        update of parameters with offloaded masters
+    disk               reads and writes, one after the other
 
-    phase      what goes on at once                             so it takes
-    backward   compute with tp, cp, ep; collectives, host link, disk   the longest of them
-    update     host update, host link, disk (states)            the longest of them; before it, that on the device
-    step       overlap=step: one after the other; forward: the update beside forward; backward, delayed: beside both
+    phase      lanes that run at the same time                             seconds
+    training   compute with tp, cp, ep and waiting; shard; replicate;      maximum
+               pp; host link
+    update     host update; disk; host link if the host updates            maximum, after the update on the device
+    step       training and update                                         overlap=step: sum; forward: the update runs
+                                                                           beside forward; backward, delayed: both
 
-On a CPU, cores are the device, the links and the host at once: there everything but the disk adds up.
+On a CPU the cores are the device, the links and the host, so all lanes add up except disk, which runs beside them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,14 @@ LINKS = (*INSIDE, SHARD, REPLICATE, PIPELINE)
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what takes them. `unknown`: figures that the hardware lacks; without them no `step_s`."""
+    """Seconds of a step by lane.
+
+    Attributes:
+        seconds: Seconds by lane, without lanes that have no work.
+        step_s: Seconds of the step, or None if a figure is unknown.
+        bound: Lane with the most work.
+        unknown: Figures that the hardware lacks.
+    """
 
     seconds: Mapping[str, float]
     step_s: float | None
@@ -60,7 +68,7 @@ def pace_of(
     *,
     bound: bool = False,
 ) -> StepTime:
-    """Return the seconds of a step on `hardware`. flights: of a pipeline. bound: at its datasheets' rates."""
+    """Return the seconds of a step on `hardware`; if `bound`, at datasheet rates."""
     take, moved = Durations(layout, hardware, costs.beside, bound=bound), moved_of(layout, units, costs, flights)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)

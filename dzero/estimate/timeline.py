@@ -1,27 +1,27 @@
-"""One step as bars: which lane is at work for which unit, from when to when.
+"""Timeline of one step: bars that show which lane runs for which unit and when.
 
-    lane                bars                               a bar begins, at the earliest
-    compute             forward and backward of a unit     when the one before has ended and its parameters are there
-    tp, cp, ep          exchange                           when its unit has computed; the next unit waits for it
-    shard, replicate    all-gather                         when the unit before the one that gathers begins to compute
-                        reduce-scatter, all-reduce         after the last backward of the unit
-                        decisions                          after the last reduction
-    device to host      gradients (evict)                  once reduced
-    host to device      parameters (fetch)                 a unit ahead of their gather
-                        new working copies (fetch)         once updated
-    update              masters that are on the device     once all ranks agree on the norm
-    host update         masters that are off the device    see below; and its gradient and states have come
-    disk                load, spill                        a few units ahead of their use; after it
+    lane                bars                               earliest start
+    compute             forward and backward of a unit     end of the previous bar, once its parameters are gathered
+    tp, cp, ep          exchange                           end of its unit's compute; the next unit waits for it
+    shard, replicate    all-gather                         start of the compute of the unit before
+                        reduce-scatter, all-reduce         end of the last backward of the unit
+                        decisions                          end of the last reduction
+    device to host      gradients (evict)                  end of their reduction
+    host to device      parameters (fetch)                 one unit ahead of their gather
+                        new working copies (fetch)         end of their update
+    update              masters on the device              decision of the norm
+    host update         offloaded masters                  see below, once the gradient and states have arrived
+    disk                load, spill                        load: a few units ahead of the use; spill: after it
 
-    overlap     a unit is updated                                          and who waits for it
-    step        after backward, once all gradients are reduced             the end of the step
-    forward     at the beginning, from the gradients of the step before    its own first gather
-    backward    the same, but units within the undo budget in backward     its own first gather
-    delayed     at the beginning, from the gradients of the step before    nobody
+    overlap     update of a unit                                                what waits for it
+    step        after backward, once all gradients are reduced                  the end of the step
+    forward     at the start, from the gradients of the previous step           the unit's first gather
+    backward    the same, except for units within the undo budget: in backward  the unit's first gather
+    delayed     at the start, from the gradients of the previous step           nothing
 
-It is one step of many, so each bar is there once, and the seconds of a lane are those of `step_time.py`. A lane does
-one thing at a time and fills its gaps. On a CPU the cores do all of it but the disk's work: bars of all lanes are one
-after another, and nothing is gathered ahead.
+The step is one of many, so each bar appears once, and the seconds of each lane are those of `step_time.py`. A lane does
+one thing at a time and fills its gaps. On a CPU the cores execute all lanes except disk, so these bars are sequential
+and nothing is gathered ahead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KINDS = (FORWARD, BACKWARD, *COLLECTIVES, EVICT, FETCH, UPDATE, LOAD, SPILL)
 
 @dataclass(frozen=True)
 class Bar:
-    """A lane at work for a unit; seconds from the beginning of the step."""
+    """Work of a lane for a unit, in seconds from the start of the step."""
 
     lane: str
     unit: str
@@ -64,18 +64,18 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bars in no order. `microbatches_s`: when each microbatch begins to compute."""
+    """Bars in no particular order, and the start of each microbatch's compute."""
 
     bars: tuple[Bar, ...]
     microbatches_s: tuple[float, ...]
 
     @property
     def end_s(self) -> float:
-        """Of the last bar."""
+        """End of the last bar in seconds."""
         return max((bar.end_s for bar in self.bars), default=0.0)
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds at work, by lane."""
+        """Return the seconds of work by lane."""
         seconds = defaultdict[str, float](float)
         for bar in self.bars:
             seconds[bar.lane] += bar.end_s - bar.start_s
@@ -85,7 +85,7 @@ class Timeline:
 def timeline_of(
     layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, hardware: HardwareConfig
 ) -> Timeline:
-    """Of a step on `hardware`; costs of one microbatch. Raises ValueError for a rate that is needed and unknown."""
+    """Return the timeline of a step on `hardware`; raises ValueError if a rate that it needs is unknown."""
     step = _Step(layout, units, costs, hardware)
     step.run()
     if step.unknown:
@@ -94,16 +94,15 @@ def timeline_of(
 
 
 class _Lanes:
-    """Puts bars at the earliest time at which their lane is free."""
+    """Bars at the earliest free times of their lanes; if `one_by_one`, all lanes except disk share one processor."""
 
     def __init__(self, *, one_by_one: bool) -> None:
-        """one_by_one: all lanes but the disk's share one processor."""
         self.bars: list[Bar] = []
         self._one_by_one = one_by_one
         self._taken: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def add(self, lane: str, kind: str, unit: str, seconds: float, *after_s: float) -> float:
-        """When it ends. Nothing that takes no time has a bar."""
+        """Add a bar unless it takes no time, and return its end."""
         start_s = max(after_s, default=0.0)
         if not seconds:
             return start_s
@@ -117,7 +116,7 @@ class _Lanes:
 
 
 class _Step:
-    """Adds a step's bars in the order in which they are started. Names in `_s` are moments."""
+    """Bars of a step, added in the order in which the work is issued. Names in `_s` are points in time."""
 
     def __init__(
         self, layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, hardware: HardwareConfig
@@ -143,7 +142,7 @@ class _Step:
         self._reduced_s, self._evicted_s = (dict.fromkeys(self._order, 0.0) for _ in range(2))
 
     def run(self) -> None:
-        """From one step's decision to the next; for overlap=step from the first gather to the last update."""
+        """Add the bars from one step's decision to the next; for overlap=step, from first gather to last update."""
         from_before = self._layout.offload.mode != "step"
         if from_before:
             for name in self._early:
@@ -162,7 +161,7 @@ class _Step:
             list(self._update(self._order, decided_s))
 
     def _decide(self, reduced_s: float) -> float:
-        """All ranks agree on norm and loss."""
+        """Add the collectives in which all ranks agree on norm and loss."""
         ends = [
             self.lanes.add(axis, DECIDE, "", self._durations.decided(n), reduced_s)
             for axis, n in self._decisions.items()
@@ -170,7 +169,7 @@ class _Step:
         return max(ends, default=reduced_s)
 
     def _pass(self, direction: str, index: int) -> None:
-        """Forward or backward of a microbatch: at the most one unit is gathered that was not at work yet."""
+        """Add the forward or backward of a microbatch, with at most one unit gathered ahead."""
         spans = self._spans[direction]
         used = dict.fromkeys(span.unit for span in spans if span.unit in self._moves)
         to_gather = [*used, *(name for name in self._order if name not in used)]
@@ -205,7 +204,7 @@ class _Step:
                 self._reduce(index, name)
 
     def _gather(self, direction: str, index: int, name: str, issued_s: float) -> float:
-        """When the unit's parameters are there."""
+        """Add the transfers of a unit's parameters, and return when they are gathered."""
         layout, take, moves = self._layout, self._durations, self._moves[name]
         while name in self._to_update:
             self._to_update.remove(next(self._updates))
@@ -227,7 +226,7 @@ class _Step:
         return self._durations.sent(axis, each.sent_bytes)
 
     def _reduce(self, index: int, name: str) -> None:
-        """The unit's gradients, from the end of its backward to where they wait for the update."""
+        """Add the transfers of a unit's gradients from the end of its backward to where they wait for the update."""
         take, moves, add, at_s = self._durations, self._moves[name], self.lanes.add, self._computed_s
         is_last = index == self._layout.microbatches - 1
         if not self._layout.cadence(is_last).reduce:
@@ -245,8 +244,9 @@ class _Step:
             list(self._update([name], self._evicted_s[name], ahead=True))
 
     def _update(self, names: Sequence[str], begun_s: float, *, ahead: bool = False) -> Iterator[str]:
-        """Yields each unit once its bars are there: those of forward come between them. Units on disk take turns with
-        their slots in host memory. ahead: new working copies stay on the host.
+        """Add the updates of units; yield each name after its bars, so that those of forward can be added in between.
+
+        Units on disk use `DISK_TURNS` host slots in turn. If `ahead`, new working copies stay on the host.
         """
         take, add, names = self._durations, self.lanes.add, [*names]
         loaded_s, spilled_s = list[float](), list[float]()
@@ -267,7 +267,7 @@ class _Step:
             yield name
 
     def _send_back(self, name: str, updated_s: float) -> None:
-        """New working copies, to disk or to the device."""
+        """Add the transfer of new working copies to disk or to the device."""
         take, moves = self._durations, self._moves[name]
         spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
         self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)

@@ -1,4 +1,4 @@
-"""What torch keeps to itself and a simulation cannot do without: here, behind a check of the version, nowhere else."""
+"""Private parts of torch that a simulation needs, in one place and behind a version check."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ TRIED = ("2.11", "2.12", "2.13")
 
 
 def check_version() -> None:
-    """Raises RuntimeError where these parts may mean something else."""
+    """Raise RuntimeError for a torch version in which these parts were not tested."""
     if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
         raise RuntimeError(f"torch {torch.__version__}: simulation uses private parts of torch {', '.join(TRIED)}")

@@ -1,13 +1,13 @@
-"""Bytes that one rank moves in a step: along the mesh's axes by the table, and from tier to tier, unit by unit.
+"""Bytes that one rank moves per step: along mesh axes, from the ZeRO table, and between tiers, unit by unit.
 
-what                         when
-param                        to the device for each use; from disk before that
-grad                         to the host at each reduction, and to disk, where the next one finds it
-late_grad, grad_back         once, to where the update runs
+transfer                     when
+param                        to the device for each use, and from disk before it
+grad                         to the host at each reduction, and to disk, from where the next reduction loads it
+late_grad, grad_back         once per step, to where the update runs
 moments                      to where the update runs, and back
-work                         new working copies, to the device, and to disk
-states                       from disk for an update, and back; what a host slot still holds is not read again
-copies                       gradients of parameters that ranks of tp all have: summed over them before a reduction
+work                         new working copies to the device and to disk
+states                       from disk for an update, and back; not read again if a host slot still has them
+copies                       gradients of parameters that tp replicates, summed over tp before each reduction
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dzero.zero.unit_shapes import UnitShape
 
 @dataclass(frozen=True)
 class UnitTransfers:
-    """Bytes of one unit, each time; elements that the host and that the device updates."""
+    """Bytes of one unit per transfer, and the elements that host and device update; `copies` counts collectives."""
 
     param: int
     disk_param: int
@@ -53,8 +53,14 @@ class UnitTransfers:
 
 @dataclass(frozen=True)
 class StepTransfers:
-    """Bytes in a step, of all units. `out`, `back`: device to host, and host to device. decisions: collectives of a few
-    numbers. axes, calls: those of experts that ranks share are apart, as they are between other ranks."""
+    """Bytes of all units in a step.
+
+    Attributes:
+        axes, calls: Bytes sent and number of collectives by axis; those of expert units are under `of_experts` names.
+        decisions: Number of collectives of a few numbers, by axis.
+        out, back: Bytes from device to host and from host to device.
+        read, written: Bytes from and to disk.
+    """
 
     units: Mapping[str, UnitTransfers]
     axes: Mapping[str, int]
@@ -67,7 +73,7 @@ class StepTransfers:
 
 
 def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransfers]:
-    """By unit."""
+    """Return the transfers of each unit."""
     away, buffer_layout = names_off_device(layout.tiers, units), BufferLayout(layout, units)
     read = _states_read(buffer_layout, units)
     sizes, on_disk = buffer_layout.piece_bytes(), {kind: tier == "disk" for kind, (tier, _) in layout.tiers.items()}
@@ -107,8 +113,7 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
 def moved_of(
     layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts | None = None, flights: InFlight = ALONE
 ) -> StepTransfers:
-    """In a step. costs: of a microbatch, for what the model itself exchanges where it is cut; None: none of that.
-    flights: of a pipeline."""
+    """Return what one rank moves in a step; `costs` of a microbatch add the traffic within the model (tp, cp, ep)."""
     axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
     calls = {PIPELINE: flights.sent.calls} if flights.sent.calls else {}
     for shared in (False, True):
@@ -151,7 +156,7 @@ def moved_of(
 
 
 def _states_read(buffer_layout: BufferLayout, units: Sequence[UnitShape]) -> dict[str, int]:
-    """Bytes by unit, in a step after the first."""
+    """Return the bytes of states read from disk by unit, in a step after the first."""
     read: dict[str, int] = {}
     sizes, holds = buffer_layout.piece_bytes(), dict[str, str]()
     for _ in range(2):

@@ -1,10 +1,10 @@
-"""`zero=auto`: from the settings of a run to those that it stands for, on hardware that need not be here.
+"""Resolution of `zero=auto` into settings for given hardware, which need not be this machine.
 
-what is searched    estimate/search.py, of it what was not given
-what is given       stays: on the command line (a group gives all its settings), or otherwise not the default
-sequences per step  stay: train.accumulate follows the microbatch. Either of the two being given fixes both;
-                    train.accumulate=null train.global_sequences=N leaves them free
-ranks               all decide for themselves, on the same figures, and so alike
+searched settings   those of `estimate/candidates.py` that are not given
+given settings      keep their values: on the command line (a group gives all its settings), or not the default
+sequences per step  keep their number: train.accumulate follows the microbatch. Giving one of the two fixes both;
+                    train.accumulate=null train.global_sequences=N leaves both free
+ranks               each decides on its own from the same figures, so all choose alike
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from dzero.plan.search_tables import headline, nothing_fits
 
 @dataclass(frozen=True, kw_only=True)
 class AutoChoice:
-    """`config`: the run with what was chosen; `line` tells it. defaults: of what is searched, the
-    stage left out, which is told in any case."""
+    """Resolved run, and the choice in one `line`; `defaults` lacks the stage, so that `line` always reports it."""
 
     config: RunConfig
     ranking: Ranking
@@ -43,10 +42,15 @@ class AutoChoice:
 
 
 def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
-    """What `zero=auto` stands for. given: the settings of the command line.
+    """Choose the settings that `zero=auto` stands for.
 
-    Raises RunError where nothing fits, where activations leave the device, or what hardware there is cannot be known
-    alike on all ranks.
+    Args:
+        config: The run's settings.
+        given: Settings of the command line, as `key=value`.
+
+    Raises:
+        RunError: Nothing fits, activations are offloaded, the run is a pipeline, or the hardware of several nodes is
+            not given, so that ranks could choose differently.
     """
     check_foreseen(config)
     if config.mesh.pp > 1:
@@ -63,7 +67,7 @@ def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
 
 
 def resolve_auto(config: RunConfig, given: Sequence[str]) -> RunConfig:
-    """`config` itself, or what its `zero=auto` stands for, which rank 0 then tells. Raises as `choose`."""
+    """Return `config` with `zero=auto` resolved; rank 0 prints the choice. Raises like `choose`."""
     if not config.auto:
         return config
     choice = choose(config, given)
@@ -73,7 +77,7 @@ def resolve_auto(config: RunConfig, given: Sequence[str]) -> RunConfig:
 
 
 def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
-    """What candidates are judged by."""
+    """Return the model and hardware that candidates are evaluated on."""
     ranks, model = ranks_of(config), model_of(config)
     flops = flops_per_token(model, config.train.sequence_tokens)
     with as_on_a_rank(config, model) as rank:
@@ -89,7 +93,11 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
 
 
 def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
-    """Every combination of what is not `fixed`, the simplest first. Raises RunError where all are impossible."""
+    """Return every possible combination of the settings that are not `fixed`, simplest first.
+
+    Raises:
+        RunError: No combination is possible.
+    """
     readers = config.mesh.readers(ranks_of(config))
     sequences = config.train.sequences(readers) // readers
     distinct = dict.fromkeys(
@@ -118,7 +126,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
 
 
 def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
-    """Searched settings that stay as they are."""
+    """Return the searched settings that keep their values."""
     keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
     searched = next(space(1))
 
@@ -135,19 +143,19 @@ def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """Of `group.name`."""
+    """Return the value of `group.name`."""
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
 
 def default_of(config: RunConfig, key: str) -> Any:
-    """Of `group.name`."""
+    """Return the default of `group.name`."""
     group, _, name = key.partition(".")
     return getattr(type(getattr(config, group)), name)
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """The same run with other values of some settings. Raises ValueError as the dataclasses do."""
+    """Return the run with other values of some settings; raises ValueError like the dataclasses."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -156,7 +164,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def _costs(config: RunConfig, recompute: str, microbatch: int) -> MicrobatchCosts:
-    """Of a microbatch of so many sequences."""
+    """Return the costs of a microbatch of `microbatch` sequences."""
     block = replace(config.block, activation_checkpoint=recompute)
     train = replace(config.train, microbatch_sequences=microbatch, accumulate=1, global_sequences=None)
     return costs_for(replace(config, block=block, train=train))

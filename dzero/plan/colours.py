@@ -1,11 +1,11 @@
-"""One colour for each kind of state, wherever it lies or moves.
+"""Colors of the kinds of state, the same in memory bars and in transfers.
 
-blue      param: shards, unsharded copies, new working copies; what gathers and fetches them
-orange    grad: and what reduces and evicts them
-green     master: and its update
-violet    moments: and what loads and spills states
-grey      activations: and the compute that makes them
-rose      what the ranks of a model that is cut exchange within it
+blue      parameters: shards, unsharded parameters, new working copies; gathers and fetches
+orange    gradients; reductions and evictions
+green     masters; updates
+violet    moments; loads and spills of states
+grey      activations; compute
+rose      collectives within a model that is cut over ranks
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ HOST = " (host)"
 
 
 def colour_of(kind: str) -> str:
-    """Of a kind of state, as a tier tells it."""
+    """Return the color of a kind of memory of a tier."""
     return STATES.get(kind.removesuffix(HOST), OTHER)
 
 
 def hatch_of(kind: str) -> str | None:
-    """What a CPU's device has of the host tier, in the same memory, is hatched."""
+    """Return a hatch for a CPU's host tier, which is in the same memory as its device tier."""
     return "//" if kind.endswith(HOST) else None

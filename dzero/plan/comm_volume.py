@@ -1,6 +1,6 @@
-"""What a step of a run moves inside of the model, by formulas: between ranks that share sequences, matrices, layers.
+"""Traffic within the model in a step, by formula: between ranks that share sequences, matrices or layers.
 
-What its states move is in zero/cost_model.py, what tokens move to experts in parallel/expert/dispatch.py.
+`zero/cost_model.py` has the traffic of model states, `parallel/expert/dispatch.py` that of tokens sent to experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Moved = dict[Entry, Traffic]
 
 
 def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None = None) -> Moved:
-    """Per rank: what attention passes on where sequences are cut. parts: of a pipeline. Empty for models of users."""
+    """Return the traffic of context-parallel attention per rank; empty for models other than Llama."""
     mesh, train = config.mesh, config.train
     if mesh.cp == 1 or not isinstance(model, Llama):
         return {}
@@ -44,7 +44,7 @@ def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: 
 def tensor_traffic(
     config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None = None
 ) -> Moved:
-    """Per rank: what matrices that are cut exchange. Empty for models of users and of transformers."""
+    """Return the traffic of tensor parallelism per rank; empty for models other than Llama."""
     mesh, train = config.mesh, config.train
     if mesh.tp == 1 or not isinstance(model, Llama):
         return {}
@@ -66,7 +66,7 @@ def tensor_traffic(
 
 
 def pipeline_traffic(parts: ModelStages | None, hidden: HiddenStates | None, layout: Layout) -> Moved:
-    """Per rank: hidden states and their gradients from part to part."""
+    """Return the traffic of hidden states and their gradients between pipeline stages per rank."""
     if parts is None or hidden is None:
         return {}
     return expected_pipeline(parts, hidden, microbatches=layout.microbatches)

@@ -1,4 +1,4 @@
-"""What `python -m dzero hardware` shows: this machine's figures, their age, and the same as a file of conf/hardware."""
+"""Output of `python -m dzero hardware`: this machine's figures, their age, and a file for conf/hardware."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEANING = {
 
 
 def machine_table(measurement: Measurement) -> Table:
-    """A row for each figure."""
+    """Return a table with a row for each figure."""
     hardware = measurement.hardware
     rows = [(meaning, figure, text(figure, getattr(hardware, figure))) for figure, meaning in MEANING.items()]
     title = f"{hardware.name}, measured {measurement.when:%Y-%m-%d %H:%M} UTC, {age(measurement.age_s)}"
@@ -46,7 +46,7 @@ def machine_table(measurement: Measurement) -> Table:
 
 
 def age(seconds: float) -> str:
-    """`just now`, `4:05 ago`, from two days on `3 days ago`."""
+    """Return an age in words: `just now`, `4:05 ago`, or from two days on `3 days ago`."""
     if seconds < 60:
         return "just now"
     days = int(seconds // 86400)
@@ -54,7 +54,7 @@ def age(seconds: float) -> str:
 
 
 def text(figure: str, value: float | None) -> str:
-    """A figure of HardwareConfig in its unit; `unknown` for None."""
+    """Return a figure of HardwareConfig with its unit; `unknown` for None."""
     if value is None:
         return "unknown"
     if figure.endswith("_bytes"):
@@ -71,7 +71,7 @@ def text(figure: str, value: float | None) -> str:
 
 
 def as_yaml(measurement: Measurement) -> str:
-    """The figures as a file of conf/hardware, rates to three digits."""
+    """Return the figures as a file of conf/hardware, with rates to three digits."""
     hardware = measurement.hardware
     lines = [f"# measured {measurement.when:%Y-%m-%d} with torch {measurement.key.torch}"]
     return "\n".join(lines + [f"{item.name}: {_value(hardware, item.name)}" for item in fields(hardware)])

@@ -1,8 +1,8 @@
-"""The model of a run's settings as one of its ranks has it, on meta, where only shapes and operators are asked of it.
+"""Model of a run as one of its ranks has it, on the meta device, to get shapes and operators.
 
-axis        how it gets there
-tp, cp, ep  cut, attending, and with its experts, as a rank of a fake group of as many
-pp          cut as the rank with some part
+axis        how the model is built
+tp, cp, ep  cut by a fake group of as many ranks
+pp          cut to one pipeline stage
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
 @dataclass(frozen=True)
 class RankView:
-    """`parts`: of a pipeline; None where a rank has all layers. `ledger`: of what attention passes on, and of tokens
-    that go to experts. `experts`: the modules of those that ranks share, by their names."""
+    """One rank's view of the model.
+
+    Attributes:
+        parts: Pipeline stages of the rank, or None without a pipeline.
+        ledger: Ledger that counts the traffic of cp attention and of tokens sent to experts.
+        experts: Expert modules that ranks share, by name.
+    """
 
     parts: ModelStages | None
     ledger: Ledger
@@ -49,10 +54,10 @@ class RankView:
 
 
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
-    """As a run would train it, on meta and in fp32. vocab_size: of the data; None: as they say."""
+    """Return the model that a run trains, on meta in fp32; the data determine `vocab_size` if it is None."""
     if vocab_size is None and config.model.vocab_size is None:
         vocab_size = vocab_size_of(config.data)
-    # Where a rank's tokens stand cannot be asked of fake ones; the configuration knows that sequences are short enough.
+    # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
     apply_blocks(model, config.block, "cpu")
@@ -60,7 +65,7 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
 
 
 def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) -> list[UnitShape]:
-    """Its units, the root last. rank: whose model it is."""
+    """Return the shapes of the units of `model`, as `rank` has it, the root last."""
     parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
     units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
     return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
@@ -68,10 +73,18 @@ def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) 
 
 @contextmanager
 def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[RankView]:
-    """Inside, `model` is what a rank of `mesh.tp` and `mesh.ep` has of it, with that part of `mesh.pp`, and attends as
-    one of `mesh.cp` does; only shapes and operators may be asked of it.
+    """Reduce `model` to what one rank of mesh.tp, mesh.cp, mesh.ep and mesh.pp has, for use within the context.
 
-    Raises RunError for a model that cannot be cut so, RuntimeError in a process that is in a group.
+    Only shapes and operators are valid inside.
+
+    Args:
+        config: The run's settings.
+        model: Model on meta, which is changed in place.
+        part: Pipeline stage.
+
+    Raises:
+        RunError: The model cannot be cut like this.
+        RuntimeError: This process is in a process group already.
     """
     mesh = config.mesh
     with ExitStack() as inside:
@@ -89,19 +102,21 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
 
 
 def parts_of(config: RunConfig) -> Sequence[int]:
-    """Of a pipeline those that may need most: with the embedding and the most microbatches, with blocks alone, and with
-    the loss."""
+    """Return the pipeline stages that may need most memory or time.
+
+    These are the first (embedding, most microbatches in flight), the second (blocks alone) and the last (loss).
+    """
     return sorted({0, min(1, config.mesh.pp - 1), config.mesh.pp - 1})
 
 
 def hidden_of(config: RunConfig, parts: ModelStages) -> HiddenStates:
-    """What travels between parts."""
+    """Return the hidden states that are sent between pipeline stages."""
     tokens = config.train.sequence_tokens // (config.mesh.cp * config.mesh.tp)
     return HiddenStates((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
 
 
 def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
-    """What a rank of a pipeline has of several microbatches at once."""
+    """Return the microbatches that a rank of a pipeline has in flight."""
     parts = rank.parts
     if parts is None:
         return InFlight()
@@ -119,7 +134,10 @@ def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
 
 
 def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None) -> MicrobatchCosts:
-    """Of one microbatch of the run. model, rank: as on a rank; the model is used up."""
+    """Return the costs of one microbatch of the run.
+
+    `model` and `rank` are those of `as_on_a_rank`, by default of the first pipeline stage. The model is consumed.
+    """
     if model is None or rank is None:
         model = model_of(config)
         with as_on_a_rank(config, model) as rank:
@@ -130,8 +148,10 @@ def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView 
 
 
 class _Loss:
-    """Mean cross-entropy of a rank's tokens of one microbatch, as the trainer takes it; of a part that is not the last,
-    any scalar of what comes out."""
+    """Mean cross-entropy of a rank's tokens of one microbatch, as in the trainer.
+
+    For a pipeline stage other than the last it is any scalar of the output.
+    """
 
     def __init__(self, config: RunConfig, parts: ModelStages | None) -> None:
         self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp

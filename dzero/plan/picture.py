@@ -1,12 +1,12 @@
-"""A forecast as a picture, for a file or for TensorBoard.
+"""Picture of a forecast, for a file or for TensorBoard.
 
-    panel          what it shows                                                      drawn by
-    tiers          a stacked bar per tier: bytes by kind, and the tier's capacity     _draw_tiers
-    the device     the same kinds while each unit is at work                          _draw_moments
-    a step         lanes over seconds (estimate/timeline.py)                                   picture_timeline.py
+    panel          contents                                                           drawn by
+    tiers          stacked bar per tier: bytes by kind, and the tier's capacity       _draw_tier
+    device         the same kinds while each unit runs                                _draw_moments
+    step           lanes over time (`estimate/timeline.py`)                           `picture_timeline.py`
 
-A kind of state has one colour everywhere, and what moves or updates it has it too. matplotlib is an extra of the
-installation, so it is imported where it is used.
+A kind of state and the work that moves or updates it have the same color in all panels. matplotlib is an optional
+dependency, so it is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ NO_MATPLOTLIB = "the plan's picture needs matplotlib: pip install 'dzero[plot]'"
 DPI = 130
 WIDTH, MEMORY_HEIGHT, NOTE_HEIGHT = 14.0, 4.9, 0.5
 SHOWN_CAPACITY = 2.5
-"""A capacity so many times what is used is told, not drawn: the bar would be too small to read."""
+"""Capacities above this multiple of the used bytes are not drawn, since the bar would be too small to read."""
 TICKS = 42
 
 
 def check_file(path: Path) -> None:
-    """Tell before any work whether `draw` can write to `path`.
+    """Check that `draw` can write to `path`, before any work is done.
 
-    Raises RunError for another format than `FORMATS`, a place that cannot be written, and without matplotlib.
+    Raises:
+        RunError: The format is none of `FORMATS`, the path is not writable, or matplotlib is missing.
     """
     if path.suffix not in FORMATS:
         raise RunError(f"--picture={path}: the name must end with one of {', '.join(FORMATS)}")
@@ -59,7 +60,11 @@ def check_file(path: Path) -> None:
 
 
 def draw(forecast: Forecast, path: Path) -> None:
-    """Write it to `path`, with `described` in its metadata. Raises RunError as `check_file` or if writing fails."""
+    """Write the picture to `path`, with `described` in its metadata.
+
+    Raises:
+        RunError: `check_file` fails, or writing fails.
+    """
     check_file(path)
     figure = figure_of(forecast)
     key = "Subject" if path.suffix == ".pdf" else "Description"
@@ -70,7 +75,7 @@ def draw(forecast: Forecast, path: Path) -> None:
 
 
 def described(forecast: Forecast) -> str:
-    """Return what the picture shows, in words and figures: the tables, the verdict, and a digest of its bars."""
+    """Return a text version of the picture: the tables, the verdict, and a digest of its bars."""
     timeline = forecast.timeline()
     drawn = [f"{moment.when} {moment.total_bytes}" for moment in forecast.memory.device]
     bars = [] if timeline is None else timeline.bars
@@ -80,7 +85,7 @@ def described(forecast: Forecast) -> str:
 
 
 def pixels(forecast: Forecast) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Of the picture: uint8 [height, width, RGB]. Raises RunError without matplotlib."""
+    """Return the picture as uint8 [height, width, RGB]; raises RunError without matplotlib."""
     figure = figure_of(forecast)
     figure.set_dpi(DPI)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -91,7 +96,7 @@ def pixels(forecast: Forecast) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def figure_of(forecast: Forecast) -> Figure:
-    """All panels; in place of the timeline what it lacks, where the hardware does not say it."""
+    """Return the figure with all panels; a note replaces the timeline if the hardware lacks figures for it."""
     figure_class = _figure_class()
     timeline = forecast.timeline()
     below = height_of(timeline) if timeline else NOTE_HEIGHT
@@ -132,7 +137,7 @@ def _title(forecast: Forecast) -> str:
 
 
 def _draw_tier(axes: Any, forecast: Forecast, name: str) -> None:
-    """A stacked bar on an axis of its own, and the tier's capacity as a dashed line where that is near."""
+    """Draw a tier as a stacked bar with its own axis, and its capacity as a dashed line if that is near."""
     tier, bottom = forecast.tiers[name], 0.0
     total, capacity = tier.total_bytes, tier.capacity_bytes
     near = capacity if capacity is not None and capacity < SHOWN_CAPACITY * total else None
@@ -158,7 +163,7 @@ def _draw_tier(axes: Any, forecast: Forecast, name: str) -> None:
 
 
 def _draw_moments(axes: Any, forecast: Forecast) -> None:
-    """The device's kinds, unit by unit."""
+    """Draw the device's memory by kind, unit by unit."""
     moments = _told(forecast)
     kinds = [kind for kind in moments[0].kinds if any(moment.kinds.get(kind) for moment in moments)]
     peak = max(moment.total_bytes for moment in moments)
@@ -188,7 +193,7 @@ def _draw_moments(axes: Any, forecast: Forecast) -> None:
 
 
 def _told(forecast: Forecast) -> list[MemoryMoment]:
-    """Without moments of the root between two units where it computes nothing; on a CPU with what lies on the host."""
+    """Return the moments to draw: without those of an idle root between two units, and on a CPU with the host tier."""
     moments, spans = forecast.memory.device, forecast.costs.spans
     host = {kind: count for kind, count in forecast.tiers[DEVICE].kinds.items() if kind.endswith(HOST)}
     between = {
@@ -201,7 +206,7 @@ def _told(forecast: Forecast) -> list[MemoryMoment]:
 
 
 def _mark_phases(axes: Any, moments: Sequence[MemoryMoment]) -> None:
-    """A unit's name below its moment, of many every nth; the direction above, and a line between two."""
+    """Label each moment (or every nth) with its unit, and each direction with its name and a line."""
     every = -(-len(moments) // TICKS)
     shown = range(0, len(moments), every)
     names = [moments[at].when.removeprefix(FORWARD).removeprefix(BACKWARD).strip() for at in shown]
@@ -215,7 +220,7 @@ def _mark_phases(axes: Any, moments: Sequence[MemoryMoment]) -> None:
 
 
 def _mark_peak(axes: Any, moments: Sequence[MemoryMoment], height: float) -> None:
-    """Where the device is fullest, and with how much."""
+    """Mark the moment at which the device is fullest, with its bytes."""
     at = max(range(len(moments)), key=lambda at: moments[at].total_bytes)
     moment = moments[at]
     side = "right" if at > len(moments) / 2 else "left"
@@ -226,7 +231,7 @@ def _mark_peak(axes: Any, moments: Sequence[MemoryMoment], height: float) -> Non
 
 
 def scale_of(count: float) -> tuple[float, str]:
-    """Bytes of the unit in which `count` bytes read well, and its name."""
+    """Return the bytes of the unit (KiB to TiB) that suits `count` bytes, and its name."""
     for power, name in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
         if count >= 1024**power:
             return 1024.0**power, name

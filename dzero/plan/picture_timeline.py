@@ -1,4 +1,4 @@
-"""The timeline as a panel: a row per lane. Of many microbatches the first and the last are drawn."""
+"""Timeline panel of the picture, with a row per lane. Of many microbatches only the first and the last are drawn."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dzero.hardware import format_count
 from dzero.plan.colours import INK, WORK
 
 GAP = 0.05
-"""Of the width, for the microbatches that are left out."""
+"""Fraction of the width, for the omitted microbatches."""
 LANE_HEIGHT, EDGES_HEIGHT = 0.55, 1.15
-"""Inches of a lane, and of what is above and below them."""
+"""Inches of a lane, and of the margins above and below the lanes together."""
 NARROW = 1 / 350
-"""Of the width: bars below it are drawn as one where they touch."""
+"""Fraction of the width: narrower bars are merged where they touch."""
 LETTER = 1 / 240
 LEAST = 1 / 1500
-"""Of the width: no bar is drawn narrower."""
+"""Fraction of the width: minimum width of a drawn bar."""
 ARROWS = {"device to host": "device → host", "host to device": "host → device"}
 
 
 class _Axis:
-    """From seconds of the step to the panel's: without what lies between the first and the last microbatch."""
+    """Mapping from seconds of the step to seconds on the axis, which omits all but the first and last microbatch."""
 
     def __init__(self, timeline: Timeline) -> None:
         begun = timeline.microbatches_s
@@ -35,20 +35,20 @@ class _Axis:
         self.width_s, self.end_s = seen_s + self.gap_s, timeline.end_s
 
     def at(self, moment_s: float) -> float:
-        """Where a moment lies; one that is left out, in the gap."""
+        """Return the position of a moment; an omitted one is in the gap."""
         first, last = self.cut_s
         if moment_s <= first:
             return moment_s
         return moment_s - (last - first) + self.gap_s if moment_s >= last else first + self.gap_s / 2
 
     def seen(self, bar: Bar) -> list[tuple[float, float]]:
-        """(from, to) of the parts of it that are not left out."""
+        """Return (start, end) of the parts of a bar that are not omitted."""
         first, last = self.cut_s
         parts = [(bar.start_s, min(bar.end_s, first)), (max(bar.start_s, last), bar.end_s)]
         return [(self.at(start), self.at(end)) for start, end in parts if start < end]
 
     def ticks(self) -> list[float]:
-        """Seconds worth a tick."""
+        """Return the moments that get a tick."""
         from matplotlib.ticker import MaxNLocator
 
         every = MaxNLocator(10, steps=[1, 2, 5, 10]).tick_values(0, self.width_s)
@@ -58,12 +58,12 @@ class _Axis:
 
 
 def height_of(timeline: Timeline) -> float:
-    """Inches that it takes."""
+    """Return the height of the panel in inches."""
     return EDGES_HEIGHT + LANE_HEIGHT * len(timeline.busy_s())
 
 
 def draw_timeline(figure: Any, forecast: Forecast, timeline: Timeline) -> None:
-    """On all of `figure`."""
+    """Draw the timeline on all of `figure`."""
     axes, axis, busy = figure.subplots(), _Axis(timeline), timeline.busy_s()
     lanes = [lane for lane in LANES if busy.get(lane)]
     bars = sorted(timeline.bars, key=lambda bar: (bar.lane, bar.start_s))
@@ -91,7 +91,7 @@ def draw_timeline(figure: Any, forecast: Forecast, timeline: Timeline) -> None:
 
 
 def _draw_lane(axes: Any, axis: _Axis, row: int, bars: Sequence[Bar]) -> None:
-    """Bars of one lane, in the order of time; names where there is room."""
+    """Draw the bars of one lane in time order, with unit names where they fit."""
     axes.axhspan(row - 0.36, row + 0.36, color="#f4f6f8", linewidth=0)
     for kind in KINDS:
         seen = [(bar.unit, *part) for bar in bars if bar.kind == kind for part in axis.seen(bar)]
@@ -107,7 +107,7 @@ def _draw_lane(axes: Any, axis: _Axis, row: int, bars: Sequence[Bar]) -> None:
 
 
 def _joined(parts: Sequence[tuple[float, float]], gap_s: float) -> list[tuple[float, float]]:
-    """Neighbours as one."""
+    """Merge neighbors that are at most `gap_s` apart."""
     joined = list(parts[:1])
     for start, end in parts[1:]:
         if start - joined[-1][1] <= gap_s:
@@ -118,7 +118,7 @@ def _joined(parts: Sequence[tuple[float, float]], gap_s: float) -> list[tuple[fl
 
 
 def _title(forecast: Forecast, timeline: Timeline) -> str:
-    """Say which seconds are which: what is expected, what no run is faster than, and what is drawn."""
+    """Return a title with the expected time, the lower bound, and the length of the drawn timeline."""
     pace, bound = forecast.pace, forecast.bound
     rate = f", {format_count(int(forecast.tokens_per_s))} tokens/s" if forecast.tokens_per_s else ""
     mfu = "" if forecast.mfu is None else f", MFU {forecast.mfu:.0%}"

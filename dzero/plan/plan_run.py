@@ -1,4 +1,4 @@
-"""From a run's configuration to its forecast: the same settings, on hardware that need not be here."""
+"""Forecast of a run from its configuration, on hardware that need not be this machine."""
 
 from __future__ import annotations
 
@@ -42,27 +42,26 @@ from dzero.zero.unit_shapes import UnitShape
 
 MANY_LAYERS, LAYERS_PER_S = 300, 10
 MOST_RANKS_HERE = 8
-"""A run of more ranks than a node has devices is one of a cluster's GPUs, unless its settings say otherwise."""
+"""Runs of more ranks than this are assumed to be on a cluster's GPUs, unless the settings say otherwise."""
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Data-parallel ones of the run that is planned: those of `mesh.dp`, or what torchrun's, or those that a plain run
-    would start here, leave for it."""
+    """Return the data-parallel ranks of the planned run: mesh.dp x mesh.cp, else those of torchrun or this machine."""
     if config.mesh.dp is not None:
         return config.mesh.dp * config.mesh.cp
     return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else workers_of(config))
 
 
 def layout_of(config: RunConfig, device_type: str) -> Layout:
-    """The table as these settings fill it. Raises ValueError for ranks that do not divide."""
+    """Return the ZeRO table for these settings; raises ValueError if the ranks do not divide."""
     return layout_on(config, ranks_of(config), device_type)
 
 
 def target_of(config: RunConfig) -> tuple[str, str]:
     """Return the device type that a run with these settings is meant for, and the machine in words.
 
-    It is the chosen hardware's, or `launch.device`. Where neither is chosen it is this machine's for as many ranks as
-    this machine may start, and GPUs for more ranks.
+    The type is that of the chosen hardware, or `launch.device`. If neither is chosen, it is this machine's for as many
+    ranks as this machine may start, and cuda for more ranks.
     """
     if config.hardware is not None:
         return config.hardware.device_type, config.hardware.name
@@ -74,7 +73,7 @@ def target_of(config: RunConfig) -> tuple[str, str]:
 
 
 def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple[list[Table], list[str]]:
-    """What a run with these settings is and does; and its actions off the device, a line each."""
+    """Return tables that describe the run, and its offload actions, one per line."""
     kind, where = target_of(config)
     layout = layout_of(config, kind)
     model = model_of(config)
@@ -97,7 +96,7 @@ def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple
 def _routed_alike(
     config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None
 ) -> dict[Entry, Traffic]:
-    """Of a step, per rank. What a run moves follows from what its tokens choose."""
+    """Return the traffic per rank and step of tokens sent to experts, if all experts are chosen equally often."""
     mesh, train = config.mesh, config.train
     if mesh.ep == 1 or not isinstance(model, MoE):
         return {}
@@ -117,7 +116,7 @@ def _routed_alike(
 def _passed_on(
     config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None
 ) -> dict[Entry, Traffic]:
-    """Hidden states, their gradients, and those of tied parameters to the other end."""
+    """Return the traffic of hidden states and their gradients, and of tied parameters' gradients to the other end."""
     if parts is None:
         return {}
     ends = expected_traffic(layout, units, parts.shared)
@@ -135,9 +134,11 @@ def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
 
 
 def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
-    """What a run with these settings needs of `hardware`.
+    """Predict what a run with these settings needs of `hardware`.
 
-    Raises ValueError for ranks that do not divide, RunError for activations that leave the device.
+    Raises:
+        ValueError: The ranks do not divide.
+        RunError: Activations are offloaded, or a rank has several pipeline stages.
     """
     check_foreseen(config)
     announce_long_layout(config)
@@ -165,14 +166,14 @@ def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | 
 
 
 def announce_long_layout(config: RunConfig) -> None:
-    """Say on stderr that a model of very many layers takes a while to be laid out."""
+    """Report on stderr that laying out a model of very many layers takes a while."""
     layers = config.model.layers or 0
     if layers > MANY_LAYERS and is_first_of_node():
         print(f"laying out {layers} layers, which takes about {layers // LAYERS_PER_S} s or more", file=sys.stderr)
 
 
 def check_foreseen(config: RunConfig) -> None:
-    """Raises RunError for activations that leave the device, and several parts on a rank."""
+    """Raise RunError for offloaded activations, and for several pipeline stages per rank, which are not predicted."""
     if config.mesh.parts_of_a_rank > 1:
         raise RunError(
             f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "
@@ -186,7 +187,7 @@ def check_foreseen(config: RunConfig) -> None:
 
 
 def hardware_of(config: RunConfig) -> HardwareConfig:
-    """What the settings name; by default this machine, measured once."""
+    """Return the hardware that the settings name, by default this machine, measured once."""
     if config.hardware is not None:
         return config.hardware
     ranks = local_ranks() if launched() else config.launch.workers
@@ -197,9 +198,10 @@ def hardware_of(config: RunConfig) -> HardwareConfig:
 
 
 def forecast_running(config: RunConfig, ranks: int, device_type: str, vocab_size: int) -> Forecast:
-    """The same of a run, by one of its ranks: on the hardware that its settings name, if it is of this kind, else here.
+    """Predict the memory and time of a run from within one of its ranks.
 
-    Nothing is measured, and no random number is taken.
+    The hardware is the one that the settings name if it has this device type, or else this machine. Nothing is
+    measured, and the state of the random number generator is kept.
     """
     local, hardware = local_ranks(), config.hardware
     if hardware is None or hardware.device_type != device_type:
@@ -215,11 +217,12 @@ def forecast_running(config: RunConfig, ranks: int, device_type: str, vocab_size
 def log_plan(
     board: TensorBoardSink, step: int, config: RunConfig, ranks: int, device_type: str, vocab_size: int
 ) -> tuple[int | None, str | None]:
-    """The plan of a run under way, onto its board: the device's peak that it predicts, and a line on what is lacking.
+    """Write the plan of a running run to TensorBoard; errors do not stop the run.
 
-    The run goes on whatever happens here.
+    Returns:
+        The predicted peak of the device in bytes, and a line about what is missing; either may be None.
     """
-    if config.mesh.sharing > 1:  # a plan of these needs a process that is in no group
+    if config.mesh.sharing > 1:  # their plan needs a process without a process group
         return None, (
             "TensorBoard has no plan of a run whose ranks share sequences, matrices or experts: "
             "python -m dzero plan, with the same settings, makes it"
@@ -233,9 +236,9 @@ def log_plan(
 
 
 def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str | None:
-    """Write it there; what the board lacks where matplotlib is not installed."""
+    """Write the plan to TensorBoard; return what is missing there without matplotlib."""
     picture, lacks = None, None
-    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # that it builds its cache is no news of a run
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # hides the message about building its cache
     try:
         picture = pixels(forecast)
     except RunError as error:

@@ -1,12 +1,13 @@
-"""Before a run allocates anything: `zero=auto` is settled, and what cannot fit this machine is refused.
+"""Preflight checks before a run allocates memory: `zero=auto` is resolved, and runs that cannot fit are refused.
 
-    tier    needs (estimate/memory.py)         has, for one rank
-    device  the fullest moment of a step     of a GPU its memory; of a CPU its part of host memory, within every limit
-    host    what is off the device           its part of host memory, within every limit
+    tier    needed (`estimate/memory.py`)    available to one rank
+    device  fullest moment of a step         GPU: its memory; CPU: its part of host memory, within every limit
+    host    offloaded states                 its part of host memory, within every limit
     disk    scratch files                    its part of the free space at offload.disk.paths
 
-Refused is what needs more than there is, without any margin: it would surely fail. What needs more than is free now, or
-leaves less than the headroom of estimate/search.py, is warned of. Nothing is measured here, and no device is touched.
+A run is refused if it needs more than the machine has, without any margin, because it would surely fail. A warning is
+given if it needs more than is free now, or leaves less than the headroom of `estimate/search.py`. Nothing is measured
+here, and no device is touched.
 """
 
 from __future__ import annotations
@@ -45,26 +46,33 @@ from dzero.zero.offload_config import KINDS, OffloadConfig
 
 SUGGESTED = LARGEST = 3
 HOPELESS = 64
-"""Times the memory there is, beyond which sizes are refused before a model of them is laid out."""
+"""Sizes above this multiple of the available memory are refused before a model of them is laid out."""
 MORE = "block.loss_tiles and block.tiles make logits and activations smaller, more ranks everything that is sharded"
 LINGER_S = 2.0
 LEAST_IDS = 1
 
 
 class UnforeseenError(Exception):
-    """What a model needs cannot be told before it runs; the message says what went wrong."""
+    """Error for a model whose memory cannot be predicted; the message has the reason."""
 
 
 def prepare_run(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int]:
-    """Return what will be trained, as `resolve_run`, and by how many workers where this machine starts them."""
+    """Return the resolved configuration, and the number of workers that this machine starts (0 under torchrun)."""
     config = resolve_run(config, given)
     return config, 0 if launched() else workers_of(config)
 
 
 def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
-    """What will be trained. given: the settings of the command line. Raises RunError where it cannot fit.
+    """Return the configuration that will be trained.
 
-    Under torchrun all ranks find the same, and the first of a node says it.
+    Under torchrun all ranks reach the same result, and the first rank of each node reports it.
+
+    Args:
+        config: The run's settings.
+        given: Settings of the command line, as `key=value`.
+
+    Raises:
+        RunError: The run cannot fit.
     """
     try:
         with user_errors():
@@ -74,19 +82,19 @@ def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
                 check_least(config)
             announce_long_layout(config)
             config = resolve_auto(config, given)
-            check_scratch(config.offload)  # which zero=auto may have chosen
+            check_scratch(config.offload)  # zero=auto may have chosen disk
             if config.launch.check_memory:
                 check_memory(config)
     except RunError:
         if local_rank() == 0:
             raise
-        time.sleep(LINGER_S)  # torchrun ends the others when the first rank leaves, which shall be the one that tells
+        time.sleep(LINGER_S)  # torchrun ends all ranks once one exits, so rank 0, which reports, exits first
         sys.exit(1)
     return config
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raises RunError for a run that needs more of a tier than this machine has; warns of one that comes near."""
+    """Raise RunError if a run needs more of a tier than this machine has, and warn if it comes near."""
     try:
         memory = needed(config)
     except UnforeseenError as error:
@@ -106,7 +114,7 @@ def check_memory(config: RunConfig) -> None:
 
 
 def check_least(config: RunConfig) -> None:
-    """Raise RunError for sizes that are hopeless by arithmetic, before a model of them is laid out.
+    """Raise RunError if simple arithmetic shows that the sizes cannot fit, before a model of them is laid out.
 
     A rank has at least its share of 16-bit parameters and one hidden state of its part of a microbatch.
     """
@@ -122,7 +130,7 @@ def check_least(config: RunConfig) -> None:
     if config.auto or "disk" in map(config.offload.tier, KINDS):
         beside += here.disk_bytes or 0
     has = {"parameters": here.device_bytes + beside, hidden: here.device_bytes}
-    quick = shape.layers <= MANY_LAYERS  # to lay out, so that the user is told what takes how much, and what would fit
+    quick = shape.layers <= MANY_LAYERS  # to lay out, which gives the user sizes by kind and settings that fit
     for what, needs in least.items():
         if needs > (HOPELESS if quick else 1) * has[what]:
             raise RunError(
@@ -133,9 +141,10 @@ def check_least(config: RunConfig) -> None:
 
 
 def needed(config: RunConfig) -> StepMemory:
-    """Of a rank. Activations that leave the device are not foreseen, so then none are counted.
+    """Return the memory that a rank needs; offloaded activations are not predicted and therefore not counted.
 
-    Raises UnforeseenError for a model that does not run on fake tensors; it may train all the same.
+    Raises:
+        UnforeseenError: The model does not run on fake tensors. It may train all the same.
     """
     if config.mesh.parts_of_a_rank > 1:
         raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
@@ -148,7 +157,7 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
             costs = costs_for(config, model, rank) if config.offload.activations == "device" else MicrobatchCosts(())
-    except RunError:  # mesh.tp does not divide the model: no run would begin
+    except RunError:  # mesh.tp does not divide the model, so no run could start
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
@@ -157,7 +166,7 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
-    """Its capacities, without measuring: memory of the smallest device, `host_bytes`, and free scratch space."""
+    """Return this machine's capacities without measuring: the smallest device, `host_bytes`, and free scratch space."""
     local = local_ranks() if launched() else workers_of(config)
     kind = device_type(config.launch)
     devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
@@ -172,25 +181,25 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
 
 
 def may_use_disk(config: RunConfig) -> bool:
-    """Return whether states may be on disk: where a setting says so, or zero=auto may choose it."""
+    """Return whether states may be on disk, by a setting or by the choice of zero=auto."""
     return config.offload.uses_disk or config.auto
 
 
 def check_scratch(offload: OffloadConfig) -> None:
-    """Make the last folder of scratch paths where it is missing. Raises DiskError for one that cannot be used."""
+    """Create the last folder of each scratch path if it is missing; raises DiskError if a path cannot be used."""
     if offload.uses_disk:
         for path in offload.disk.paths:
             make_folder(path)
 
 
 def free_bytes(paths: Sequence[str]) -> int:
-    """Return the free bytes of the disks at `paths`, each disk counted once."""
+    """Return the free bytes of the disks at `paths`, counting each disk once."""
     disks = {os.stat(path).st_dev: shutil.disk_usage(path).free for path in paths}
     return sum(disks.values())
 
 
 def _surely(tier: Tier) -> Tier:
-    """Without the margin for fragmentation."""
+    """Return the tier without the margin for fragmentation."""
     return replace(tier, kinds={kind: count for kind, count in tier.kinds.items() if kind != FRAGMENTS})
 
 
@@ -210,7 +219,7 @@ def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier
 
 
 def suggestions(config: RunConfig, here: HardwareConfig) -> list[str]:
-    """The first few settings that would fit with headroom: as few changes as possible, the simplest first."""
+    """Return a few settings that would fit with headroom: those with the fewest changes, simplest first."""
     if config.offload.activations != "device":
         return []
     candidates = candidates_of(config, (), here)

@@ -1,4 +1,4 @@
-"""Where a run's settings come from, and what those that say `auto` stand for."""
+"""Provenance of a run's settings, and the values that `auto` settings resolve to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND_LINE, EXPERIMENT = "the command line", "experiment"
 
 
 def settings_table(config: RunConfig, settings: Sequence[str], conf: Path) -> Table:
-    """Every setting that was given, or is not the default of its dataclass, and where it was set."""
+    """Return a table of the settings that are given or differ from the default, with their origin."""
     given = {line.lstrip("+~").partition("=")[0] for line in settings}
     files = _from_files(settings, conf)
     rows = []
@@ -29,14 +29,14 @@ def settings_table(config: RunConfig, settings: Sequence[str], conf: Path) -> Ta
         if key in given:
             rows.append((key, str(value), COMMAND_LINE))
         elif key.startswith("hardware."):
-            continue  # figures of a node belong together: its name stands for them
+            continue  # the node's name stands for all its figures
         elif value != default:
             rows.append((key, str(value), files.get(key, "conf/config.yaml")))
     return Table("settings that are not the defaults", ("setting", "value", "from"), tuple(rows), left=3)
 
 
 def auto_values(config: RunConfig, layout: Layout, device_type: str, where: str) -> Table:
-    """Tell what settings that choose by themselves come to, `where` (in words) devices are of that type."""
+    """Return a table of `auto` settings and their resolved values; `where` is the machine in words."""
     backend = BACKENDS[device_type]
     exact = f"exact, over {backend}: fp32 sums in rank order, the same bits at every stage"
     reduction = exact if layout.exact else f"native: {backend}'s own sums, in its own order"
@@ -57,7 +57,7 @@ def auto_values(config: RunConfig, layout: Layout, device_type: str, where: str)
 
 
 def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value, default) of all settings, group by group."""
+    """Yield (key, value, default) of all settings, group by group."""
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
@@ -68,9 +68,9 @@ def _settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def _from_files(settings: Sequence[str], conf: Path) -> dict[str, str]:
-    """The settings that the chosen options of conf/ make, by key: in which file.
+    """Return the file of conf/ that sets each key, for the chosen options.
 
-    An experiment chooses options too, those that the command line leaves to it, and then has the last word.
+    An experiment chooses options that the command line does not, and its own values override those of the options.
     """
     chosen: dict[str, str] = {}
     for entry in OmegaConf.load(conf / "config.yaml").defaults:

@@ -1,6 +1,6 @@
-"""What a run's settings come to on so many ranks and on this machine: its table, its workers, and what does not fit.
+"""Application of a run's settings to a number of ranks and to this machine: ZeRO table, number of workers, checks.
 
-Apart from config.py because it needs torch, which composing and checking a command line do without.
+This module is separate from config.py because it needs torch, which composing a command line does not.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dzero.zero.layout import Layout
 
 
 def workers_of(config: RunConfig) -> int:
-    """Return the number of ranks of a plain run on this machine.
+    """Return the number of ranks of a run that this machine starts.
 
-    It is launch.workers, or what the mesh says, or the number of devices.
+    The number is launch.workers, or the size of the mesh, or the number of devices.
 
     Raises:
         ValueError: There are fewer GPUs.
@@ -38,15 +38,15 @@ def workers_of(config: RunConfig) -> int:
 
 
 def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
-    """Return the table as these settings fill it.
+    """Return the ZeRO table for these settings.
 
     Args:
-        config: The settings.
+        config: The run's settings.
         ranks: Data-parallel ranks.
         device: `cpu` or `cuda`, which `zero.reduction=auto` depends on.
 
     Raises:
-        ValueError: The settings do not go together, or do not divide the ranks.
+        ValueError: The settings contradict each other, or do not divide the ranks.
     """
     replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
     check_rule_name(config.optim)
@@ -83,19 +83,19 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
 
 
 def check_ranks(config: RunConfig, world: int) -> None:
-    """Raises ValueError for settings that do not fit a run of `world` ranks."""
+    """Raise ValueError if the settings do not fit a run of `world` ranks."""
     layout_on(config, config.mesh.data_ranks(world), device_type(config.launch))
 
 
 def check_all_here(runs: Sequence[RunConfig]) -> None:
-    """Check every run that a command line starts before the first of them does. Raises RunError."""
+    """Check all runs of a command line before the first one starts; raises RunError."""
     for config in runs:
         with user_errors():
             check_here(config)
 
 
 def check_here(config: RunConfig) -> None:
-    """Raises ValueError or OSError for what this machine's devices and files tell before any worker starts."""
+    """Raise ValueError or OSError for problems with this machine's devices and files, before any worker starts."""
     check_group()
     if not launched():
         check_workers(workers_of(config))

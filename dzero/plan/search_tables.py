@@ -1,4 +1,4 @@
-"""A ranking for people: what fits, what would be faster, and what is lacking where nothing fits."""
+"""Report of a search: what fits, what would be faster, and what is missing if nothing fits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dzero.utils.terminal import Table
 from dzero.zero.offload_config import KINDS
 
 REFUSED = 8
-GROUPS = {  # settings of conf/offload: of param, grad, master and moments
+GROUPS = {  # tiers of param, grad, master and moments -> option of conf/offload
     ("device", "device", "device", "device"): "none",
     ("device", "host", "host", "host"): "host",
     ("host", "host", "host", "host"): "host_all",
@@ -28,7 +28,7 @@ MEND = {
 
 
 def words(settings: Settings, known: Settings) -> str:
-    """As on the command line: what is not as `known`, the stage first; groups of conf/offload by their names."""
+    """Return settings that differ from `known`, as on the command line; the stage first, offload groups by name."""
     told = {key: value for key, value in settings.items() if key not in known or value != known[key]}
     tiers = tuple(settings.get(f"offload.{kind}", "") for kind in KINDS)
     first = {STAGE: told.pop(STAGE)} if STAGE in told else {}
@@ -39,7 +39,7 @@ def words(settings: Settings, known: Settings) -> str:
 
 
 def headline(fits: Fits, defaults: Settings) -> str:
-    """The choice on a line."""
+    """Return the choice in one line."""
     tier = fits.forecast.tiers[DEVICE]
     pace = "pace unknown" if fits.step_s is None else f"{format_seconds(fits.step_s)} a step"
     used = f"{format_bytes(tier.total_bytes)} of {_capacity(tier)} on the device"
@@ -47,12 +47,12 @@ def headline(fits: Fits, defaults: Settings) -> str:
 
 
 def ranking_tables(ranking: Ranking, defaults: Settings) -> list[Table]:
-    """The best that fit, and the fastest of those that do not and would be faster."""
+    """Return tables of the best candidates that fit, and of faster ones that do not."""
     return [table for table in (_best(ranking, defaults), _refused(ranking, defaults)) if table.rows]
 
 
 def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
-    """What the closest candidate needs of each tier, what there is, and what would have to change."""
+    """Return a text on the closest candidate: what it needs of each tier, what is available, and what to change."""
     assert ranking.closest is not None, "where nothing fits, something is closest"
     candidate, forecast = ranking.closest.candidate, ranking.closest.forecast
     lacking = short_bytes(forecast.tiers)
@@ -72,7 +72,7 @@ def nothing_fits(ranking: Ranking, defaults: Settings) -> str:
 
 
 def _need(tier: Tier, short: int) -> str:
-    """`1.20 GiB of 1.00 GiB (0.95 GiB usable): 256 MiB short`."""
+    """Return e.g. `1.20 GiB of 1.00 GiB (0.95 GiB usable): 256 MiB short`."""
     if tier.capacity_bytes is None:
         return f"{format_bytes(tier.total_bytes)}, but how much there is is unknown"
     state = f"{format_bytes(short)} short" if short else "fits"
@@ -90,7 +90,7 @@ def _best(ranking: Ranking, defaults: Settings) -> Table:
 
 
 def _figures(fits: Fits) -> tuple[str, ...]:
-    """How fast it is, and the tier that is fullest."""
+    """Return the speed of a candidate, and its fullest tier."""
     step_s, forecast = fits.step_s, fits.forecast
     rate = forecast.step_tokens / step_s if step_s else None
     used = {name: tier for name, tier in forecast.tiers.items() if tier.total_bytes and tier.capacity_bytes}
@@ -107,7 +107,7 @@ def _figures(fits: Fits) -> tuple[str, ...]:
 
 
 def _refused(ranking: Ranking, defaults: Settings) -> Table:
-    """Of each kind what lacks least."""
+    """Return the table of candidates that do not fit; of each kind, the one with the fewest missing bytes."""
     kinds: dict[tuple[object, ...], Refused] = {}
     for each in ranking.refused:
         known = kinds.setdefault(each.candidate.kind, each)

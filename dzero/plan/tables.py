@@ -1,4 +1,4 @@
-"""A forecast as tables."""
+"""Tables of a forecast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dzero.utils.terminal import OK, Table
 
 
 def tables(forecast: Forecast) -> list[Table]:
-    """Memory by tier, what is moved, the pace, and what its seconds are."""
+    """Return tables of memory by tier, traffic, pace, and the meaning of the seconds."""
     return [table for table in (_memory(forecast), _moved(forecast), _pace(forecast), _meant(forecast)) if table.rows]
 
 
@@ -48,14 +48,14 @@ def _moved(forecast: Forecast) -> Table:
 
 
 def _calls(forecast: Forecast, axis: str) -> str:
-    """How many collectives, over which link, at what rate."""
+    """Return the number of collectives along an axis, their link, and its rate."""
     link = link_of(forecast.layout, forecast.hardware, axis, forecast.costs.beside)
     speed = "" if link.rate is None else f" at {format_count(link.rate)}B/s"
     return f"{forecast.moved.calls[axis]} {'within nodes' if link.within_node else 'across nodes'}{speed}"
 
 
 def _pace(forecast: Forecast) -> Table:
-    """A row for each lane, and what they make of a step; measured rates have no column of datasheets."""
+    """Return a table with a row for each lane and for the step; measured hardware has no column of datasheet rates."""
     pace, bound, title = forecast.pace, forecast.bound, f"a step on {forecast.hardware.name}"
     rows = [(what, _ms(bound.seconds.get(what, 0.0)), _ms(each), "") for what, each in pace.seconds.items()]
     if pace.step_s is None or bound.step_s is None:
