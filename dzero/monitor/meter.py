@@ -95,8 +95,7 @@ class Meter:
         return self._speed(self._counted_tokens / self._counted_s) if self.counted_steps else Throughput()
 
     def eta_s(self) -> float | None:
-        """Return the seconds left at the pace since the warm-up, with the time between steps; None during the warm-up.
-        """
+        """Return the seconds left at the pace since the warm-up, with time between steps; None during the warm-up."""
         if not self.counted_steps:
             return None
         pace_s = (self._ended - self._counted_from) / self.counted_steps
