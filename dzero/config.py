@@ -52,8 +52,7 @@ class ConfigError(RunError):
 class TrainConfig:
     """Length of the run, and size of its steps.
 
-    A step has microbatch_sequences x accumulate x ranks sequences. Ranks of a mesh.cp group share theirs and count as
-    one.
+    A step has microbatch_sequences x accumulate x ranks sequences. Ranks of a cp group count as one.
     """
 
     steps: int = 200

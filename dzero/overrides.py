@@ -144,7 +144,7 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
 def _parsed(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # e.g. an integer with thousands of digits
         raise ConfigError(f"{word[:40]}...: the value cannot be read: {error}") from error
     except HydraException as error:
         key, _, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""`dzero hardware`: measure this machine once, for predictions."""
+"""Command `dzero hardware`: measure this machine once, for predictions."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def train(warm: WarmProcess | None) -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def main(composed: DictConfig) -> None:
-        """Train one run; with --multirun one of several, which goes on after one that failed."""
+        """Train one run; a sweep (--multirun) continues after a run that failed."""
         this_run = HydraConfig.get()
         try:
             settled, folder = config.resolve(composed), Path(this_run.runtime.output_dir)

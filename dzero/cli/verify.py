@@ -1,4 +1,4 @@
-"""`dzero verify`: compare a run's first steps with stage 0 on the device."""
+"""Command `dzero verify`: compare a run's first steps with stage 0 on the device."""
 
 from __future__ import annotations
 

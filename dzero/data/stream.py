@@ -160,16 +160,9 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Return one rank's microbatches of held-out tokens: as many on every rank, no window twice, no padding.
 
-    The windows are spread evenly over the tokens, in order. The remainder that does not fill a step of all ranks is
-    left out, which is fewer than `microbatch_sequences * ranks` windows.
-
-    Args:
-        tokens: Sequence of token ids, or a 1-D integer array.
-        sequence_tokens: Tokens of a sequence.
-        microbatch_sequences: Sequences of a microbatch.
-        rank: Rank in the data-parallel group.
-        ranks: Size of the data-parallel group.
-        max_batches: Largest number of microbatches. None: as many as fit.
+    At most `max_batches` are returned; None means as many as fit. The windows are spread evenly over the tokens, in
+    order. The remainder that does not fill a step of all ranks is left out, which is fewer than `microbatch_sequences *
+    ranks` windows.
 
     Raises:
         ValueError: At the call, if the tokens do not fill one step.

@@ -68,7 +68,7 @@ class FileTokenizer:
             raise FileNotFoundError(f"data.tokenizer={path}: no such file (looked from {Path.cwd()})")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises no narrower class
+        except Exception as error:  # tokenizers raises no narrower class
             raise ValueError(f"data.tokenizer={path} is no tokenizers JSON file: {error}") from error
         self._path = path
         self._tokenizer.no_truncation()
@@ -82,7 +82,7 @@ class FileTokenizer:
         """Encode all documents as one batch, on the tokenizer's own threads; raise ValueError if one is not UTF-8."""
         pieces = [list(_pieces(_text(document))) for document in documents]
         flat = [piece for of_document in pieces for piece in of_document]
-        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # its narrowest
+        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # as above
             encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [
             np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document]) for of_document in pieces

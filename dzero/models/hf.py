@@ -30,8 +30,7 @@ class HFDecoder(nn.Module):
     def attention_width(self) -> int | None:
         """Product heads * head_dim, summed over the layers.
 
-        Every layer counts as attending to the whole sequence. None if the configuration has no heads (state-space
-        models).
+        Every layer counts as attending to the whole sequence. None without heads (state-space models).
         """
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
@@ -134,7 +133,7 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
             f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
             "or its config.json is broken; code from the folder is never run"
         )
-        with converting(what, Exception):  # as above
+        with converting(what, Exception):  # for a broken file, transformers may raise any kind of error
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_sizes(config.get_text_config(), folder)
         return config

@@ -2,8 +2,8 @@
 
 Note: all ranks draw the same bits. Before a module draws, the generator is seeded from (seed, name of the module in
 the whole model). So the values do not depend on the order of the calls, the modules that they are given, or the number
-of ranks. They do depend on the kind of device, because CPU and CUDA generators differ. The caller's generators are
-left unchanged.
+of ranks. They do depend on the kind of device, because CPU and CUDA generators differ. The caller's generators do
+not change.
 
 Note: initializers. A module that owns parameters or buffers has `reset_parameters()`, as torch's own modules do. In a
 transformers model, the nearest `_init_weights` at or above a module initializes it. It may also rewrite tensors of

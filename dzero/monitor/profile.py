@@ -45,14 +45,7 @@ NAME = re.compile(r'^(\s*"name": )"(?:thread (\d+) \()?(.*?)\)?"$')
 class Profiler:
     """Context that traces the steps that its config selects; call `step()` after every step.
 
-    Does nothing if the config disables it.
-
-    Args:
-        config: Steps to trace.
-        run_folder: Folder of the run.
-        rank: This rank.
-        device: Device of the run.
-        run_steps: Steps that this run makes.
+    `run_steps` is the number of steps that this run makes. A disabled profiler does nothing.
 
     Raises:
         ValueError: If the run ends before the trace does, or a memory snapshot is requested without CUDA.

@@ -172,7 +172,7 @@ class BuiltModel:
     def counted(self) -> AbstractContextManager[object]:
         """Return a context in which the ledger counts the traffic of sharded matrices, if `counts_tensor`.
 
-        The context inspects every operator, and cannot see into compiled blocks.
+        The context inspects every operator. It does not cover compiled blocks.
         """
         if not self.counts_tensor:
             return nullcontext()
@@ -205,8 +205,7 @@ class BuiltModel:
     def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run forward and backward of a step's microbatches; return this rank's part of their mean loss.
 
-        The result is an fp32 scalar. The last stage computes the loss; other stages only add the balancing loss of
-        their experts.
+        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss.
 
         Args:
             batches: Tokens and targets of each microbatch.

@@ -50,15 +50,7 @@ READING_STEPS = 10
 
 
 class MetricsRecorder:
-    """Recorder of one worker's metrics.
-
-    Args:
-        config: Configuration of the run.
-        assembled: Model of the run.
-        optim: Its optimizer.
-        memory: Meter that was created before the model.
-        device: Device of this rank.
-        done_steps: Steps that were made before the run was resumed.
+    """Recorder of one worker's metrics; `done_steps` were made before the run was resumed.
 
     Attributes:
         losses: Mean loss of every step.

@@ -142,13 +142,7 @@ class Trainer:
         return summary
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
-        """Make one optimizer step.
-
-        Args:
-            step: Number of the step, from 1.
-            monitor: Receives the record of the step.
-            stop: Whether this rank was asked to stop after this step.
-        """
+        """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
         self.recorder.begin_step()
         first = step == self.done_steps + 1
         with self.assembled.counted() if first else nullcontext():

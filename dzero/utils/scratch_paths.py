@@ -72,7 +72,7 @@ def try_folder(path: str) -> None:
 
 def open_path(path: str) -> int:
     """Open the directory and return its descriptor; raise DiskError if it does not exist or is a symbolic link."""
-    path = os.path.abspath(path)  # drops a trailing slash, which would follow a link in spite of O_NOFOLLOW
+    path = os.path.abspath(path)  # drop a trailing slash, with which a link is followed in spite of O_NOFOLLOW
     if os.path.islink(path):
         target = os.path.realpath(path)
         raise DiskError(errno.ELOOP, path, f"a symbolic link is not followed: name the directory itself, {target}")

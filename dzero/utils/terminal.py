@@ -74,7 +74,7 @@ def _plain_table(table: Table) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
 
     def aligned(line: tuple[str, ...]) -> str:
-        """Cells as wide as their columns: the first `table.left` begin together, the others end together."""
+        """Pad cells to the widths of their columns: the first `table.left` to the left, the others to the right."""
         cells = (
             cell.ljust(width) if column < table.left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))

@@ -105,12 +105,7 @@ class Silent(Monitor):
 class Followed(Trainer):
     """Trainer that records a trace of what it does.
 
-    Args:
-        config: Configuration of the run.
-        folder: Output folder of the run.
-        device: Device of this rank.
-        layout: Layout of the configuration, which determines the rows of each rank.
-        keep: Mark whose tensors are kept, or None.
+    The layout of the configuration determines the rows of each rank. Tensors behind the mark `keep` are kept.
     """
 
     def __init__(

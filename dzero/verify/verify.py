@@ -76,11 +76,7 @@ def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
 class Verifier:
     """Comparisons of one worker. Every method is collective.
 
-    Args:
-        run: Configuration to verify.
-        folder: Output folder of the runs, which write nothing to it.
-        device: Device of this rank.
-        watch: Watchdog that follows the collectives of the runs.
+    `folder` is the output folder of the runs, which write nothing to it. `watch` follows their collectives.
     """
 
     def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watchdog | None = None) -> None:
