@@ -161,8 +161,7 @@ def evaluation_batches(
     """Return one rank's microbatches of held-out tokens: as many on every rank, no window twice, no padding.
 
     At most `max_batches` are returned; None means as many as fit. The windows are spread evenly over the tokens, in
-    order. The remainder that does not fill a step of all ranks is left out, which is fewer than `microbatch_sequences *
-    ranks` windows.
+    order. The remainder that does not fill a step of all ranks is left out.
 
     Raises:
         ValueError: At the call, if the tokens do not fill one step.

@@ -107,7 +107,7 @@ class Router(nn.Module):
 
     Attributes:
         bias: Bias of the choice, fp32 [experts]. None without auxiliary-loss-free balancing.
-        load: How often each expert was chosen on this rank since the last `rebalance`, int64 [experts]. None without bias.
+        load: Choices of each expert on this rank since the last `rebalance`, int64 [experts]. None without bias.
     """
 
     bias: Tensor | None

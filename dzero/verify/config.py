@@ -71,8 +71,8 @@ WHY = {
 def meshes_to(mesh: MeshConfig) -> list[tuple[str, MeshConfig]]:
     """Return the meshes of the ladder up to `mesh`, without replicas.
 
-    In the first mesh, every rank has the whole model and whole sequences. All meshes have equally many
-    ranks and sequences per step.
+    In the first mesh, every rank has the whole model and whole sequences. All meshes have equally many ranks
+    and sequences per step.
 
     Returns:
         For each mesh, the key of GROUPS that it adds to the one before (empty for the first), and the mesh.
