@@ -1,9 +1,9 @@
-"""Train a model: `python train.py zero.stage=3`, or under torchrun. The same as `dzero train`; settings: --help."""
+"""Training script: `python train.py zero.stage=3`, also with torchrun. Equivalent to `dzero train`; see --help."""
 
 if __name__ == "__main__":
     try:
         from dzero.__main__ import train
 
         train()
-    except KeyboardInterrupt:  # in the first tenth of a second, while this is imported
+    except KeyboardInterrupt:  # during the import, before `train` handles it
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""The command line: `dzero COMMAND`, or `python -m dzero COMMAND`. Its help, and `train`'s, need no torch."""
+"""Command line `dzero COMMAND` or `python -m dzero COMMAND`. Help texts do not import torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dzero.utils.stdout import outlast_readers
 
 HELP = {"-h", "--help"}
 SHOWS = {*HELP, "-c", "--cfg", "-i", "--info", "--hydra-help", "--version", "-sc", "--shell-completion"}
-"""Options with which `train` shows something and runs nothing."""
+"""Options with which `train` only prints something."""
 CHECKPOINT = "a checkpoint's folder, or the folder above for the latest in it"
 SETTINGS = "as `dzero train` takes them, such as zero.stage=3"
 SHARD_BYTES = 5_000_000_000
 
 
 def main() -> None:
-    """Run the command that `sys.argv` names. What the user can mend ends it with a message."""
+    """Run the command that `sys.argv` names; end with a message for errors that the user can fix."""
     outlast_readers()
     if sys.argv[1:2] == ["train"]:
         sys.argv = [f"{sys.argv[0]} train", *sys.argv[2:]]
@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def train() -> None:
-    """Train as `sys.argv` says, all of whose words are settings or Hydra's options."""
+    """Train according to `sys.argv`, whose words are settings and Hydra's options."""
     outlast_readers()
     flags = {word.split("=")[0] for word in sys.argv[1:] if word.startswith("-")}
     if "--version" in flags:
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _whole(word: str) -> int:
-    """Return the whole number of at least 1 that an option takes."""
+    """Parse a whole number of at least 1."""
     if not (word.isdecimal() and int(word) >= 1):
         raise argparse.ArgumentTypeError(f"{word!r} is no whole number of at least 1")
     return int(word)

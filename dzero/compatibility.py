@@ -1,4 +1,4 @@
-"""Which settings of a run do not go together, along the axes of its mesh."""
+"""Checks for combinations of settings that do not work together, along the axes of the mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from dzero.zero.offload_config import OffloadConfig
 
 @dataclass(frozen=True)
 class CombinedSettings:
-    """What is held against each other; rule: the optimizer's."""
+    """Settings that are checked together.
+
+    Attributes:
+        rule: Update rule of the optimizer.
+    """
 
     mesh: MeshConfig
     model: ModelConfig
@@ -26,7 +30,7 @@ class CombinedSettings:
 
 
 def check_together(run: CombinedSettings) -> None:
-    """Raises ValueError, naming the settings and what to take instead."""
+    """Check all combinations; raise ValueError that names the settings and an alternative."""
     mesh, model = run.mesh, run.model
     _check_sizes(mesh, model)
     for key in ("tiles", "loss_tiles") if mesh.tp > 1 else ():
@@ -65,7 +69,7 @@ def check_together(run: CombinedSettings) -> None:
 
 
 def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
-    """Those that the settings tell: of other models the ranks see them."""
+    """Check sizes that the settings contain; those of other models are checked when they are built."""
     if mesh.tp > 1 and model.heads is not None:
         dense = model.shared_experts or 0 if model.kind == "moe" else 1
         ffn_size = dense * (model.ffn_size or 0)
@@ -75,7 +79,7 @@ def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
 
 
 def _check_zero_bubble(run: CombinedSettings) -> None:
-    """A backward in two: what is computed again, compiled, or begins a backward of its own is in neither."""
+    """Check settings for a backward in two parts, which excludes recomputation, compiled code, and other backwards."""
     refused = {
         f"block.activation_checkpoint={run.block.activation_checkpoint}": (
             run.block.activation_checkpoint != "none",

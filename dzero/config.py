@@ -1,7 +1,7 @@
-"""The whole configuration of a run: the owners' dataclasses under one roof, and what must agree between them.
+"""Configuration of a run: the config dataclasses of all packages, and checks between them.
 
-Hydra composes `conf/` onto `RunConfig` as its schema, so every key is typed. Besides `cli/train.py`, `overrides.py`
-and `monitor/run_names.py`, no other file knows Hydra.
+Hydra composes `conf/` with `RunConfig` as its schema, so every key is typed. Besides this file, only `cli/train.py`,
+`overrides.py` and `monitor/run_names.py` use Hydra.
 """
 
 from __future__ import annotations
@@ -36,45 +36,45 @@ from dzero.zero.offload_config import OffloadConfig
 
 PACKAGE = Path(__file__).parent
 CONF = next((folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir()), PACKAGE / "conf")
-"""The config groups: inside an installed package; of a clone, the folder beside it."""
+"""Folder of the config groups: inside an installed package, or beside the package in a clone."""
 
 PLACES = ("checkpoint.folder", "resume.source", "model.name_or_path", "model.weights", "offload.disk.paths")
-"""Settings of files and folders, in which `~` is the home folder: shells leave it in KEY=~/FOLDER."""
+"""Settings of files and folders, in which `~` is expanded; shells do not expand it in KEY=~/FOLDER."""
 MOST_SEQUENCES = 10**6
-"""Of a microbatch, and of a step: with its microbatches."""
+"""Limit of the sequences of a microbatch, and of a step."""
 
 
 class ConfigError(RunError):
-    """A setting that cannot take effect; the message names the key, the value and what is allowed."""
+    """Error for a setting that cannot take effect; the message names the key, the value and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long a run trains, and in what portions.
+    """Length of the run, and size of its steps.
 
-    A step consumes microbatch_sequences x accumulate x ranks sequences; ranks of mesh.cp share theirs and count as one.
+    A step has microbatch_sequences x accumulate x ranks sequences. Ranks of a cp group count as one.
     """
 
     steps: int = 200
-    """Optimizer steps of the run."""
+    """Number of optimizer steps."""
     microbatch_sequences: int = 4
-    """Sequences of one forward and backward on a rank."""
+    """Sequences per microbatch, the input of one forward and backward on a rank."""
     sequence_tokens: int = 256
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     accumulate: int | None = 1
-    """Microbatches per step. null: from global_sequences."""
+    """Microbatches per step (gradient accumulation). null: computed from global_sequences."""
     global_sequences: int | None = None
-    """Sequences per step over all ranks. Given: the product is checked; with accumulate=null, made."""
+    """Sequences per step over all ranks. If set, it is checked, or with accumulate=null determines accumulate."""
     seed: int = 0
-    """Seed of initial values and of the order of the data."""
+    """Seed of initial weights and of the order of the data."""
     evaluate_every_steps: int = 100
     """Steps between two evaluations of the held-out loss."""
     evaluate_batches: int = 8
-    """Microbatches per rank of an evaluation. 0: never evaluate."""
+    """Microbatches per rank in each evaluation. 0: no evaluation."""
     max_skipped_steps: int = 20
-    """Steps in a row that may be skipped for non-finite gradients before the run stops."""
+    """Number of consecutive steps that may be skipped for non-finite gradients before the run stops."""
     on_nan: str = "skip"
-    """A rank's loss is not finite: `skip` the step, or `stop`."""
+    """Reaction to a non-finite loss on any rank: `skip` the step, or `stop` the run."""
 
     def __post_init__(self) -> None:
         if self.on_nan not in ("skip", "stop"):
@@ -87,7 +87,7 @@ class TrainConfig:
         check("train", self, evaluate_every_steps=whole(), evaluate_batches=whole(0), max_skipped_steps=whole(0))
 
     def microbatches(self, ranks: int) -> int:
-        """Of one optimizer step. Raises ValueError where `global_sequences` is not what ranks and microbatches make."""
+        """Return the microbatches per optimizer step; raise ValueError if they cannot make `global_sequences`."""
         wanted, per_rank = self.global_sequences, self.microbatch_sequences * ranks
         made = self.accumulate or (wanted or 0) // per_rank
         if wanted is None or wanted == made * per_rank:
@@ -108,20 +108,20 @@ class TrainConfig:
         )
 
     def sequences(self, ranks: int) -> int:
-        """Sequences of one optimizer step over all ranks."""
+        """Return the sequences of one optimizer step over all ranks."""
         return self.microbatch_sequences * self.microbatches(ranks) * ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that `train.py` obeys, one group per owner."""
+    """All settings of a run, one config group per package."""
 
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     auto: bool = False
-    """Set by zero=auto: stage, tiers, recomputation and microbatch are chosen where they were not given."""
+    """Set by zero=auto: choose stage, tiers, recomputation and microbatch, unless they are given."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     scaler: ScalerConfig = field(default_factory=ScalerConfig)
@@ -135,10 +135,10 @@ class RunConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     hardware: HardwareConfig | None = None
-    """What predictions and `zero=auto` are made for; None is this machine. A run obeys none of it."""
+    """Machine that predictions and `zero=auto` are made for. null: this machine. It has no effect on training."""
 
     def __post_init__(self) -> None:
-        self.schedule.factor(self.train.steps)  # raises where warm-up and decay do not fit
+        self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
         self.profile.check(self.train.steps)
         if self.precision.param != "fp16":
             keys = [item.name for item in fields(self.scaler)]
@@ -168,7 +168,7 @@ class RunConfig:
 
 
 def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:
-    """Raises ValueError for a value that is not its default, where none has an effect."""
+    """Raise ValueError for a value other than its default where it would have no effect."""
     for item in fields(config):
         value = getattr(config, item.name)
         if item.name in keys and value != item.default:
@@ -176,17 +176,17 @@ def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> N
 
 
 def register(of: type[RunConfig] = RunConfig) -> None:
-    """Make `of` the schema under which Hydra composes `conf/`: `RunConfig`, or one with groups of its own besides."""
+    """Register `of` as the schema with which Hydra composes `conf/`: `RunConfig`, or a subclass with more groups."""
     run_names.register()
     schema = OmegaConf.structured(of)
     _thaw(schema)
-    schema.model = OmegaConf.structured(ModelConfig)  # has no default: its sizes come from conf/model
+    schema.model = OmegaConf.structured(ModelConfig)  # it has no default, because its sizes come from conf/model
     _thaw(schema.model)
     ConfigStore.instance().store(name="run_schema", node=schema)
 
 
 def _thaw(node: DictConfig) -> None:
-    """OmegaConf makes the config of a frozen dataclass read-only, and Hydra closes mappings: open both to settings."""
+    """Make settings writable: OmegaConf makes frozen dataclasses read-only, and Hydra closes mappings to new keys."""
     OmegaConf.set_readonly(node, False)
     if OmegaConf.get_type(node) is dict:
         OmegaConf.set_struct(node, False)
@@ -197,7 +197,7 @@ def _thaw(node: DictConfig) -> None:
 
 
 def resolve(composed: DictConfig) -> RunConfig:
-    """Return the composed configuration as validated dataclasses. Raises ConfigError."""
+    """Return the composed configuration as validated dataclasses; raise ConfigError if it is invalid."""
     for key in PLACES:
         place = OmegaConf.select(composed, key)
         if isinstance(place, str):
@@ -213,9 +213,9 @@ def resolve(composed: DictConfig) -> RunConfig:
 
 
 def saving_apart(config: RunConfig, folder: Path) -> RunConfig:
-    """Return `config` with a checkpoint.folder of its own, for one of several runs of a sweep.
+    """Return `config` with its own checkpoint.folder, for one of several runs of a sweep.
 
-    A relative one lies inside `folder`, the run's output folder; an absolute one holds a folder named like that.
+    A relative folder is inside `folder`, the run's output folder. An absolute one gets a subfolder named like `folder`.
     """
     given = Path(config.checkpoint.folder)
     own = given / folder.name if given.is_absolute() else folder / given
@@ -223,5 +223,5 @@ def saving_apart(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def as_yaml(config: RunConfig) -> str:
-    """The resolved configuration, for people."""
+    """Return the resolved configuration as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,14 +1,13 @@
-"""Errors that are for the user to read: the message alone, without a traceback.
+"""Errors for the user, which are shown as a message without a traceback.
 
-    raised                                              by                  shown as
-    RunError                                            anybody             its message
+    error                                               raised by           shown as
+    RunError                                            any code            its message
     ValueError, OSError, MemoryError and                a `raise` of this   its message, inside `user_errors`
     ModuleNotFoundError                                 package
-    OSError of a file, for want of permission or space  the system          the path, what is wrong, what to do,
-                                                                            inside `user_errors`
-    anything else                                       anybody             a traceback: it is a defect of ours
+    OSError of a file: no permission or no space        the system          path, cause and remedy, inside `user_errors`
+    any other error                                     any code            a traceback: it is a bug of dzero
 
-What other libraries raise about a user's file or setting is converted where they are called (`converting`), to an
+Errors of other libraries about a user's file or setting are converted where the library is called (`converting`), to an
 error that names the file or setting.
 """
 
@@ -37,24 +36,24 @@ REPAIRS = {
     errno.EMFILE: "raise the limit (ulimit -n)",
     errno.ENFILE: "the whole machine has too many files open",
 }
-"""What users can do about errors of the system that are never this package's fault."""
+"""Remedies for system errors that are never caused by this package."""
 
 
 class RunError(Exception):
-    """Ends a run. Its message is all that the user needs, so it is shown without a traceback."""
+    """Error that ends a run. Its message is complete for the user, so it is shown without a traceback."""
 
 
 class RankLost(RunError):
-    """Ends a run of which a rank did not answer; the watch finds out which."""
+    """Error that ends a run because a rank did not respond; the watchdog finds out which."""
 
 
 class ToldElsewhere(RunError):
-    """Ends a run whose end another rank has told the user."""
+    """Error that ends a run whose cause another rank has already reported."""
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turn errors about settings, files and the machine into RunError; see the table above."""
+    """Convert errors about settings, files and the machine to RunError; the module's docstring has a table."""
     try:
         yield
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:
@@ -67,9 +66,14 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def converting(what: str, *kinds: type[Exception], repair: str = "") -> Iterator[None]:
-    """Convert errors of `kinds` that another library raises to ValueError: `what`, the error in short, `repair`.
+    """Convert errors of `kinds` that another library raises to ValueError; use it for single calls on a user's input.
 
-    For calls of a single library on what a user gave. Errors that this package raises inside stay as they are.
+    Errors that this package raises inside are left unchanged.
+
+    Args:
+        what: Start of the message, before a short form of the error.
+        *kinds: Kinds of errors to convert.
+        repair: End of the message.
     """
     try:
         yield
@@ -80,7 +84,7 @@ def converting(what: str, *kinds: type[Exception], repair: str = "") -> Iterator
 
 
 def is_raised_here(error: BaseException) -> bool:
-    """Return whether a `raise` statement of this package made the error, and no library or operation."""
+    """Return whether a `raise` statement of this package raised the error, not a library or an operation."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -91,6 +95,6 @@ def is_raised_here(error: BaseException) -> bool:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the error's kind and the beginning of its message, on one line."""
+    """Return the error's class and the start of its message, on one line."""
     said = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {textwrap.shorten(said, MOST_CHARACTERS, placeholder=' ...')}"

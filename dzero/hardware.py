@@ -1,9 +1,9 @@
-"""What this machine offers: peaks of known accelerators, memory and cores of this process, dtypes by name, units.
+"""Properties of this machine: accelerator peaks, memory and cores of this process, dtypes by name, and units.
 
-question                          answer from
-FLOP/s of an accelerator          the vendor's datasheet, by the exact device name; None when it is not listed
-memory, cores                     the smallest of the machine, the scheduler's affinity and every enclosing cgroup
-memory of this process            /proc/self/status: VmRSS now, VmHWM the high-water mark
+property                  source
+FLOP/s of an accelerator  the vendor's datasheet, by the exact device name; None if it is not listed
+memory, cores             the minimum of the machine, the scheduler's affinity and every enclosing cgroup
+memory of this process    /proc/self/status: VmRSS for the current value, VmHWM for the peak
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILE_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
+"""Dtypes by their names in safetensors files."""
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -46,7 +46,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Peak:
-    """Dense peaks in TFLOP/s, without sparsity: 16-bit products summed in fp32, TF32, and plain fp32."""
+    """Dense peaks in TFLOP/s, without sparsity: 16-bit matmuls with fp32 sums, TF32, and plain fp32."""
 
     bf16: float | None
     fp16: float | None
@@ -55,7 +55,7 @@ class Peak:
 
 
 # Keys are patterns for the whole name, so that a slice (MIG), a laptop chip or a restricted model matches none.
-# Datasheets quote sparse peaks for Ampere and later; half of them stands here.
+# Datasheets quote sparse peaks for Ampere and later; the values here are half of them.
 PEAKS: dict[str, Peak] = {
     r"Tesla V100-SXM2-\d+GB(-LS)?": Peak(None, 125.0, None, 15.7),  # NVIDIA V100 datasheet, 2020 (no bf16 units)
     r"Tesla V100-PCIE-\d+GB": Peak(None, 112.0, None, 14.0),  # NVIDIA V100 datasheet, 2020
@@ -74,9 +74,9 @@ PEAKS: dict[str, Peak] = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak of `device` in FLOP/s for matmuls in `dtype`; None where it is unknown (any CPU, unlisted names).
+    """Return the dense peak of `device` in FLOP/s for matmuls in `dtype`; None if unknown (CPUs, unlisted names).
 
-    fp32 matmuls count against the TF32 peak when torch is set to use TF32 for them, else against plain fp32.
+    fp32 matmuls are compared with the TF32 peak if torch is set to use TF32 for them, else with plain fp32.
     """
     if device.type != "cuda":
         return None
@@ -85,7 +85,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """Dense peak in FLOP/s of the accelerator called `name` (as torch.cuda.get_device_name gives it), or None."""
+    """Return the dense peak in FLOP/s of the accelerator that torch.cuda.get_device_name calls `name`, or None."""
     for pattern, peak in PEAKS.items():
         if re.fullmatch(pattern, name):
             tera = {
@@ -98,7 +98,16 @@ def peak_flops_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float
 
 
 def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DTYPES)) -> torch.dtype:
-    """torch.bfloat16 for `bf16`. Raises ValueError, naming the setting `key`, when `name` is not `allowed`."""
+    """Return torch.bfloat16 for `bf16`, and so on.
+
+    Args:
+        name: Short name of the dtype.
+        key: Name of the setting, for messages.
+        allowed: Allowed names.
+
+    Raises:
+        ValueError: If `name` is not allowed.
+    """
     names = tuple(allowed)
     if name not in names:
         raise ValueError(f"{key}={name}: choose one of {', '.join(names)}")
@@ -106,19 +115,19 @@ def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DT
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`bf16` for torch.bfloat16; torch's own name where we have none (`int64`)."""
+    """Return `bf16` for torch.bfloat16, and so on; torch's own name for others (`int64`)."""
     return {known: name for name, known in DTYPES.items()}.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Memory in all, used or not, of a CUDA device; of the host for any other device."""
+    """Return the total memory of a CUDA device; for any other device, that of the host."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes()
 
 
 def host_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that this process and its neighbours may fill: the machine's RAM, or less under a cgroup's limit."""
+    """Return the memory that this process and others in its cgroup may use: RAM, or a lower cgroup limit."""
     limits = [_status_bytes(proc / "meminfo", "MemTotal") or 0]
     for folder in _cgroup_folders("memory", proc, cgroup):
         for name in ("memory.max", "memory.limit_in_bytes"):  # cgroup v2, v1
@@ -127,7 +136,7 @@ def host_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def host_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Memory that can be filled now without swapping: what the kernel estimates, or what a cgroup's limit leaves."""
+    """Return the memory that can be filled now without swapping: the kernel's estimate, or less in a cgroup."""
     left = [_status_bytes(proc / "meminfo", "MemAvailable") or 0]
     for folder in _cgroup_folders("memory", proc, cgroup):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -138,7 +147,7 @@ def host_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Cores this process may keep busy: its affinity, or less (rounded down, at least 1) under a cgroup's quota."""
+    """Return the cores of this process: its affinity, or less (rounded down, at least 1) if a cgroup has a quota."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroup_folders("cpu", proc, cgroup):
         v2 = _words(folder / "cpu.max")
@@ -150,9 +159,9 @@ def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def cores_of_rank(local_rank: int, local_ranks: int, sys: Path = Path("/sys")) -> list[int]:
-    """This rank's share of the cores that its process may use: neighbours, node of memory (NUMA) by node.
+    """Return this rank's part of the process's cores: neighboring cores, one memory node (NUMA) after the other.
 
-    All of them where there are fewer than ranks.
+    All cores are returned if there are fewer cores than ranks.
     """
     allowed = os.sched_getaffinity(0)
     nodes = [_core_list(file.read_text()) for file in sorted(sys.glob("devices/system/node/node*/cpulist"))]
@@ -163,31 +172,31 @@ def cores_of_rank(local_rank: int, local_ranks: int, sys: Path = Path("/sys")) -
 
 
 def _core_list(text: str) -> list[int]:
-    """The kernel's `0-3,8` as numbers."""
+    """Parse the kernel's list of cores, e.g. `0-3,8`."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
 
 def rss_bytes() -> int:
-    """Memory of this process that is in RAM now."""
+    """Return the memory of this process that is in RAM now."""
     return _status_bytes(PROC / "self/status", "VmRSS") or 0
 
 
 def peak_rss_bytes() -> int:
-    """The most memory that this process has had in RAM since it started, or since `reset_peak_rss`."""
+    """Return the peak memory of this process in RAM since it started, or since `reset_peak_rss`."""
     peak = _status_bytes(PROC / "self/status", "VmHWM")
     return peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def give_back_freed_memory() -> None:
-    """Return what was freed to the system, where libc keeps it for later (glibc does, also below what is in use)."""
+    """Return freed memory to the system, if libc keeps it for reuse (as glibc does, even below memory in use)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def reset_peak_rss() -> bool:
-    """Start the high-water mark anew from what is in RAM now. False, and no effect, where the kernel refuses."""
+    """Reset the peak to the memory in RAM now; return False, without effect, if the kernel refuses."""
     try:
         (PROC / "self/clear_refs").write_text("5")
     except OSError:
@@ -196,17 +205,17 @@ def reset_peak_rss() -> bool:
 
 
 def format_bytes(count: float) -> str:
-    """`1.50 GiB`; powers of 1024, three digits."""
+    """Format as `1.50 GiB`; powers of 1024, three digits."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_count(count: float) -> str:
-    """`124 M`; powers of 1000 (k, M, G, T), three digits."""
+    """Format as `124 M`; powers of 1000 (k, M, G, T), three digits."""
     return _scaled(count, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def format_seconds(seconds: float) -> str:
-    """`4.20 ms`, `12.3 s`, `4:05` (minutes), `1:02:03` (hours)."""
+    """Format as `4.20 ms`, `12.3 s`, `4:05` (minutes), or `1:02:03` (hours)."""
     if round(seconds) < 60:
         scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e3, "ms")) if seconds * s >= 1), (1e6, "µs"))
         return f"{_three_digits(seconds * scale)} {unit}"
@@ -229,7 +238,7 @@ def _three_digits(value: float) -> str:
 
 
 def _cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """This process's cgroup for `controller` and those around it; each may limit. v2 and v1 hierarchies alike."""
+    """Yield this process's cgroup for `controller` and its ancestors, any of which may limit it; v1 and v2."""
     for line in (proc / "self/cgroup").read_text().splitlines() if (proc / "self/cgroup").exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -240,12 +249,12 @@ def _cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
 
 
 def _words(path: Path) -> list[str]:
-    """The words of a small kernel file; none when it does not exist."""
+    """Return the words of a small kernel file; none if it does not exist."""
     return path.read_text().split() if path.exists() else []
 
 
 def _status_bytes(path: Path, field: str) -> int | None:
-    """A `field:  123 kB` line of a /proc file in bytes; None when the kernel does not tell."""
+    """Return the value of a `field:  123 kB` line of a /proc file in bytes; None if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             text = file.read()

@@ -1,25 +1,27 @@
-"""Axis names and degrees -> DeviceMesh.
+"""Process group, device mesh and groups of ranks, from the degrees of the axes.
 
-    axis       ranks along it                                   stage 0   stages 1-3   hybrid (HSDP)
-    replicate  hold copies of the same shards                      N          1          outside
-    shard      hold 1/shard of every sharded state                 1          N          inside
-    tp         hold 1/tp of every matrix, and of every sequence between blocks
-    pp         hold some of the layers
+    axis       contents of each rank along it                       stage 0   stages 1-3   hybrid (HSDP)
+    replicate  replicas of the same shards                             N          1          outside
+    shard      1/shard of every sharded state                          1          N          inside
+    tp         1/tp of every matrix, and of sequences between blocks
+    pp         some of the layers
 
-The first two are the data-parallel ranks, N = replicate x shard = dp x cp: each sees tokens of its own, and every
-placement in the table (`zero/layout.py`) is a pair over them. Ranks of the others see the same tokens.
+The ranks of the first two axes are the data-parallel ranks, N = replicate x shard = dp x cp. Each reads its own tokens,
+and every placement in the layout (`zero/layout.py`) is a pair over them. Ranks along tp and pp read the same tokens.
 
-cp is no axis of the mesh but a group of its own: cp data-parallel neighbours share their sequences, and each sees a
-part of every one (parallel/context/parallelize.py). ZeRO takes no notice of it, only what reads sequences does.
+cp is not an axis of the mesh, but a separate group: cp neighboring data-parallel ranks share their sequences, and each
+processes a part of every sequence (`parallel/context/parallelize.py`). Only code that reads sequences depends on it.
 
-Nor is ep an axis of that mesh: ep neighbours share the experts of a mixture, each has 1/ep of them whole, and states of
-experts are placed over the others, by a mesh of their own (`expert_mesh`), which with pp is that of the ranks with the
-same layers. Neighbours are data-parallel ranks, and with tp those first, whose tokens between blocks are their own:
+ep is not an axis of this mesh either. ep neighboring ranks share the experts of a mixture; each holds 1/ep of the
+experts as whole experts. States of experts are placed over the other ranks, by a separate mesh (`expert_mesh`). With
+pp, that mesh covers the ranks with the same layers. Neighbors are data-parallel ranks. With tp, the ranks of a tp group
+come first, since each has its own tokens between blocks:
 
-    replicate x shard x ep    where shard = shard of all * tp / ep, or at stage 0 replicate = replicate of all * tp / ep
+    replicate x shard x ep    with shard = full shard * tp / ep; at stage 0, replicate = full replicate * tp / ep
 
-Neighbouring ranks lie on the last axis, and groups of them on the one before it: (pp, replicate, shard, tp). With tp,
-or shard x tp, the ranks of a node, the heaviest traffic stays inside it; the lightest, of pp, goes farthest.
+Neighboring ranks are along the last axis, and groups of them along the one before it: (pp, replicate, shard, tp). If
+tp, or shard x tp, is the number of ranks of a node, the heaviest traffic stays inside the node. The lightest traffic,
+that of pp, goes the farthest.
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ from dzero.utils.ranges import divisors
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
-"""Of the data-parallel ranks."""
+"""Axes of the data-parallel ranks."""
 
 
 def local_rank() -> int:
-    """This process among those of its host, as torchrun says."""
+    """Return the index of this process on its host, from torchrun's variables."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_ranks() -> int:
-    """Processes of this host, as torchrun says."""
+    """Return the number of processes on this host, from torchrun's variables."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -61,10 +63,14 @@ LATER = timedelta(seconds=30)
 
 @contextmanager
 def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]:
-    """Join the group that the environment (torchrun's variables) describes; always leave it again.
+    """Join the process group that torchrun's environment variables describe, and leave it at the end.
 
-    CPU tensors travel over gloo, CUDA tensors over nccl, in one group. nccl gets `LATER` besides: it would end the
-    process before the ranks have told where they are (launch/watchdog.py).
+    CPU tensors use gloo and CUDA tensors nccl, in one group. nccl gets `LATER` on top of the timeout, because its own
+    timeout would end the process before the ranks have reported where they are (`launch/watchdog.py`).
+
+    Args:
+        device: Device of this rank.
+        timeout: Timeout of the collectives.
     """
     check_interfaces()
     timeout += LATER if device.type == "cuda" else timedelta()
@@ -79,7 +85,7 @@ def process_group(device: torch.device, *, timeout: timedelta) -> Iterator[None]
 
 
 def check_interfaces() -> None:
-    """Raises RunError where GLOO_SOCKET_IFNAME, as gloo reads it, names a network interface that does not exist."""
+    """Raise RunError if GLOO_SOCKET_IFNAME, which gloo reads, names a network interface that does not exist."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     has = [name for _, name in socket.if_nameindex()]
     if len(named) > 1 and (unknown := [name for name in named.split(",") if name not in has]):
@@ -92,10 +98,17 @@ def check_interfaces() -> None:
 def make_mesh(
     device_type: str, *, replicate: int = 1, shard: int | None = None, tp: int = 1, pp: int = 1
 ) -> DeviceMesh:
-    """The (pp, replicate, shard, tp) mesh over all ranks of the default group, without pp or tp where they are 1;
-    `shard=None` takes the remaining ranks.
+    """Return the (pp, replicate, shard, tp) mesh over all ranks of the default group, without pp or tp of size 1.
 
-    Raises ValueError when the degrees do not multiply to the world size.
+    Args:
+        device_type: Type of the ranks' devices.
+        replicate: Ranks along replicate.
+        shard: Ranks along shard. None: all remaining ranks.
+        tp: Ranks along tp.
+        pp: Ranks along pp.
+
+    Raises:
+        ValueError: If the product of the degrees is not the world size.
     """
     world = dist.get_world_size()
     degree = world // (replicate * tp * pp) if shard is None else shard
@@ -111,7 +124,7 @@ def make_mesh(
 
 
 def _limited(mesh: DeviceMesh) -> DeviceMesh:
-    """torch gives the groups that it makes 10 or 30 minutes: now all have what the default group has."""
+    """Give the mesh's groups the timeout of the default group; torch gives new groups 10 or 30 minutes."""
     if dist.get_backend() != "fake":
         for axis in mesh.mesh_dim_names or ():
             _set_pg_timeout(timeout_of_ranks(), mesh.get_group(axis))
@@ -119,14 +132,14 @@ def _limited(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
-    """Return the ranks of a mesh that another library made as (replicate, shard); an axis that it lacks has one rank.
+    """Return the ranks of another library's mesh as (replicate, shard); an axis that it lacks gets size 1.
 
     Args:
-        mesh: Of data-parallel ranks alone.
-        axes: Its names of our axes, e.g. {"replicate": "dp_replicate", "shard": "dp_shard"}.
+        mesh: Mesh of data-parallel ranks only.
+        axes: Its axis names, by the names used here, e.g. {"replicate": "dp_replicate", "shard": "dp_shard"}.
 
     Raises:
-        ValueError: For axes that are not ours, or not the mesh's, or that leave some of it out.
+        ValueError: If an axis is unknown, or some of the mesh's axes are not named.
     """
     names = mesh.mesh_dim_names or ()
     if not set(axes) <= {*AXES} or set(axes.values()) != {*names} or len(names) != len(axes):
@@ -141,7 +154,7 @@ def take_mesh(mesh: DeviceMesh, axes: Mapping[str, str]) -> DeviceMesh:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The (replicate, shard) part of `mesh` that this rank is in. Raises ValueError where it has no such axes."""
+    """Return the (replicate, shard) submesh of `mesh` with this rank; raise ValueError if it has no such axes."""
     names = mesh.mesh_dim_names or ()
     if tuple(each for each in names if each in AXES) != AXES:
         raise ValueError(
@@ -152,15 +165,20 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_rank_of(mesh: DeviceMesh) -> int:
-    """This rank among the data-parallel ones, those that see the same samples being one."""
+    """Return the index of this rank among the data-parallel ranks; ranks along tp and pp have the same index."""
     copy, own = (mesh.get_local_rank(axis) for axis in AXES)
     return copy * mesh[SHARD].size() + own
 
 
 def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
-    """This rank's group of `cp` data-parallel neighbours, which share every sequence; `mesh`: all axes, all ranks call.
+    """Return this rank's group of `cp` neighboring data-parallel ranks, which share every sequence. Collective.
 
-    Raises ValueError where cp does not divide the data-parallel ranks.
+    Args:
+        mesh: Mesh with all axes.
+        cp: Size of the group.
+
+    Raises:
+        ValueError: If cp does not divide the data-parallel ranks.
     """
     data = mesh[REPLICATE].size() * mesh[SHARD].size()
     if data % cp:
@@ -175,9 +193,17 @@ def context_group(mesh: DeviceMesh, cp: int) -> dist.ProcessGroup:
 
 
 def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[int, int]:
-    """(replicate, shard) of what `ep` neighbours share, of whom `tp` are one data-parallel rank.
+    """Return (replicate, shard) of the experts that `ep` neighboring ranks share.
 
-    Raises ValueError where they are not within one of the axes, or share with a part of such a rank."""
+    Args:
+        replicate: Data-parallel ranks along replicate.
+        shard: Data-parallel ranks along shard.
+        ep: Ranks that share the experts.
+        tp: Size of the tp groups, each of which is one data-parallel rank.
+
+    Raises:
+        ValueError: If the ranks of ep are not within one axis, or include a part of a tp group.
+    """
     axis, ranks = (REPLICATE, replicate) if shard == 1 else (SHARD, shard)
     if ep % tp == 0 and ranks % (ep // tp) == 0:
         others = ranks * tp // ep
@@ -191,10 +217,12 @@ def expert_degrees(replicate: int, shard: int, ep: int, tp: int = 1) -> tuple[in
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
-    """The ranks of `mesh` that have the same layers as (replicate, shard, ep): those of ep are neighbours, which share
-    the experts. All ranks call.
+    """Return the ranks of `mesh` with the same layers as (replicate, shard, ep). Collective.
 
-    Raises ValueError where ep does not divide, and for a mesh without the data-parallel axes.
+    Neighbors along ep share the experts.
+
+    Raises:
+        ValueError: If ep does not divide the ranks, or the mesh has no data-parallel axes.
     """
     data, names = data_mesh(mesh), mesh.mesh_dim_names or ()
     replicate, shard = expert_degrees(data.size(0), data.size(1), ep, tensor_ranks(mesh))
@@ -205,17 +233,17 @@ def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
 
 
 def tensor_ranks(mesh: DeviceMesh) -> int:
-    """Ranks along tp."""
+    """Return the number of ranks along tp."""
     return mesh[TENSOR].size() if TENSOR in (mesh.mesh_dim_names or ()) else 1
 
 
 def model_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """This rank's groups along the axes that are not data-parallel."""
+    """Return this rank's groups along the axes that are not data-parallel, by axis."""
     return {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis not in AXES}
 
 
 def timeout_of_ranks() -> timedelta:
-    """Of the collectives of all ranks, as the process group was made; not of a fake one, which waits for nobody."""
+    """Return the timeout of the default process group; not for a fake group, which has none."""
     group = dist.group.WORLD
     assert group is not None
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
@@ -223,9 +251,10 @@ def timeout_of_ranks() -> timedelta:
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks for tensors in host memory: `mesh` itself on a CPU machine, else its twin over gloo.
+    """Return a mesh of the same ranks for tensors in host memory: `mesh` itself on the CPU, else one over gloo.
 
-    Raises RuntimeError where the process group moves no CPU tensors.
+    Raises:
+        RuntimeError: If the process group supports no CPU tensors.
     """
     if mesh.device_type == "cpu":
         return mesh

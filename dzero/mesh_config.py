@@ -1,4 +1,4 @@
-"""How many ranks lie along each axis: what is asked for, checked, and the products that would do."""
+"""Settings of the mesh: the number of ranks along each axis, checks, and alternatives for error messages."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from dzero.utils.ranges import MOST_RANKS, check, divisors, whole
 
 CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
 PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
-"""By default, of every schedule of a pipeline."""
+"""Default number of pipeline stages per rank, by schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Degrees of the axes: dp x cp x tp x pp is the number of ranks.
+    """Degrees of parallelism: dp x cp x tp x pp is the number of ranks.
 
-    Stage 0 replicates over all data-parallel ranks, dp x cp, by itself, so it takes no `replicate`.
+    Stage 0 replicates over all data-parallel ranks (dp x cp) by itself, so it takes no `replicate`.
     """
 
     dp: int | None = None
-    """Ranks, or groups of ranks, that read sequences of their own. null: all that are left."""
+    """Ranks, or groups of ranks, that read their own sequences. null: all remaining ranks."""
     replicate: int = 1
-    """Copies of the sharded model (hybrid sharding). 1: shard over all data-parallel ranks."""
+    """Replicas of the sharded model (hybrid sharding). 1: shard over all data-parallel ranks."""
     cp: int = 1
     """Ranks that share every sequence (context parallelism)."""
     cp_attention: str = "all_gather"
-    """How those ranks attend: all_gather, ulysses or ring."""
+    """Attention over shared sequences: all_gather, ulysses or ring."""
     tp: int = 1
     """Ranks that share every matrix (tensor and sequence parallelism)."""
     ep: int = 1
-    """Ranks, of the dp x cp x tp, that share the experts (expert parallelism)."""
+    """Ranks, out of dp x cp x tp, that share the experts (expert parallelism)."""
     pp: int = 1
     """Ranks that share the layers (pipeline parallelism)."""
     pp_schedule: str = "1f1b"
     """Order in which pipeline stages run microbatches: 1f1b, gpipe, interleaved or zero_bubble."""
     pp_parts: int | None = None
-    """Pipeline stages on each rank. null: what the schedule needs."""
+    """Pipeline stages per rank. null: 1 for 1f1b and gpipe, 2 for interleaved and zero_bubble."""
 
     def __post_init__(self) -> None:
         degree = whole(1, MOST_RANKS)
@@ -64,31 +64,31 @@ class MeshConfig:
 
     @property
     def parts_of_a_rank(self) -> int:
-        """Of the model, where it is cut between its layers."""
+        """Number of pipeline stages per rank."""
         return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
 
     @property
     def to_a_sequence(self) -> int:
-        """Neighbouring data-parallel ranks that read the same sequences."""
+        """Number of neighboring data-parallel ranks that read the same sequences."""
         return self.cp
 
     @property
     def inner(self) -> int:
-        """Ranks that one sequence needs."""
+        """Number of ranks that process one sequence."""
         return self.cp * self.tp * self.pp
 
     @property
     def sharing(self) -> int:
-        """The fewest ranks with the same layers that share experts, sequences and matrices among themselves."""
+        """Smallest number of ranks with the same layers that share experts, sequences and matrices among themselves."""
         return math.lcm(self.cp, -(-self.ep // self.tp)) * self.tp
 
     @property
     def ranks(self) -> int | None:
-        """How many the degrees make; None where dp is what is left."""
+        """Number of ranks that the degrees require; None if dp is not set."""
         return None if self.dp is None else self.dp * self.inner
 
     def data_ranks(self, world: int) -> int:
-        """Of `world` ranks. Raises ValueError where the degrees do not make them."""
+        """Return the data-parallel ranks among `world` ranks; raise ValueError if the degrees do not fit `world`."""
         if world % self.inner == 0 and self.dp in (None, world // self.inner):
             return world // (self.tp * self.pp)
         degrees = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
@@ -100,11 +100,11 @@ class MeshConfig:
         )
 
     def readers(self, data_ranks: int) -> int:
-        """Of so many data-parallel ranks, the groups that read sequences of their own."""
+        """Return the number of groups, among `data_ranks` ranks, that read their own sequences."""
         return data_ranks // self.to_a_sequence
 
     def check_tokens(self, tokens: int) -> None:
-        """Of a sequence. Raises ValueError where a rank's part of it would be none."""
+        """Raise ValueError if sequences of `tokens` tokens do not divide equally among the ranks that share them."""
         unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
         if tokens % unit:
             parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
@@ -116,7 +116,7 @@ class MeshConfig:
             )
 
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
-        """(replicate, shard) for `ranks` data-parallel ranks. Raises ValueError when they do not divide."""
+        """Return (replicate, shard) for `ranks` data-parallel ranks; raise ValueError if they cannot be divided so."""
         if stage == 0:
             if self.replicate != 1:
                 raise ValueError(
@@ -131,15 +131,17 @@ class MeshConfig:
 
 
 def factorings(number: int, factors: int = 2) -> list[tuple[int, ...]]:
-    """All ordered products of so many whole numbers that make `number`."""
+    """Return all ordered products of `factors` whole numbers that equal `number`."""
     if factors == 1:
         return [(number,)]
     return [(each, *rest) for each in divisors(number) for rest in factorings(number // each, factors - 1)]
 
 
 def _nearest(number: int, wanted: Sequence[int | None], most: int = 12) -> str:
-    """Products that make `number`: those first that keep most of the `wanted` factors, of them the simplest; None, 1:
-    not asked for."""
+    """Format products that equal `number`, those that keep most `wanted` factors first, simple ones before others.
+
+    Factors of None and 1 were not asked for.
+    """
     asked = [index for index, each in enumerate(wanted) if each not in (None, 1)]
     kept = {each: sum(each[index] == wanted[index] for index in asked) for each in factorings(number, len(wanted))}
     found = sorted(kept, key=lambda each: (-kept[each], -each.count(1)))

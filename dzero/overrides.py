@@ -1,7 +1,7 @@
-"""The command line of a run, checked before anything starts: one error that says what is allowed.
+"""Checks of a run's command line before anything starts, with one error that says what is allowed.
 
-Hydra finds the same mistakes later, run by run, and tells them with its own internals. Here every run that a command
-line asks for (several with --multirun) is composed and validated first.
+Hydra finds the same mistakes later, run by run, and reports them with its internals. Here every run that a command line
+starts (several with --multirun) is composed and validated first.
 """
 
 from __future__ import annotations
@@ -48,21 +48,20 @@ USUAL_NAMES = {
     "optimizer": "optim.rule",
     "num_layers": "model.layers",
 }
-"""Settings by the names that other trainers give them."""
+"""Settings by their names in other trainers."""
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", type(None): "null"}
 
 
 def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfig]], None]) -> None:
-    """Check the command line, then run Hydra's `main`; exit with a message where the user has something to mend.
+    """Check the command line, then run Hydra's `main`; exit with a message for errors that the user can fix.
 
     Args:
-        main: A function that `hydra.main` has decorated.
-        conf: The folder of config groups.
-        check_here: Called once with all runs that the command line starts; raises RunError for what this machine cannot
-            run.
+        main: Function decorated with `hydra.main`.
+        conf: Folder of the config groups.
+        check_here: Called once with all runs of the command line; raises RunError if this machine cannot run them.
     """
     wants_internals = "HYDRA_FULL_ERROR" in os.environ
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would otherwise print with a stack trace
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would otherwise print with a stack trace
     sys.argv[1:] = [*spelt_out(sys.argv[1:]), *_without_folders_of_their_own()]
     try:
         try:
@@ -70,7 +69,7 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
             if runs and not flags_of(sys.argv[1:]) & SHOWS:
                 check_here(runs)
         except RunError as error:
-            # torchrun starts this on every rank, and all of them find the same: one per node says it.
+            # Under torchrun, every rank finds the same error: one per node prints it.
             sys.exit(f"error: {error}" if is_first_of_node() else 1)
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -88,10 +87,15 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
 
 
 def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> RunConfig:
-    """Return the checked configuration that `settings` make, for commands that start no run of Hydra's.
+    """Return the checked configuration that `settings` make, for commands that start no Hydra run.
+
+    Args:
+        settings: Words of the command line, KEY=VALUE.
+        conf: Folder of the config groups.
+        schema: Class of the configuration.
 
     Raises:
-        ConfigError: A setting is unknown, mistyped or impossible.
+        ConfigError: If a setting is unknown, has a wrong type, or is impossible.
     """
     register(schema)
     settings = spelt_out(settings)
@@ -104,7 +108,7 @@ def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunC
 
 
 def spelt_out(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with what is short in full: `resume=auto`, and `~` of KEY=~/FOLDER."""
+    """Expand short forms on a command line: `resume=WORD`, and `~` in KEY=~/FOLDER."""
     home = os.path.expanduser("~")
     return [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
 
@@ -113,13 +117,13 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
     """Return the runs that a command line starts, composed and validated.
 
     Args:
-        arguments: The words of the command line. Those that do not run, or bring another configuration, are left to
-            Hydra: for them there are no runs.
-        conf: The folder of config groups.
-        schema: What is registered.
+        arguments: Words of the command line. If they start no run or select another configuration, Hydra handles them,
+            and no runs are returned.
+        conf: Folder of the config groups.
+        schema: Registered class of the configuration.
 
     Raises:
-        ConfigError: The first setting that is unknown, mistyped or impossible.
+        ConfigError: For the first setting that is unknown, has a wrong type, or is impossible.
     """
     flags = flags_of(arguments)
     if flags & (NO_RUN | OTHER_CONFIG):
@@ -127,7 +131,7 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
     if launched() and flags & MULTIRUN:
         raise ConfigError("--multirun starts workers of its own for each run: leave torchrun away")
     for before, word in itertools.pairwise(["", *arguments]):
-        if re.fullmatch(r"[a-z_]\w*", word) and not before.startswith("-"):  # `--cfg job` is an option's own word
+        if re.fullmatch(r"[a-z_]\w*", word) and not before.startswith("-"):  # not the `job` of `--cfg job`
             raise ConfigError(f"{word}: a setting is written KEY=VALUE, such as zero.stage=3; see dzero train --help")
     words = [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
     overrides = [_parsed(word) for word in words]
@@ -140,7 +144,7 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
 def _parsed(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # e.g. an integer with thousands of digits
         raise ConfigError(f"{word[:40]}...: the value cannot be read: {error}") from error
     except HydraException as error:
         key, _, value = word.partition("=")
@@ -151,7 +155,7 @@ def _parsed(word: str) -> Override:
 
 
 def flags_of(arguments: Sequence[str]) -> set[str]:
-    """Return the options among the words of a command line, without their values."""
+    """Return the options on a command line, without their values."""
     return {word.split("=")[0] for word in arguments if word.startswith("-")}
 
 
@@ -177,7 +181,7 @@ def _check_override(override: Override, conf: Path, schema: type[RunConfig]) -> 
 
 
 def _values(override: Override) -> list[Any]:
-    """What one setting takes in turn: one value, or those of its sweep. Hydra alone can tell those of a glob."""
+    """Return the value of a setting, or the values of its sweep; none for a glob, which only Hydra can expand."""
     if not override.is_sweep_override():
         return [override.value()]
     tellable = override.is_discrete_sweep() and override.value_type is not ValueType.GLOB_CHOICE_SWEEP
@@ -185,7 +189,7 @@ def _values(override: Override) -> list[Any]:
 
 
 def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
-    """The settings of each run: the product of all sweeps, as Hydra makes it."""
+    """Yield the settings of each run: the product of all sweeps, in Hydra's order."""
     choices = [
         [f"{override.get_key_element()}={value}" for value in _values(override)]
         if multirun and override.is_sweep_override()
@@ -211,7 +215,7 @@ def _checked_run(settings: list[str], schema: type[RunConfig]) -> RunConfig:
 
 
 def _check_figures(settings: list[str]) -> None:
-    """A figure of the hardware can be changed where a node is chosen; those of this machine are measured."""
+    """Raise ConfigError if a figure of this machine is set; only those of a chosen node can be changed."""
     chosen = {key: value for key, _, value in (line.partition("=") for line in settings)}
     changed = [line for line in settings if line.lstrip("+").startswith("hardware.")]
     if changed and chosen.get("hardware", "found") in ("found", "null"):
@@ -222,7 +226,7 @@ def _hint(key: str, schema: type[RunConfig], value: str = "") -> Any:
     """Return the declared type of a setting; Any inside a free mapping.
 
     Raises:
-        ConfigError: The key does not exist. The message suggests others, with the `value` that was given.
+        ConfigError: If the key does not exist. The message suggests others, with the given `value`.
     """
     owner: Any = schema
     done: list[str] = []
@@ -242,13 +246,13 @@ def _hint(key: str, schema: type[RunConfig], value: str = "") -> Any:
 
 
 def _present(hint: Any) -> Any:
-    """`Config` for `Config | None`, a group that may be absent; any other type as it is."""
+    """Return `Config` for `Config | None`, an optional group; any other type unchanged."""
     groups = [arm for arm in get_args(hint) if dataclasses.is_dataclass(arm)]
     return groups[0] if groups else hint
 
 
 def _kind(hint: Any) -> str:
-    """`a whole number or null` for `int | None`."""
+    """Describe a type, e.g. `int | None` as `a whole number or null`."""
     if get_origin(hint) in (types.UnionType, Union):
         return " or ".join(_kind(arm) for arm in get_args(hint))
     if get_origin(hint) is list:
@@ -259,14 +263,14 @@ def _kind(hint: Any) -> str:
 
 
 def _essence(error: Exception) -> str:
-    """What Hydra or OmegaConf say, without their internals."""
+    """Return the message of a Hydra or OmegaConf error without their internals."""
     said = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line for line in str(said).splitlines() if "reference_type=" not in line and "object_type=" not in line]
     return "\n".join(line for line in lines if line and not line.startswith("See https://"))
 
 
 def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the names of all settings and groups, those of a group after it."""
+    """Yield the names of all settings and groups; each group before its settings."""
     for name, hint in get_type_hints(owner).items():
         yield f"{prefix}{name}"
         if dataclasses.is_dataclass(inner := _present(hint)):
@@ -274,11 +278,11 @@ def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str]:
-    """Return the keys that an unknown one may stand for, the likeliest kind only, at most three.
+    """Return at most three keys that an unknown key may stand for, from the most likely kind of match only.
 
     Args:
-        key: The unknown key.
-        here: Keys of the group in which it was looked for.
+        key: Unknown key.
+        here: Keys of the group that the key names.
         everywhere: All keys.
     """
     last = key.rpartition(".")[2]
@@ -300,7 +304,7 @@ def _closest(word: str, allowed: Sequence[str]) -> str:
 
 
 def _without_folders_of_their_own() -> list[str]:
-    """Overrides with which workers of torchrun other than rank 0 keep Hydra from making output folders."""
+    """Return overrides with which torchrun workers other than rank 0 make no Hydra output folders."""
     if os.environ.get("RANK", "0") == "0":
         return []
     return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

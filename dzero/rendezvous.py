@@ -1,12 +1,12 @@
-"""Where ranks meet: the store that the environment (torchrun's variables) names, without what earlier attempts left.
+"""Rendezvous of ranks: the store that torchrun's environment variables name, without data of earlier attempts.
 
-torchrun keeps its store when it restarts workers, and says nothing that all of them could tell the attempts apart by
-(its restart count differs from node to node). Read there, the addresses of dead workers cost a restart, or hang. So:
+torchrun keeps its store when it restarts workers, and offers no value that identifies an attempt on all nodes (its
+restart count differs between nodes). Addresses of dead workers in the store would cost a restart, or a hang. So:
 
-    rank r      writes a name it has just made up; waits until the list holds it
-    rank 0      writes the list of all ranks' names, again and again, until every rank has found its own
+    rank r      writes a new random name, and waits until the list contains it
+    rank 0      writes the list of all ranks' names repeatedly, until every rank has found its own
 
-A list with a rank's own new name was written in this attempt, so rank 0's name in it is the attempt's.
+A list that contains a rank's new name was written in this attempt, so rank 0's name in the list identifies the attempt.
 """
 
 from __future__ import annotations
@@ -26,9 +26,17 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rendezvous(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
-    """A connection of its own to an empty store, this rank, and the number of ranks. Each `purpose` has a store.
+    """Connect to an empty store that this attempt's ranks share.
 
-    Raises RunError where a rank does not come in time.
+    Args:
+        purpose: Name of the store; each purpose has its own.
+        timeout: How long to wait for all ranks.
+
+    Returns:
+        The store, this rank, and the number of ranks.
+
+    Raises:
+        RunError: If a rank does not join in time.
     """
     until_s = time.monotonic() + timeout.total_seconds()
     where = ", ".join(f"{key}={os.environ[key]}" for key in VARIABLES if key in os.environ)

@@ -1,4 +1,4 @@
-"""`dzero disk-bench`: measure scratch disks, and find the settings that suit them."""
+"""Command `dzero disk-bench`: measure scratch disks, and find the best settings for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dzero explain`: show what settings come to."""
+"""Command `dzero explain`: show units, placements and the actions of a step for given settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dzero.utils.terminal import show
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print units, placements, and a step's work in order."""
+    """Print units, placements, and the actions of a step in order."""
     settings = spelt_out(options.settings)
     config = resolve_auto(composed(settings, CONF), settings)
     shown, off_device = explain_run(config, settings, CONF)

@@ -1,4 +1,4 @@
-"""`dzero export`: write a checkpoint as safetensors that transformers loads."""
+"""Command `dzero export`: write a checkpoint as safetensors files that transformers can load."""
 
 from __future__ import annotations
 

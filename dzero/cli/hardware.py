@@ -1,4 +1,4 @@
-"""`dzero hardware`: measure this machine once, for predictions."""
+"""Command `dzero hardware`: measure this machine once, for predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dzero.utils.terminal import show
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what was measured, measuring where nothing is known or `options.measure` asks for it."""
+    """Print the measurement of this machine; measure if there is none or `options.measure` is set."""
     known = None if options.measure else cached(options.ranks)
     if known is None:
         print("measuring, for about half a minute", file=sys.stderr)

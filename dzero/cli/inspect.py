@@ -1,4 +1,4 @@
-"""`dzero inspect`: show what is in a checkpoint, or in a folder of them."""
+"""Command `dzero inspect`: show the contents of a checkpoint, or of a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dzero.utils.terminal import bar, show
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the tables. Raises RunError for what is damaged."""
+    """Print the tables; raise RunError if something is damaged."""
     path, to_read = options.checkpoint, bytes_of(options.checkpoint) if options.verify else 0
     with bar(f"verifying {path}", to_read) as progress:
         inspected = inspect(path, verify=options.verify, progress=progress)

@@ -1,4 +1,4 @@
-"""`dzero plan`: predict a run's memory, traffic and seconds; exit code 1 where it does not fit."""
+"""Command `dzero plan`: predict memory, traffic and seconds of a run; exit code 1 if it does not fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dzero.utils.terminal import show
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the tables; draw and log them where `options` say."""
+    """Print the tables; write the picture and the TensorBoard files that `options` name."""
     if options.picture is not None:
         check_file(options.picture)
     if options.tensorboard is not None:

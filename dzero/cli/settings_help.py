@@ -1,4 +1,4 @@
-"""`dzero train --help`: every setting of a run with its meaning, by group, from the dataclasses that obey them."""
+"""Help of `dzero train`: every setting of a run with its meaning, by group, from the configuration dataclasses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Train a model, with its states sharded by ZeRO stage 0, 1, 2 or 3.
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One key of the configuration: its default as the command line writes it, and what it means."""
+    """One key of the configuration, with its default as the command line writes it, and its meaning."""
 
     key: str
     default: str
@@ -38,7 +38,12 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The settings of one dataclass. `options`: the files of conf/ that fill it; `meaning`: its first line."""
+    """Settings of one dataclass.
+
+    Attributes:
+        meaning: First line of the dataclass's docstring.
+        options: Names of the files in conf/ that fill the group.
+    """
 
     name: str
     meaning: str
@@ -47,13 +52,13 @@ class Group:
 
 
 def show() -> None:
-    """Print the help, as wide as the terminal."""
+    """Print the help at the width of the terminal."""
     width = max(LEAST_WIDTH, min(120, shutil.get_terminal_size((100, 24)).columns))
     print(help_text(groups(), width), end="", flush=True)
 
 
 def help_text(found: list[Group], width: int) -> str:
-    """Return the whole help."""
+    """Return the whole help, wrapped at `width` columns."""
     lines = [USAGE]
     for group in found:
         lines.append(f"{group.name}: {group.meaning}" if group.meaning else group.name)
@@ -80,7 +85,7 @@ def groups() -> list[Group]:
 
 
 def _settings(owner: type[Any], prefix: str, *, only_own: bool = False) -> Iterator[Setting]:
-    """Yield the settings of a dataclass, and of those in it unless only_own."""
+    """Yield the settings of a dataclass and, unless `only_own`, of the dataclasses in it."""
     meanings, hints = meanings_of(owner), get_type_hints(owner)
     for field in dataclasses.fields(owner):
         inner = _dataclass_in(hints[field.name])
@@ -91,7 +96,7 @@ def _settings(owner: type[Any], prefix: str, *, only_own: bool = False) -> Itera
 
 
 def meanings_of(owner: type[Any]) -> dict[str, str]:
-    """Return the string that follows each field in the source of a dataclass, on one line."""
+    """Return the string below each field in the source of a dataclass, on one line, by field name."""
     found: dict[str, str] = {}
     for kind in reversed([each for each in owner.__mro__ if dataclasses.is_dataclass(each)]):
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -104,7 +109,7 @@ def meanings_of(owner: type[Any]) -> dict[str, str]:
 
 
 def _dataclass_in(hint: Any) -> type[Any] | None:
-    """Return `Config` for `Config` and for `Config | None`."""
+    """Return `Config` for the types `Config` and `Config | None`."""
     return next((each for each in (hint, *get_args(hint)) if dataclasses.is_dataclass(each)), None)  # type: ignore[return-value]
 
 

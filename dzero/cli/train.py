@@ -1,4 +1,4 @@
-"""The command `dzero train`, which `python train.py` is too: Hydra composes the settings, the launcher runs them."""
+"""Command `dzero train`, also `python train.py`: Hydra composes the settings, and the launcher runs them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dzero.launch.warm_process import WarmProcess, found
 
 
 def train(warm: WarmProcess | None) -> None:
-    """Run what `sys.argv` asks for.
+    """Run the command line in `sys.argv`.
 
     Args:
-        warm: The process that checks this machine and forks the workers; None under torchrun, and where nothing runs.
+        warm: Process that checks this machine and forks the workers. None under torchrun, and if nothing is run.
     """
 
     @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     def main(composed: DictConfig) -> None:
-        """Train one run; with --multirun one of several, which goes on after one that failed."""
+        """Train one run; a sweep (--multirun) continues after a run that failed."""
         this_run = HydraConfig.get()
         try:
             settled, folder = config.resolve(composed), Path(this_run.runtime.output_dir)

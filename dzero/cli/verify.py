@@ -1,4 +1,4 @@
-"""`dzero verify`: compare a run's first steps with stage 0 on the device."""
+"""Command `dzero verify`: compare a run's first steps with stage 0 on the device."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from dzero.verify.verify import verify
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compare; exit with 0 where they agree, 1 where they differ, 2 where they were not compared."""
+    """Compare the runs; exit with 0 if they agree, 1 if they differ, 2 if they could not be compared."""
     sys.exit(verify(options.settings))

@@ -1,4 +1,4 @@
-"""Settings of the corpus: which of four sources is read, and how (corpus.py)."""
+"""Settings of the corpus: which of four sources is read, and how (`data/corpus.py`)."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The source of the tokens, by `path` or `name`; with neither, the text of Python's own library."""
+    """Source of the tokens: `path` or `name`; with neither, the text of Python's standard library."""
 
     path: str | None = None
-    """A file, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy."""
+    """File, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy files."""
     name: str | None = None
-    """A Hugging Face dataset, or a folder of one."""
+    """Hugging Face dataset, by name or folder."""
     config: str | None = None
     """Configuration of the dataset. null: its only one."""
     split: str | None = None
     """Split of the dataset. null: train."""
     field: str | None = None
-    """Key or column of the text. null: text."""
+    """Key or column that holds the text. null: text."""
     tokenizer: str | None = None
-    """A tokenizers JSON file. null: bytes, 256 ids."""
+    """Tokenizer file (JSON) of the tokenizers library. null: bytes, 256 ids."""
     separator: str | None = None
-    """The tokenizer's token that ends a document. null: the usual end tokens are tried."""
+    """Token of the tokenizer that ends each document. null: the usual end tokens are tried."""
     token_dtype: str | None = None
-    """Dtype of the ids in a .bin. null: uint16."""
+    """Dtype of the ids in .bin files. null: uint16."""
     vocab_size: int | None = None
-    """Vocabulary of token files. null: the largest id + 1."""
+    """Vocabulary size of token files. null: the largest id + 1."""
     held_out: float = 0.02
-    """Share of the data that is kept for evaluation."""
+    """Fraction of the data that is held out for evaluation."""
     shuffle: bool = True
-    """Take sequences in a new order every epoch."""
+    """Shuffle sequences anew in every epoch."""
 
     def __post_init__(self) -> None:
         if self.path is not None and self.name is not None:
@@ -64,11 +64,11 @@ class DataConfig:
 
     @property
     def source(self) -> str:
-        """`files`, `dataset` or `python`."""
+        """Source that is read: `files`, `dataset` or `python`."""
         return "files" if self.path is not None else "dataset" if self.name is not None else "python"
 
     def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:
-        """Raises ValueError when a setting has no effect on any of `kinds` (rows of SETTINGS)."""
+        """Raise ValueError if a setting has no effect on any of `kinds` (keys of SETTINGS); `what` describes them."""
         allowed = frozenset[str]().union(*(SETTINGS[kind] for kind in kinds))
         for key in sorted(frozenset[str]().union(*SETTINGS.values()) - allowed):
             if (value := getattr(self, key)) is not None:

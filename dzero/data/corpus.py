@@ -1,15 +1,15 @@
-"""The corpus of a run: `load(config)` gives train and held-out tokens from one of four sources.
+"""Corpus of a run: train and held-out tokens, which `load(config)` reads from one of four sources.
 
-    source    chosen by  read from                                  settings besides held_out and shuffle
-    python    nothing    the running Python's own standard library  tokenizer, separator
-    texts     path       .txt, .jsonl, .parquet                     tokenizer, separator, field (not .txt)
-    tokens    path       memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
-    dataset   name       a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
+    source    selected by  contents                                   settings besides held_out and shuffle
+    python    default      the running Python's own standard library  tokenizer, separator
+    texts     path         .txt, .jsonl, .parquet                     tokenizer, separator, field (not .txt)
+    tokens    path         memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
+    dataset   name         a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
 
-Held out are whole documents, by a hash that does not depend on the machine, the order or the other documents
-(see `documents.py`; token files count as documents). Where that leaves one side empty, as with a single file,
-the held-out share is the tail of all tokens instead. Texts are encoded at load and kept in memory (1 to 4
-bytes per token, by every process); what does not fit belongs in token files, which are only mapped.
+Whole documents are held out, by a hash that does not depend on the machine, the order or the other documents
+(`data/documents.py`; a token file counts as a document). If one side would be empty, as with a single file, the tail of
+all tokens is held out instead. Texts are tokenized at load time and kept in memory: 1 to 4 bytes per token in every
+process. A corpus that does not fit in memory should be stored as token files, which are memory-mapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from dzero.data.tokens import Tokens, largest_id, map_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """`train` and `held_out` ids, all in [0, vocab_size); `summary`: one line on what was read."""
+    """Tokens of a run; all ids are in [0, vocab_size).
+
+    Attributes:
+        summary: One line on what was read.
+    """
 
     train: Tokens
     held_out: Tokens
@@ -36,10 +40,12 @@ class Corpus:
 
 
 def load(config: DataConfig) -> Corpus:
-    """Read the corpus that `config` describes; the same on every rank that sees the same files.
+    """Read the corpus that `config` describes; the result is the same on every rank that sees the same files.
 
-    Raises FileNotFoundError or ValueError naming the file (and row), and ModuleNotFoundError naming the
-    missing extra.
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file or row cannot be used. The message names it.
+        ModuleNotFoundError: If an optional package is missing. The message names the extra.
     """
     field = config.field or "text"
     if config.name is not None:
@@ -55,7 +61,7 @@ def load(config: DataConfig) -> Corpus:
 
 
 def vocab_size_of(config: DataConfig) -> int:
-    """Of the corpus that `load` would read. Texts are not read for it; token files are. Raises as `load`."""
+    """Return the vocabulary size of the corpus that `load` would read; only token files are read for it."""
     tokens = config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
     return load(config).vocab_size if tokens else _codec(config).vocab_size
 
@@ -72,7 +78,7 @@ def _encode(config: DataConfig, documents: Iterable[Document], label: str) -> Co
 
 
 def _map(config: DataConfig, found: FoundFiles, label: str) -> Corpus:
-    """Token files as they lie. Every id is read once, in sequence, to know the largest."""
+    """Memory-map token files; read every id once, in sequence, to find the largest."""
     sides: tuple[list[Path], list[Path]] = [], []
     arrays = {path: map_tokens(path, config.token_dtype or "uint16") for path in found.paths}
     largest = {path: largest_id(array, path) for path, array in arrays.items()}
@@ -89,7 +95,7 @@ def _map(config: DataConfig, found: FoundFiles, label: str) -> Corpus:
 
 
 def _corpus(config: DataConfig, train: Tokens, held_out: Tokens, vocab_size: int, label: str) -> Corpus:
-    """Name the sides, after moving the cut to the tail where the hash left one of them empty."""
+    """Name the sides; if the hash left one of them empty, split off the tail of all tokens instead."""
     names = f"{train.name} (train)", f"{train.name} (held out)"
     total = len(train) + len(held_out)
     if total == 0:

@@ -1,13 +1,13 @@
-"""Where texts come from: the running Python's standard library, files, or a Hugging Face dataset.
+"""Readers of text documents: the running Python's standard library, files, or a Hugging Face dataset.
 
-    source            a document is       held out by the hash of its
-    standard library  a .py file          path below the library
-    .txt              a file              path below data.path
-    .jsonl .parquet   a row               text, so copies of one text stay on one side
-    dataset           a row               text
+    source            document     key that is hashed for the held-out split
+    standard library  a .py file   path below the library
+    .txt              a file       path below data.path
+    .jsonl .parquet   a row        text, so that copies of a text are on the same side
+    dataset           a row        text
 
-Readers are lazy and yield documents in a fixed order. What cannot be read is an error naming file and row,
-never skipped; only documents without a byte are left out, which loses nothing.
+Readers are lazy and yield documents in a fixed order. Data that cannot be read is an error that names file and row; it
+is never skipped. Only empty documents are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idl
 
 
 class Document(NamedTuple):
-    """`name` for errors, `key` hashed by the held-out split, `text` in UTF-8 (.txt: the file's bytes)."""
+    """A text in UTF-8 (of a .txt file, its bytes).
+
+    Attributes:
+        name: Name for error messages.
+        key: Bytes that are hashed for the held-out split.
+    """
 
     name: str
     key: bytes
@@ -37,13 +42,13 @@ class Document(NamedTuple):
 
 
 def is_held_out(key: bytes, share: float) -> bool:
-    """Whether the document is held out: a property of its key and the share alone, on every machine."""
+    """Return whether a document is held out; this depends only on its key and `share`, on every machine."""
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def python_library() -> FoundFiles:
-    """The .py files of the running Python's standard library, without tests and installed packages."""
+    """Find the .py files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -55,7 +60,7 @@ def python_library() -> FoundFiles:
 
 
 def read_files(found: FoundFiles, field: str) -> Iterator[Document]:
-    """The documents of text files; `field` is the .jsonl key and the .parquet column."""
+    """Yield the documents of text files; `field` is the key in .jsonl files and the column in .parquet files."""
     for path in found.paths:
         if path.suffix == ".jsonl":
             yield from _rows(_read_jsonl(path, field))
@@ -66,9 +71,13 @@ def read_files(found: FoundFiles, field: str) -> Iterator[Document]:
 
 
 def read_dataset(name: str, config: str | None, split: str | None, field: str) -> Iterator[Document]:
-    """The rows of a Hugging Face dataset: a name on the hub, a folder of data files, or a saved dataset.
+    """Yield the rows of a Hugging Face dataset.
 
-    `split`: None means `train`, or all of a dataset that was saved without splits.
+    Args:
+        name: Name on the hub, folder of data files, or folder of a saved dataset.
+        config: Configuration of the dataset. None: its only one.
+        split: Name of the split. None: `train`, or all of a dataset that was saved without splits.
+        field: Column that holds the text.
     """
     dataset = _open_dataset(name, config, split)
     if field not in dataset.column_names:
@@ -145,7 +154,7 @@ def _open_dataset(name: str, config: str | None, split: str | None) -> Any:
 
 
 def _one_split(saved: Any, name: str, config: str | None, split: str | None) -> Any:
-    """One split of what `save_to_disk` wrote: a dataset, or a dict of them by split."""
+    """Select a split of what `save_to_disk` wrote: a dataset, or a dict of datasets by split."""
     if config is not None:
         raise ValueError(f"data.config={config} has no effect on the saved dataset {name}; remove it")
     if not isinstance(saved, dict):

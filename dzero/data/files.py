@@ -1,4 +1,4 @@
-"""Which files a `data.path` means: one file, all known files below a folder, or those a glob matches."""
+"""Files that a `data.path` refers to: one file, all known files below a folder, or the matches of a glob."""
 
 from __future__ import annotations
 
@@ -16,28 +16,35 @@ SUFFIXES = TEXT_SUFFIXES + TOKEN_SUFFIXES
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """Files in the order of their paths relative to `root`, and how many a folder held besides, by suffix."""
+    """Files below `root`, sorted by relative path.
+
+    Attributes:
+        ignored: Number of other files in the folder, by suffix.
+    """
 
     root: Path
     paths: tuple[Path, ...]
     ignored: Counter[str] = field(default_factory=Counter)
 
     def key(self, path: Path) -> str:
-        """The path relative to the root: the same wherever the folder lies."""
+        """Return the path relative to the root, which does not depend on where the folder is."""
         return path.relative_to(self.root).as_posix()
 
     @property
     def suffixes(self) -> set[str]:
-        """Kinds of files among them, e.g. {".txt"}."""
+        """Set of suffixes of the files, e.g. {".txt"}."""
         return {path.suffix for path in self.paths}
 
 
 def find(pattern: str) -> FoundFiles:
-    """Resolve `data.path`.
+    """Find the files that `data.path` refers to.
 
-    A file named outright or by a glob must have a known suffix; of a folder the files with one are taken, the
-    others counted. Raises FileNotFoundError when there is nothing, ValueError for a wrong suffix, an empty
-    file, or texts mixed with token files.
+    A file that is named directly or matched by a glob must have a known suffix. Of a folder, files with a known suffix
+    are used and all others are counted.
+
+    Raises:
+        FileNotFoundError: If there are no files.
+        ValueError: If a suffix is unknown, a file is empty, or texts are mixed with token files.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -51,7 +58,7 @@ def find(pattern: str) -> FoundFiles:
 
 
 def _in_folder(root: Path) -> FoundFiles:
-    os.scandir(root).close()  # raises where the folder cannot be read, which rglob passes over
+    os.scandir(root).close()  # raises if the folder cannot be read; rglob would ignore that
     paths = _sorted(root, root.rglob("*"))
     known = tuple(path for path in paths if _kind(root, path) in SUFFIXES)
     if not known:
@@ -76,7 +83,7 @@ def _by_glob(pattern: str, path: Path) -> FoundFiles:
 
 
 def _kind(root: Path, path: Path) -> str:
-    """The suffix, or `hidden` for what a dot hides (copies made by editors and version control)."""
+    """Return the suffix, or `hidden` for paths with a leading dot (files of editors and version control)."""
     hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
     return "hidden" if hidden else path.suffix or "without suffix"
 

@@ -7,7 +7,15 @@ from typing import Any
 
 
 def require(module: str, purpose: str) -> Any:
-    """Import a package of the extra `data`. Raises ModuleNotFoundError naming the extra when it is absent."""
+    """Import a package of the extra `data`.
+
+    Args:
+        module: Name of the module.
+        purpose: What needs the package, for the message.
+
+    Raises:
+        ModuleNotFoundError: If the package is not installed. The message names the extra.
+    """
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

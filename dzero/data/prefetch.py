@@ -1,10 +1,10 @@
-"""Microbatches on the device, one ahead: the next is copied while the device computes with this one.
+"""Prefetch of microbatches: the next one is copied to the device while the device computes with the current one.
 
-    next()    the current stream waits for the copy of this microbatch, the host does not
-              the next one is read into page-locked memory; its copy starts once the device has come to this point
+    next()    makes the current stream wait for the copy of this microbatch; the host does not wait
+              reads the next microbatch into pinned memory; its copy starts when the device reaches this point
 
-So memory that the copy is given, freed by a microbatch before, has been read by everybody; it is known when it comes
-back. Without streams there is nothing to run ahead of: a microbatch is read when it is asked for.
+The copy stream waits for the current stream first, so memory that an earlier microbatch freed is no longer read when a
+copy reuses it. On devices without streams, a microbatch is read when it is requested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from dzero.data.stream import Batch, TokenStream
 
 
 class BatchPrefetcher:
-    """The microbatches of `stream` on `device`; `stream` stands where they are taken, not where they are read."""
+    """Iterator over the microbatches of `stream`, on `device`.
+
+    The position of `stream` counts the microbatches that `next` returned, not those prefetched.
+    """
 
     def __init__(self, stream: TokenStream, device: torch.device) -> None:
         self._stream, self._device = stream, device
@@ -27,7 +30,7 @@ class BatchPrefetcher:
         """Return the next (inputs, targets), both int64 [microbatch_sequences, sequence_tokens]."""
         if not streams.exist(self._device):
             return self._stream.next()
-        if self._coming is None or self._coming[0] != self._stream.samples:  # the first, or the stream was set back
+        if self._coming is None or self._coming[0] != self._stream.samples:  # first call, or the stream was moved
             self._coming = self._copied()
         _, batch, copied = self._coming
         self._stream.skip()
@@ -36,7 +39,7 @@ class BatchPrefetcher:
         return batch
 
     def _copied(self) -> tuple[int, Batch, streams.Event]:
-        """Start the copy of the microbatch that comes next; return where the stream stands, it, and the event."""
+        """Start the copy of the next microbatch; return the position of the stream, the microbatch, and an event."""
         rows = [streams.pin_memory(each, self._device) for each in self._stream.peek()]
         current = streams.current_stream(self._device)
         with streams.use_stream(self._copies, self._device):

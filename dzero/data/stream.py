@@ -1,13 +1,12 @@
 """Resumable token streams: every window of a corpus once per epoch, over any number of ranks.
 
-    window i    tokens[i*T : (i+1)*T + 1]; its first T tokens are inputs, its last T targets. Neighbours share
-                one token, so every token but the first is a target once, save fewer than T at the very end
-    sample s    the s-th window ever trained on: position s mod W of epoch s div W, W windows an epoch
-    a step      takes the next `microbatch_sequences * ranks` samples; rank r takes the r-th slice of them
+    window i    tokens[i*T : (i+1)*T + 1]: the first T tokens are inputs, the last T are targets. Neighboring windows
+                share one token, so every token but the first is a target once, except fewer than T at the end
+    sample s    s-th window of the run: position s mod W of epoch s div W, with W windows per epoch
+    step        takes the next `microbatch_sequences * ranks` samples; rank r takes the r-th slice of them
 
-The order of samples knows nothing of ranks, so the whole state of a stream is the number of samples consumed:
-a resume on other ranks continues the same order, and an epoch whose end does not fill a step flows over into
-the next one.
+The order of samples does not depend on the ranks, so the whole state of a stream is the number of samples consumed.
+A resume on other ranks continues the same order. An epoch whose end does not fill a step continues in the next epoch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,19 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenStream:
-    """An endless iterator over microbatches of one rank; see the table above.
+    """Endless iterator over the microbatches of one rank; the module's docstring defines windows and samples.
 
-    `tokens`: a `Tokens` run or a 1-D integer array. `rank` of `ranks`: over the data-parallel group.
-    `shuffle=False` reads every epoch in the order of the corpus. Raises ValueError when the tokens do not
-    fill one window.
+    Args:
+        tokens: Sequence of token ids, or a 1-D integer array.
+        sequence_tokens: Tokens of a sequence, T.
+        microbatch_sequences: Sequences of a microbatch.
+        rank: Rank in the data-parallel group.
+        ranks: Size of the data-parallel group.
+        seed: Seed of the order.
+        shuffle: Shuffle every epoch. False: every epoch is in the order of the corpus.
+
+    Raises:
+        ValueError: If the tokens do not fill one window.
     """
 
     def __init__(
@@ -61,42 +68,43 @@ class TokenStream:
         return self
 
     def __next__(self) -> Batch:
-        """The next (inputs, targets), both int64 CPU tensors [microbatch_sequences, sequence_tokens]."""
+        """Return the next (inputs, targets), both int64 CPU tensors [microbatch_sequences, sequence_tokens]."""
         batch = self.peek()
         self.skip()
         return batch
 
     def next(self) -> Batch:
-        """The same as `next(stream)`."""
+        """Return `next(stream)`."""
         return self.__next__()
 
     def peek(self) -> Batch:
-        """The same, and stay where the stream is."""
+        """Return the next microbatch without moving the stream."""
         first = self.samples + self.rank * self.microbatch_sequences
         samples = np.arange(first, first + self.microbatch_sequences)
         return read_windows(self.tokens, self._windows_of(samples), self.sequence_tokens)
 
     def skip(self) -> None:
-        """Pass the next microbatch of all ranks."""
+        """Move past the next microbatch of all ranks."""
         self.samples += self.ranks * self.microbatch_sequences
 
     @property
     def epoch(self) -> int:
-        """Epochs completed."""
+        """Number of completed epochs."""
         return self.samples // self.windows
 
     def state_dict(self) -> dict[str, int]:
-        """Where the stream stands, and what it must be loaded into; independent of ranks and microbatches.
+        """Return the position, and the properties that the stream it is loaded into must have.
 
-        `epoch`, and `position`: samples consumed in it by all ranks. The same on every rank between steps.
+        The position is `epoch`, and the samples that all ranks consumed in it. The state does not depend on ranks and
+        microbatches, and is the same on every rank between steps.
         """
         return {"epoch": self.epoch, "position": self.samples % self.windows} | self._identity()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue exactly where `state` was taken, on any number of ranks.
 
-        Raises ValueError, and changes nothing, when the corpus, sequence length, seed or shuffling is another
-        one.
+        Raises:
+            ValueError: If corpus, sequence length, seed or shuffling differ. The stream has not changed then.
         """
         identity = self._identity()
         if missing := sorted({"epoch", "position", *identity} - state.keys()):
@@ -115,7 +123,7 @@ class TokenStream:
         self.samples = state["epoch"] * self.windows + state["position"]
 
     def _windows_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The window of each sample [n]; a microbatch may reach over the end of an epoch."""
+        """Return the window of each sample [n]; a microbatch may cross the end of an epoch."""
         epochs, positions = np.divmod(samples, self.windows)
         if not self.shuffle:
             return positions
@@ -125,7 +133,7 @@ class TokenStream:
         return positions
 
     def _identity(self) -> dict[str, int]:
-        """What fixes the order of samples; the content by a checksum of windows spread over the corpus."""
+        """Return the properties that determine the order of samples, with a checksum of windows across the corpus."""
         step = max(1, self.windows // FINGERPRINT_WINDOWS)
         checksum = 0
         for window in range(0, self.windows, step):
@@ -150,11 +158,13 @@ def evaluation_batches(
     ranks: int,
     max_batches: int | None = None,
 ) -> Iterator[Batch]:
-    """Microbatches of one rank over held-out tokens: as many on every rank, no window twice, no padding.
+    """Return one rank's microbatches of held-out tokens: as many on every rank, no window twice, no padding.
 
-    `max_batches` (None: as many as fit) bounds the steps; the windows that are read are spread evenly over
-    the run, in its order. What does not fill a step of all ranks, fewer than `microbatch_sequences * ranks`
-    windows, is left out. Raises ValueError at the call when there is not one full step.
+    At most `max_batches` are returned; None means as many as fit. The windows are spread evenly over the tokens, in
+    order. The remainder that does not fill a step of all ranks is left out.
+
+    Raises:
+        ValueError: At the call, if the tokens do not fill one step.
     """
     _check_slice(microbatch_sequences, rank, ranks)
     if max_batches is not None and max_batches < 1:
@@ -175,7 +185,7 @@ def evaluation_batches(
 
 
 def count_windows(tokens: Tokens, sequence_tokens: int) -> int:
-    """How many windows of `sequence_tokens` the run holds. Raises ValueError when it is not one."""
+    """Return the number of windows of `sequence_tokens` tokens; raise ValueError if there is none."""
     if sequence_tokens < 1:
         raise ValueError(f"sequence_tokens={sequence_tokens}: must be a whole number ≥ 1")
     if len(tokens) < sequence_tokens + 1:
@@ -187,7 +197,7 @@ def count_windows(tokens: Tokens, sequence_tokens: int) -> int:
 
 
 def read_windows(tokens: Tokens, indices: NDArray[np.int64], sequence_tokens: int) -> Batch:
-    """(inputs, targets) of the windows [n], both int64 CPU tensors [n, sequence_tokens]."""
+    """Return (inputs, targets) of the windows `indices` [n], both int64 CPU tensors [n, sequence_tokens]."""
     block = np.empty((len(indices), sequence_tokens + 1), np.int64)
     for row, start in zip(block, (indices * sequence_tokens).tolist(), strict=True):
         row[:] = tokens[start : start + sequence_tokens + 1]

@@ -1,8 +1,8 @@
-"""Text to token ids: the bytes themselves, or a `tokenizers` file.
+"""Conversion of text to token ids, with the bytes themselves or a `tokenizers` file.
 
-Every document ends with a separator token, so that a model can learn where texts end: byte 0, which text does
-not use, or a token of the tokenizer's own: data.separator, else the eos_token of a tokenizer_config.json beside the
-file, else the first of `END_TOKENS` that its vocabulary has.
+Every document ends with a separator token, so that a model can learn where texts end. For bytes it is 0, which text
+does not use. For a tokenizer it is data.separator, else the eos_token of a tokenizer_config.json in the same folder,
+else the first of `END_TOKENS` that is in the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,34 +28,37 @@ CHOOSE = "set data.separator to the token that ends a document"
 
 
 class Tokenizer(Protocol):
-    """Ids lie in [0, vocab_size) and are stored in `dtype`; `encode` gives each document's ids [tokens]."""
+    """Encoder of documents. Ids are in [0, vocab_size) and are stored in `dtype`."""
 
     vocab_size: int
     dtype: np.dtype[Any]
     separator: int
 
     def encode(self, documents: list[Document]) -> list[Array]:
-        """One array [tokens] of `dtype` per document, in their order; each has some text."""
+        """Return one array [tokens] of `dtype` for each document, in order; no document is empty."""
 
 
 class ByteTokenizer:
-    """One token per byte."""
+    """Tokenizer with one token per byte."""
 
     vocab_size = 256
     dtype: np.dtype[Any] = np.dtype(np.uint8)
     separator = 0
 
     def encode(self, documents: list[Document]) -> list[Array]:
-        """Read-only views of the documents' bytes."""
+        """Return read-only views of the documents' bytes."""
         return [np.frombuffer(document.text, np.uint8) for document in documents]
 
 
 class FileTokenizer:
-    """A tokenizer file (JSON, as `tokenizers` and `transformers` write it), never truncating or padding.
+    """Tokenizer from a JSON file of `tokenizers` or `transformers`; it never truncates or pads.
 
-    Special tokens its template would add are not added. A document longer than a million characters is
-    encoded in pieces that end at line ends, since the encoder holds about a hundred bytes per token of what
-    it is given.
+    The special tokens of its template are not added. A document longer than a million characters is encoded in pieces
+    that end at line ends, because the encoder needs about a hundred bytes of memory per token of its input.
+
+    Args:
+        path: File of the tokenizer.
+        separator: Token that ends each document. None: the module's docstring describes how it is found.
     """
 
     def __init__(self, path: str, separator: str | None) -> None:
@@ -65,7 +68,7 @@ class FileTokenizer:
             raise FileNotFoundError(f"data.tokenizer={path}: no such file (looked from {Path.cwd()})")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises no narrower class
+        except Exception as error:  # tokenizers raises no narrower class
             raise ValueError(f"data.tokenizer={path} is no tokenizers JSON file: {error}") from error
         self._path = path
         self._tokenizer.no_truncation()
@@ -76,10 +79,10 @@ class FileTokenizer:
         self.separator = _separator(vocab, separator, file)
 
     def encode(self, documents: list[Document]) -> list[Array]:
-        """All documents as one batch, on the tokenizer's own threads. Raises ValueError for what is not UTF-8."""
+        """Encode all documents as one batch, on the tokenizer's own threads; raise ValueError if one is not UTF-8."""
         pieces = [list(_pieces(_text(document))) for document in documents]
         flat = [piece for of_document in pieces for piece in of_document]
-        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # none narrower
+        with converting(f"data.tokenizer={self._path} cannot encode {documents[0].name}", Exception):  # as above
             encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         return [
             np.concatenate([np.array(next(encoded).ids, self.dtype) for _ in of_document]) for of_document in pieces
@@ -89,7 +92,11 @@ class FileTokenizer:
 def encode_split(
     documents: Iterable[Document], codec: Tokenizer, held_out: float
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """(train [tokens], held-out [tokens], documents): each document, and its separator, whole on one side."""
+    """Encode documents with their separators, each as a whole on one side of the split.
+
+    Returns:
+        Train ids [tokens], held-out ids [tokens], and the number of documents.
+    """
     sides = bytearray(), bytearray()
     separator = np.array(codec.separator, codec.dtype).tobytes()
     count = 0
@@ -116,7 +123,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _separator(vocab: dict[str, int], token: str | None, tokenizer: Path) -> int:
-    """Return the id that ends a document: of `token`, else of the first known or declared end token."""
+    """Return the id that ends a document: that of `token`, else that of the first declared or usual end token."""
     if token is not None:
         if token not in vocab:
             raise ValueError(f"data.separator={token} is not in the vocabulary of {tokenizer}: {CHOOSE}")
@@ -133,7 +140,7 @@ def _separator(vocab: dict[str, int], token: str | None, tokenizer: Path) -> int
 
 
 def _declared_end(config: Path) -> str | None:
-    """Return the eos_token of a tokenizer_config.json, a string or an object with "content"; None where it has none."""
+    """Return the eos_token of a tokenizer_config.json, a string or an object with "content"; None if it has none."""
     if not config.is_file():
         return None
     repair = "repair it, or set data.separator"

@@ -1,7 +1,6 @@
-"""Runs of token ids: one logical 1-D array over parts that lie in memory or in memory-mapped files.
+"""Sequences of token ids: one logical 1-D array over parts in memory or in memory-mapped files.
 
-Nothing here copies a corpus: a run is a tuple of array views, and only the spans that are read become new
-arrays.
+A corpus is never copied: a sequence is a tuple of array views, and only the spans that are read become new arrays.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dzero.errors import converting
 
 ZIP = b"PK\x03\x04"
 NPY_ERRORS = (ValueError, EOFError, OverflowError, SyntaxError, TypeError, KeyError, IndexError, MemoryError)
-"""What numpy raises for headers that are damaged."""
+"""Errors that numpy raises for damaged headers."""
 SCAN_TOKENS = 16 * 2**20
 
 Array = NDArray[Any]
@@ -27,9 +26,13 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Tokens:
-    """One 1-D run of token ids. `parts`: 1-D integer arrays read one after the other; `name`: for errors.
+    """One-dimensional sequence of token ids.
 
-    `len(tokens)` counts tokens; `tokens[a:b]` is an array [b - a], a view where it lies in one part.
+    `len(tokens)` is the number of tokens. `tokens[a:b]` is an array [b - a], a view if it is within one part.
+
+    Args:
+        parts: 1-D integer arrays, which are concatenated logically.
+        name: Name for error messages.
     """
 
     parts: tuple[Array, ...]
@@ -59,7 +62,7 @@ class Tokens:
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
     def split(self, at: int, names: tuple[str, str]) -> tuple[Tokens, Tokens]:
-        """The first `at` tokens and the rest, as views."""
+        """Return the first `at` tokens and the rest, as views."""
         head, tail = [], []
         for part, begin, end in self._spans(0, len(self)):
             cut = min(max(at - begin, 0), end - begin)
@@ -69,11 +72,11 @@ class Tokens:
 
     @cached_property
     def _bounds(self) -> NDArray[np.int64]:
-        """Where each part begins, and the length at the end: [parts + 1]."""
+        """Offset at which each part begins, and the total length: [parts + 1]."""
         return np.cumsum([0, *(len(part) for part in self.parts)], dtype=np.int64)
 
     def _spans(self, start: int, stop: int) -> list[tuple[Array, int, int]]:
-        """(part, begin, end) of the parts that may meet [start, stop)."""
+        """Return (part, begin, end) of the parts that may overlap [start, stop)."""
         first = max(int(np.searchsorted(self._bounds, start, side="right")) - 1, 0)
         last = int(np.searchsorted(self._bounds, stop, side="left"))
         bounds = self._bounds[first : last + 1].tolist()
@@ -81,9 +84,10 @@ class Tokens:
 
 
 def map_tokens(path: Path, dtype: str) -> Array:
-    """Memory-map one token file: a raw `.bin` of `dtype`, or a 1-D integer `.npy`, as [tokens].
+    """Memory-map a token file: a raw `.bin` file of `dtype`, or a 1-D integer `.npy` file, as [tokens].
 
-    Raises ValueError, naming the file, when it is empty, cut off or no array of token ids.
+    Raises:
+        ValueError: If the file is empty, truncated, or not an array of token ids. The message names it.
     """
     size_bytes = path.stat().st_size
     if size_bytes == 0:
@@ -109,7 +113,7 @@ def map_tokens(path: Path, dtype: str) -> Array:
 
 
 def largest_id(array: Array, name: str | Path) -> int:
-    """The largest id in `array`, by one sequential read in bounded memory. A negative id is a ValueError."""
+    """Return the largest id in `array` by one sequential read in bounded memory; raise ValueError for an invalid id."""
     largest = 0
     for start in range(0, len(array), SCAN_TOKENS):
         block = array[start : start + SCAN_TOKENS]

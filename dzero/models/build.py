@@ -1,6 +1,6 @@
-"""From a config to a model without values: `build` makes it on meta, shapes only, whatever its size.
+"""Models on the meta device: `build` makes shapes only, whatever the size of the model.
 
-`materialise.Materialiser` fills it afterwards, part by part.
+`meta_init.MetaInitializer` fills a model afterwards, module by module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from dzero.models.weights import local_weights
 
 
 def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
-    """The decoder on meta, in fp32: tokens int64 [batch, time] -> logits [batch, time, vocab].
+    """Return the decoder on the meta device, in fp32: tokens int64 [batch, time] -> logits [batch, time, vocab].
 
-    vocab_size: ids of the data. Raises ValueError where it exceeds the model's vocabulary.
+    Args:
+        config: Kind and sizes of the model.
+        vocab_size: Vocabulary size of the data, for a model that does not set its own.
+
+    Raises:
+        ValueError: If the data has more ids than the model.
     """
     if config.kind == "hf":
         assert config.name_or_path is not None
@@ -32,38 +37,44 @@ def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
 
 
 def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: torch.device | str) -> MetaInitializer:
-    """What fills the `model` that `build(config)` made: random values, or a folder's where `config.weights` names one.
+    """Return the initializer of a model from `build(config)`: random values, or the tensors in `config.weights`.
 
-    Every rank reads whole tensors; where models are cut, `checkpoint.imports` reads only what a rank keeps.
-    Raises FileNotFoundError or ValueError naming the weights that the folder lacks or holds in another shape.
+    The initializer reads whole tensors on every rank. For sharded models, `checkpoint/import_hf.py` reads only the
+    elements that a rank keeps.
+
+    Raises:
+        FileNotFoundError: If a file of weights is missing.
+        ValueError: If a tensor is missing or has another shape.
     """
     return MetaInitializer(model, seed=seed, device=device, weights=weights_of(config, model))
 
 
 def weights_of(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor]:
-    """The stored tensors with which `model` starts, by its names; none for random values. Raises as `local_weights`."""
+    """Return the stored tensors that `model` starts from, by name in the model; empty for random values."""
     return {} if config.weights_folder is None else local_weights(config.weights_folder, model)
 
 
 def count(model: nn.Module) -> int:
-    """Elements of all parameters, tied ones once, sharded ones whole."""
+    """Return the number of elements of all parameters; tied ones count once, sharded ones with their global shape."""
     return sum(param.numel() for param in model.parameters())
 
 
 def flops_per_token(model: nn.Module, sequence_tokens: int) -> float | None:
-    """Model FLOPs of forward and backward per trained token, for MFU; one multiply-add is 2.
+    """Return the model FLOPs of forward and backward per trained token, for MFU; one multiply-add counts as 2.
 
         6 * matmul_elems + 12 * attention_width * sequence_tokens
 
-    matmul_elems: elements of the parameters with ≥ 2 dims, tables that are only looked up (nn.Embedding) excepted; a
-    tied head counts. Each costs 2 in forward and 4 in backward. Of experts the part that a token uses: a module's
-    `active_share`.
-    attention_width: heads * head_dim over all layers. Queries · keys and weights · values cost
-    4 * attention_width * sequence_tokens in forward, twice that in backward.
+    matmul_elems: Elements of the parameters with at least 2 dims, except lookup tables (`nn.Embedding`). A tied head
+    counts. Each element costs 2 FLOPs in forward and 4 in backward. Expert parameters count in proportion to the
+    experts that a token uses (`active_share` of their module).
+    attention_width: heads * head_dim, summed over the layers. Queries times keys and scores times values cost
+    4 * attention_width * sequence_tokens in forward and twice that in backward.
 
-    This is the convention of PaLM (appendix B): all sequence_tokens² pairs count although the causal mask needs half of
-    them, and recomputation does not count. Experts of transformers all count as active. None, so that MFU is unknown,
-    for a model that tells no attention_width.
+    This is the convention of PaLM (appendix B): all sequence_tokens² pairs count, although the causal mask needs half
+    of them, and recomputation does not count. Experts of transformers models all count as active.
+
+    Returns:
+        None if the model has no `attention_width`; MFU is unknown then.
     """
     attention_width = getattr(model, "attention_width", None)
     if attention_width is None:

@@ -1,11 +1,11 @@
-"""What model is trained: the group `model`.
+"""Settings of the model: the config group `model`.
 
-    kind   built by                                             settings
-    llama  `llama.Llama`, plain torch                           sizes; hidden_size, layers, heads, ffn_size are required
-    moe    `moe.MoE`, the same with experts                     and those of experts; experts and top_k are required
+    kind   implementation                                       settings
+    llama  `llama.Llama`, plain PyTorch                         sizes; hidden_size, layers, heads, ffn_size are required
+    moe    `moe.MoE`, llama with a mixture of experts           also those of experts; experts and top_k are required
     hf     any causal LM of transformers (extra `hf`), offline  name_or_path
 
-and `weights`. A setting of the other kind would have no effect, so it is an error.
+`llama` and `hf` also take `weights`. A setting that has no effect on the chosen kind is an error.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ REQUIRED = {"llama": DENSE, "moe": (*DENSE, "experts", "top_k"), "hf": ("name_or
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model's kind and sizes; unset sizes take the defaults of `LlamaShape` and `MoEShape`."""
+    """Kind and sizes of the model. Unset sizes take the defaults of `LlamaShape` and `MoEShape`."""
 
     kind: str = "llama"
-    """llama, moe (a mixture of experts), or hf (any causal LM of transformers)."""
+    """Kind of model: llama, moe (a mixture of experts), or hf (any causal LM of transformers)."""
     vocab_size: int | None = None
-    """Ids that the model knows. null: those of the data."""
+    """Vocabulary size. null: that of the data."""
     hidden_size: int | None = None
     """Width of the hidden states."""
     layers: int | None = None
-    """Number of blocks."""
+    """Number of transformer blocks."""
     heads: int | None = None
-    """Attention heads."""
+    """Number of attention heads."""
     kv_heads: int | None = None
-    """Heads of keys and values. null: as many as heads."""
+    """Number of key and value heads. null: same as heads."""
     ffn_size: int | None = None
-    """Width of the feed-forward part; in a mixture, of one expert."""
+    """Width of the feed-forward layer. moe: of one expert."""
     max_tokens: int | None = None
-    """Longest sequence that the model takes. null: any."""
+    """Longest sequence that the model accepts. null: any."""
     rope_theta: float | None = None
-    """Base of the rotary positions. null: 10000."""
+    """Base of the rotary position embedding. null: 10000."""
     norm_eps: float | None = None
-    """Epsilon of the norms. null: 1e-5."""
+    """Epsilon of the RMSNorm layers. null: 1e-5."""
     tied: bool | None = None
-    """Embedding and head are one parameter."""
+    """Share one parameter between embedding and head."""
     experts: int | None = None
-    """Experts of each layer (moe)."""
+    """Experts per layer (moe)."""
     top_k: int | None = None
-    """Experts that a token uses (moe)."""
+    """Experts that each token uses (moe)."""
     shared_experts: int | None = None
-    """Width of what all tokens use, in experts (moe)."""
+    """Width of the feed-forward layer that all tokens use, in experts (moe)."""
     scores: str | None = None
     """Scores of experts: softmax over all, or sigmoid of each (moe)."""
     balance: str | None = None
-    """How experts are kept in use: auxiliary-loss-free, loss or none (moe)."""
+    """Load balancing of experts: auxiliary-loss-free, loss or none (moe)."""
     balance_rate: float | None = None
-    """Rate of the balance. null: 1e-3 for auxiliary-loss-free, 1e-2 for loss (moe)."""
+    """Rate of the load balancing. null: 1e-3 for auxiliary-loss-free, 1e-2 for loss (moe)."""
     name_or_path: str | None = None
-    """A local folder with config.json, or a model type such as gpt2 in its default sizes (hf)."""
+    """Local folder with config.json, or a model type such as gpt2 with its default sizes (hf)."""
     weights: bool | str = False
-    """Folder of safetensors files to start from; true: that of name_or_path; false: random values."""
+    """Folder of safetensors files to start from. true: that of name_or_path. false: random values."""
 
     def __post_init__(self) -> None:
         if self.kind not in SETTINGS:
@@ -87,21 +87,30 @@ class ModelConfig:
 
     @property
     def weights_folder(self) -> str | None:
-        """Where values come from; None for random ones."""
+        """Folder of the initial weights; None for random values."""
         return self.weights if isinstance(self.weights, str) else self.name_or_path if self.weights else None
 
     def shape(self, vocab_size: int | None) -> LlamaShape:
-        """Sizes of a decoder of ours whose data has `vocab_size` ids. Raises ValueError when the model knows fewer, or
-        none."""
+        """Return the sizes of a llama or moe decoder for data with `vocab_size` ids.
+
+        Raises:
+            ValueError: If the model has fewer ids than the data, or neither has a vocabulary size.
+        """
         vocab_size = check_vocabulary(self.vocab_size, vocab_size)
         given = {key: value for key in SIZES[self.kind] if (value := getattr(self, key)) is not None}
         return SHAPES[self.kind](**{"kv_heads": self.heads, **given, "vocab_size": vocab_size})
 
 
 def check_vocabulary(model: int | None, data: int | None, *, key: str = "model.vocab_size") -> int:
-    """Return the model's vocabulary: its own, else the data's. key: where the model's is set.
+    """Return the vocabulary size of the model: its own if set, else that of the data.
 
-    Raises ValueError when ids of the data would be outside.
+    Args:
+        model: Vocabulary size that the model sets, or None.
+        data: Vocabulary size of the data, or None.
+        key: Name of the model's setting, for messages.
+
+    Raises:
+        ValueError: If the data has ids outside the model's vocabulary, or both sizes are None.
     """
     if model is None and data is None:
         raise ValueError("model.vocab_size is unset and the data names no vocabulary: set model.vocab_size")

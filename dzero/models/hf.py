@@ -1,6 +1,6 @@
-"""Any causal language model of transformers (extra `hf`), built offline on meta, as a decoder of ours.
+"""Causal language models of transformers (extra `hf`), built offline on the meta device.
 
-Only its configuration file is read: no code from the folder runs, nothing is unpickled or downloaded.
+Only the configuration file is read. No code from the folder runs, and nothing is unpickled or downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST = 2**31 - 1
 
 
 class HFDecoder(nn.Module):
-    """`model`, a causal LM of transformers: tokens int64 [batch, time] -> logits [batch, time, vocab]."""
+    """Causal LM of transformers with `Llama`'s interface: int64 tokens [batch, time] -> logits [batch, time, vocab]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -28,9 +28,10 @@ class HFDecoder(nn.Module):
 
     @property
     def attention_width(self) -> int | None:
-        """heads * head_dim, summed over the layers; every layer counts as attending to the whole sequence.
+        """Product heads * head_dim, summed over the layers.
 
-        None where the configuration tells no heads (state-space models)."""
+        Every layer counts as attending to the whole sequence. None without heads (state-space models).
+        """
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
         if not heads:
@@ -39,24 +40,30 @@ class HFDecoder(nn.Module):
         return int(config.num_hidden_layers * heads * head_dim)
 
     def get_input_embeddings(self) -> Any:
-        """Return the model's embedding, as it names it itself (zero/units.py)."""
+        """Return the embedding of the wrapped model (used by `zero/units.py`)."""
         return self.model.get_input_embeddings()
 
     def get_output_embeddings(self) -> Any:
-        """Return the model's head, as it names it itself."""
+        """Return the head of the wrapped model."""
         return self.model.get_output_embeddings()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Without a cache of keys and values: every call is a whole sequence."""
+        """Return the logits of whole sequences; no key-value cache is used."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
 
 def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
-    """The model on meta, in fp32, from a folder's config.json or, for a bare model type, its default sizes.
+    """Return the model on the meta device, in fp32.
 
-    vocab_size: ids of the data. Raises ModuleNotFoundError without transformers, FileNotFoundError or ValueError for
-    a folder or type that is none, ValueError for a vocabulary that is too small.
+    Args:
+        name_or_path: Folder with config.json, or a model type of transformers with its default sizes.
+        vocab_size: Vocabulary size of the data.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+        FileNotFoundError: If there is no such folder or model type.
+        ValueError: If the folder describes no causal LM, or its vocabulary is too small.
     """
     transformers = _transformers()
     config = _read_config(transformers, name_or_path)
@@ -70,14 +77,14 @@ def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
             "is_decoder to true in its config.json, or take a causal model"
         )
     check_vocabulary(config.get_text_config().vocab_size, vocab_size, key=f"{what}: its vocab_size")
-    # One library's call on a file of the user's: what it raises for sizes that make no model can be anything.
+    # For sizes that make no model, transformers may raise any kind of error.
     with converting(f"{what}: its config.json makes no model", Exception), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     return HFDecoder(model)
 
 
 def _check_sizes(config: Any, folder: Path) -> None:
-    """Raises ValueError for an impossible size, with which some models are built all the same."""
+    """Raise ValueError for an impossible size; transformers builds some models in spite of it."""
     for key in SIZES:
         value = getattr(config, key, None)
         if isinstance(value, int) and not 1 <= value <= MOST:
@@ -103,7 +110,11 @@ def _transformers() -> ModuleType:
 
 
 def check_folder(name_or_path: str) -> None:
-    """What can be told without transformers: raises FileNotFoundError for a folder that is none or no model's."""
+    """Check a name or path as far as possible without transformers.
+
+    Raises:
+        FileNotFoundError: If the folder does not exist or has no config.json.
+    """
     folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")
@@ -122,7 +133,7 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
             f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
             "or its config.json is broken; code from the folder is never run"
         )
-        with converting(what, Exception):  # as above
+        with converting(what, Exception):  # for a broken file, transformers may raise any kind of error
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _check_sizes(config.get_text_config(), folder)
         return config

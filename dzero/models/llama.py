@@ -1,14 +1,15 @@
-"""A decoder of the Llama kind in plain torch: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+"""Llama decoder in plain PyTorch: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
     embedding -> layers[i]: x + attention(norm(x)), x + ffn(norm(x)) -> norm -> head
 
 Note: initial values. Every module that owns parameters has `reset_parameters()`, which draws them in place from the
-default generator, so a model built on meta is filled module by module, in any order (`build.Materialiser`). Weights
-are normal with deviation 0.02; the two projections that write into the residual stream of each block are narrower by
-sqrt(2 * layers), so that the stream's variance does not grow with depth (GPT-2). Norms start at 1.
+default generator. So a model on the meta device can be filled module by module, in any order
+(`meta_init.MetaInitializer`). Weights are normal with standard deviation 0.02. The two projections of each block that
+write to the residual stream divide it by sqrt(2 * layers), so that the variance of the stream does not grow with depth
+(GPT-2). Norm weights start at 1.
 
-Note: rotary positions are angles in fp32, computed in each forward and kept nowhere, so there is no buffer to lose
-on meta. Dim i of a head turns together with dim i + head_dim / 2, as in the published Llama weights.
+Note: rotary positions. Angles are computed in fp32 in each forward and are not stored, so there is no buffer to fill on
+the meta device. Dim i of a head is rotated with dim i + head_dim / 2, as in the published Llama weights.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ DEVIATION = 0.02
 
 
 class Llama(nn.Module):
-    """tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype.
+    """Llama decoder: tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype.
 
-    ffn: makes the feed-forward part of each block; None for a SwiGLU.
+    Args:
+        shape: Sizes of the decoder.
+        ffn: Function that makes the feed-forward module of each block. None: SwiGLU.
     """
 
     def __init__(self, shape: LlamaShape, ffn: Callable[[], nn.Module] | None = None) -> None:
@@ -43,27 +46,32 @@ class Llama(nn.Module):
 
     @property
     def attention_width(self) -> int:
-        """heads * head_dim, summed over the layers."""
+        """Product heads * head_dim, summed over the layers."""
         return self.shape.layers * self.shape.hidden_size
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding, which is used by calling it alone (zero/units.py)."""
+        """Return the embedding, which is only used by calling it (see `zero/units.py`)."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the head, which is used by calling it alone."""
+        """Return the head, which is only used by calling it."""
         return self.head
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """positions: as for `features`. Raises ValueError when a sequence is longer than `max_tokens`."""
+        """Return the logits; arguments and errors are those of `features`."""
         logits: Tensor = self.head(self.features(tokens, positions))
         return logits
 
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What the head reads: int64 [batch, time] -> [batch, time, hidden]. Call it inside the model's own forward.
+        """Return the input of the head [batch, time, hidden]; call it only inside the model's forward.
 
-        positions: of the tokens in their sequences, int64 [time], on the CPU (else it waits for the device); None for
-        0, 1, 2, ...
+        Args:
+            tokens: Token ids, int64 [batch, time].
+            positions: Positions of the tokens in their sequences, int64 [time]. None: 0, 1, 2, ... With `max_tokens`
+                they should be on the CPU, since the largest is read.
+
+        Raises:
+            ValueError: If a sequence is longer than `max_tokens`.
         """
         time, limit = tokens.shape[1], self.shape.max_tokens
         if limit is not None:
@@ -82,9 +90,11 @@ class Llama(nn.Module):
 
 
 class Block(nn.Module):
-    """x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> the same shape and dtype as x.
+    """Transformer block: x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> same shape and dtype as x.
 
-    ffn: the feed-forward part, x -> the same shape.
+    Args:
+        shape: Sizes of the decoder.
+        ffn: Feed-forward module, which keeps the shape of its input.
     """
 
     def __init__(self, shape: LlamaShape, ffn: nn.Module) -> None:
@@ -95,14 +105,14 @@ class Block(nn.Module):
         self.ffn = ffn
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attention, then the feed-forward part, each normalised before and added to its input."""
+        """Apply attention, then the feed-forward module, each to the normalized input and added to the input."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
 
 
 class Attention(nn.Module):
-    """Causal attention of `heads` queries over `kv_heads` keys and values. Shapes as in `StripedBlock`."""
+    """Causal grouped-query attention with rotary positions. Inputs and outputs have the shapes of `Block`."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -114,7 +124,7 @@ class Attention(nn.Module):
         self.out = Linear(shape.heads * shape.head_dim, shape.hidden_size, deviation=residual_deviation(shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Each position sees itself and those before it; queries and keys are rotated, values are not."""
+        """Attend from each position to itself and all earlier ones; queries and keys are rotated, values are not."""
         query = rotate(self._heads(self.query(x)), cos, sin)
         key = rotate(self._heads(self.key(x)), cos, sin)
         value = self._heads(self.value(x))
@@ -122,17 +132,28 @@ class Attention(nn.Module):
         return out
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [batch, heads, time, head_dim], key and value [batch, kv_heads, time, head_dim] -> query's shape."""
+        """Return the attention output, in the shape of `query`.
+
+        Args:
+            query: Rotated queries [batch, heads, time, head_dim].
+            key: Rotated keys [batch, kv_heads, time, head_dim].
+            value: Values [batch, kv_heads, time, head_dim].
+        """
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[batch, time, heads * head_dim] -> [batch, heads, time, head_dim]."""
+        """Split heads: [batch, time, heads * head_dim] -> [batch, heads, time, head_dim]."""
         batch, time, _ = x.shape
         return x.view(batch, time, -1, self.head_dim).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); x [..., hidden] -> the same; `width` features between them, or ffn_size."""
+    """Feed-forward layer down(silu(gate(x)) * up(x)): [..., hidden] -> [..., hidden].
+
+    Args:
+        shape: Sizes of the decoder.
+        width: Number of inner features. None: `shape.ffn_size`.
+    """
 
     def __init__(self, shape: LlamaShape, width: int | None = None) -> None:
         super().__init__()
@@ -142,44 +163,44 @@ class SwiGLU(nn.Module):
         self.down = Linear(width, shape.hidden_size, deviation=residual_deviation(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position by itself."""
+        """Apply the layer to each position."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
 
 class Linear(nn.Linear):
-    """Without bias; drawn with `deviation`."""
+    """Linear layer without bias, initialized with standard deviation `deviation`."""
 
     def __init__(self, inputs: int, outputs: int, *, deviation: float = DEVIATION) -> None:
-        self.deviation = deviation  # first: the constructor of nn.Linear already draws
+        self.deviation = deviation  # before nn.Linear's constructor, which calls reset_parameters
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        """Normal with mean 0; nn.Linear's own values are uniform, up to inputs ** -0.5."""
+        """Draw the weight from a normal distribution with mean 0."""
         nn.init.normal_(self.weight, std=self.deviation)
 
 
 class Embedding(nn.Embedding):
-    """Drawn with the usual deviation."""
+    """Embedding initialized with standard deviation `DEVIATION`."""
 
     def reset_parameters(self) -> None:
-        """Normal with mean 0 and DEVIATION; nn.Embedding's own has deviation 1."""
+        """Draw the weight from a normal distribution with mean 0; nn.Embedding itself uses deviation 1."""
         nn.init.normal_(self.weight, std=DEVIATION)
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """positions [time] -> cos and sin, fp32 [time, head_dim / 2], of position * theta ** (-2i / head_dim)."""
+    """Return cos and sin of position * theta ** (-2i / head_dim), fp32 [time, head_dim / 2], for positions [time]."""
     powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = torch.outer(positions.float(), theta**-powers)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, heads, time, head_dim] turned by its position, in fp32, rounded once to x's dtype."""
+    """Rotate x [batch, heads, time, head_dim] by its positions in fp32; round once to x's dtype."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 
 
 def residual_deviation(shape: LlamaShape) -> float:
-    """Of weights that write into the residual stream."""
+    """Return the standard deviation of weights that write to the residual stream."""
     return DEVIATION / math.sqrt(2 * shape.layers)

@@ -1,12 +1,14 @@
-"""Values for a model on meta, part by part, so that no rank ever holds more than one whole unit.
+"""Initialization of models on the meta device, module by module, so that no rank holds more than one whole unit.
 
-Note: why every rank draws the same bits. Each module draws after the generator was seeded from (seed, the module's
-name in the whole model). So its values depend on neither the order of the calls, nor the parts they name, nor the
-number of ranks; only on the kind of device, whose generators differ. The caller's generators are left as they were.
+Note: all ranks draw the same bits. Before a module draws, the generator is seeded from (seed, name of the module in
+the whole model). So the values do not depend on the order of the calls, the modules that they are given, or the number
+of ranks. They do depend on the kind of device, because CPU and CUDA generators differ. The caller's generators do
+not change.
 
-Note: who draws. A module that owns parameters or buffers brings `reset_parameters()`, as torch's own do. In a model of
-transformers the nearest `_init_weights` above a module draws for it; as that may also rewrite what children own
-(GPT-2 narrows its output projections from their parents), it runs for every module that lies wholly in the part.
+Note: initializers. A module that owns parameters or buffers has `reset_parameters()`, as torch's own modules do. In a
+transformers model, the nearest `_init_weights` at or above a module initializes it. It may also rewrite tensors of
+child modules (GPT-2 rescales output projections in their parent), so it runs for every module that lies wholly in the
+module being filled.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ Weights = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class _Fresh:
-    """A tensor just allocated, its names in the model (several when tied), and its version before any write.
+    """A newly allocated tensor, its names in the model (several if tied), and its version before any write.
 
-    Floating-point memory starts as NaN, so that what no initialiser wrote is found.
+    Floating-point memory starts as NaN, to detect tensors that no initializer wrote.
     """
 
     names: tuple[str, ...]
@@ -36,17 +38,20 @@ class _Fresh:
 
     @property
     def is_written(self) -> bool:
-        """Whether no NaN is left; of integers, whether anything wrote to them in place."""
+        """Whether no NaN is left; for integer tensors, whether anything wrote to them in place."""
         if self.tensor.is_floating_point():
             return not bool(self.tensor.isnan().any())
         return self.tensor.numel() == 0 or self.tensor._version > self.version
 
 
 class MetaInitializer:
-    """Fills modules of `model` in place: `materialise(module)`, each tensor once, modules in any order.
+    """Initializer that allocates and fills modules of a model in place; each tensor once, modules in any order.
 
-    model: the whole model; names and ties are taken from it now. device: where tensors are allocated, floating-point
-    parameters in fp32. weights: readers by name in the model; a tensor that has one is read instead of drawn.
+    Args:
+        model: Whole model on the meta device. Names and ties are recorded now.
+        seed: Seed of the random values.
+        device: Device to allocate on. Floating-point parameters are allocated in fp32.
+        weights: Functions that read tensors, by name in the model. Tensors without one are drawn.
     """
 
     def __init__(
@@ -62,9 +67,10 @@ class MetaInitializer:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        """Allocate and fill what is still on meta in `module` and below; leave everything else alone.
+        """Allocate and fill all tensors of `module` and its children that are on meta; leave all others unchanged.
 
-        Raises ValueError naming the tensors that no initialiser wrote.
+        Raises:
+            ValueError: If no initializer wrote a tensor. The message names all such tensors.
         """
         on_meta = dict.fromkeys(t for part in module.modules() for _, t in _own(part) if t.is_meta)
         fresh = [self._allocate(tensor) for tensor in on_meta]
@@ -80,7 +86,7 @@ class MetaInitializer:
                 f.tensor.copy_(read())
 
     def _allocate(self, meta: Tensor) -> _Fresh:
-        """One real tensor in every place where the model has `meta`, so that ties stay ties."""
+        """Replace `meta` by one real tensor everywhere in the model, so that tied parameters stay tied."""
         is_param = isinstance(meta, nn.Parameter)
         dtype = torch.float32 if is_param and meta.is_floating_point() else meta.dtype
         tensor = torch.empty_like(meta, dtype=dtype, device=self.device)
@@ -88,7 +94,7 @@ class MetaInitializer:
             tensor.fill_(torch.nan)
         if is_param:
             tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-        places = self.places[meta]  # kept: a tiled module is filled again for each of its tiles
+        places = self.places[meta]  # not removed: a tiled module is filled again for each of its tiles
         for owner, attribute in places:
             setattr(owner, attribute, tensor)
         names = tuple(f"{self.names[owner]}.{attribute}".removeprefix(".") for owner, attribute in places)
@@ -98,7 +104,7 @@ class MetaInitializer:
         return next((self.weights[name] for name in fresh.names if name in self.weights), None)
 
     def _draw(self, fresh: set[Tensor], drawn: set[Tensor]) -> None:
-        """Children draw before parents and, of modules that share a parameter, the first in the model last."""
+        """Draw children before parents; of modules that share a parameter, the first in the model draws last."""
         for module, name in reversed(self.names.items()):
             sweep = self.sweeps.get(module)
             below = {t for part in module.modules() for _, t in _own(part)} if sweep else set()
@@ -121,20 +127,20 @@ class MetaInitializer:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that `module` itself holds, by attribute."""
+    """Yield the parameters and buffers that `module` itself owns, by attribute."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _reset(module: nn.Module) -> None:
-    """torch's convention; nn.MultiheadAttention spells it with an underscore."""
+    """Call `reset_parameters`, or `_reset_parameters` as in nn.MultiheadAttention."""
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if reset is not None:
         reset()
 
 
 def _sweeps(module: nn.Module, inherited: Initialise | None) -> Iterator[tuple[nn.Module, Initialise]]:
-    """(module, the nearest `_init_weights` at or above it), where there is one."""
+    """Yield (module, nearest `_init_weights` at or above it) for all modules that have one."""
     sweep: Initialise | None = getattr(module, "_init_weights", inherited)
     if sweep is not None:
         yield module, sweep

@@ -1,26 +1,25 @@
-"""A mixture of experts in plain torch: the decoder of `llama.py`, in which a token uses a few of many SwiGLUs.
+"""Mixture of experts in plain PyTorch: the decoder of `models/llama.py`, with a few of many SwiGLUs for each token.
 
-    router -> the top_k experts of each token, and their weights: scores that sum to 1 (of one alone: the score)
-    tokens, sorted by their expert -> experts: one SwiGLU for each run of them -> weighted sum (+ what is shared)
+    router -> the top_k experts of each token, and their weights: scores normalized to sum 1 (top_k=1: the score itself)
+    tokens sorted by expert -> experts: one SwiGLU for each run of tokens -> weighted sum (+ shared SwiGLU)
 
-No token is dropped and no expert has a capacity. Weights of experts are stacked, rows of one after those of the other:
-gate and up [experts * ffn, hidden], down [experts * hidden, ffn]. Two dims, not three: ZeRO cuts dim 0, which then
-has rows for any number of ranks, however few the experts.
+No token is dropped, and experts have no capacity. The weights of experts are stacked along dim 0: gate and up
+[experts * ffn, hidden], down [experts * hidden, ffn]. They have two dims, not three, because ZeRO shards dim 0, which
+then has enough rows for any number of ranks, however few the experts.
 
-Note: balance. Tokens choose their experts, and without more than the loss all choose a few.
+Note: load balancing. If only the loss decides, all tokens choose the same few experts.
 
-    auxiliary-loss-free   A bias for each expert is added to the scores from which the choice is made, and only there.
-                          After a step  bias += rate * sign(mean load - load)  (DeepSeek-V3, section 2.1.2), where an
-                          expert's load is how often it was chosen, in all microbatches on all ranks of that step.
-    loss                  rate * experts * sum_e share_e * score_e  is added to the loss, for each layer (Switch
-                          Transformer, eq. 4): share_e of the choices are expert e, its mean score is score_e, both of
-                          the microbatch of one rank, or of those of tp, which share it. It is 1 * rate where all are
-                          chosen alike. A product of two means is not the mean of products: more ranks or microbatches
-                          make another loss of the same data.
-    none                  Nothing.
+    auxiliary-loss-free   A bias per expert is added to the scores for the choice of experts, but not to the weights.
+                          After each step  bias += rate * sign(mean load - load)  (DeepSeek-V3, section 2.1.2). The load
+                          of an expert is how often it was chosen in all microbatches on all ranks of that step.
+    loss                  rate * experts * sum_e share_e * score_e  is added to the loss for each layer (Switch
+                          Transformer, eq. 4). share_e is the share of choices that expert e received, score_e its mean
+                          score, over one microbatch of one rank; ranks of a tp group share theirs. The sum is 1 * rate
+                          if all experts are chosen equally often. A product of two means is not the mean of products,
+                          so another number of ranks or microbatches makes another loss of the same data.
+    none                  No balancing.
 
-Loads are counted in backward: once for each microbatch, whether or not its forward was computed twice, and never for
-what is only evaluated.
+Loads are counted in backward: once for each microbatch, even if its forward is recomputed, and never in evaluation.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dzero.models.shapes import MoEShape
 
 
 class MoE(Llama):
-    """tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype."""
+    """Decoder with experts: tokens int64 [batch, time] -> logits [batch, time, vocab], in the parameters' dtype."""
 
     shape: MoEShape
 
@@ -44,13 +43,13 @@ class MoE(Llama):
         super().__init__(shape, lambda: Mixture(shape))
 
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """As `Llama.features`; from here on `balance_loss` is that of these tokens."""
+        """Return the input of the head as `Llama.features` does; `balance_loss` then refers to these tokens."""
         for mixture in self._mixtures():
             mixture.loss = None
         return super().features(tokens, positions)
 
     def balance_loss(self) -> Tensor | None:
-        """What is added to the loss of the last forward [fp32 scalar], summed over the layers; None for nothing."""
+        """Return the balancing loss of the last forward, fp32 scalar, summed over the layers; None if there is none."""
         losses = [mixture.loss for mixture in self._mixtures() if mixture.loss is not None]
         return torch.stack(losses).sum() if losses else None
 
@@ -59,9 +58,10 @@ class MoE(Llama):
 
 
 class Mixture(nn.Module):
-    """x [batch, time, hidden] -> the same: of each token the weighted sum of its experts, and what is shared.
+    """Feed-forward module of a block, x [batch, time, hidden] -> same shape: weighted sum of each token's experts.
 
-    loss: see the note; of the last forward.
+    Attributes:
+        loss: Balancing loss of the last forward; see the module's note.
     """
 
     def __init__(self, shape: MoEShape) -> None:
@@ -73,7 +73,7 @@ class Mixture(nn.Module):
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each token by itself."""
+        """Apply the router and the experts to each token; add the shared SwiGLU if there is one."""
         tokens = x.flatten(0, -2)
         scores, weights, chosen = self.router(tokens)
         order = chosen.flatten().argsort(stable=True)
@@ -91,21 +91,23 @@ class Mixture(nn.Module):
         return out.view_as(x)
 
     def over_tokens(self, sums: Tensor) -> Tensor:
-        """Of sums over this call's tokens those over all of its loss: replaced where other ranks have some of them."""
+        """Return sums over all tokens of the loss; replaced if other ranks have some of the tokens."""
         return sums
 
     def _with_loss(self, out: Tensor, loss: Tensor) -> Tensor:
-        """Backward through the loss must not begin before that through `out`, with which FSDP2 gathers parameters."""
+        """Attach the loss to `out`; its backward waits for that of `out`, in which FSDP2 gathers the parameters."""
         out, loss = _Together.apply(out, loss)  # type: ignore[no-untyped-call]
-        if self.loss is None:  # else this is its recomputation in backward
+        if self.loss is None:  # otherwise this is the recomputation in backward
             self.loss = loss
         return out
 
 
 class Router(nn.Module):
-    """Which experts a token uses. `bias`, `load` fp32 and int64 [experts], of auxiliary-loss-free balance; else None.
+    """Router that chooses the experts of each token.
 
-    load: how often each was chosen since the last `rebalance`, on this rank.
+    Attributes:
+        bias: Bias of the choice, fp32 [experts]. None without auxiliary-loss-free balancing.
+        load: Choices of each expert on this rank since the last `rebalance`, int64 [experts]. None without bias.
     """
 
     bias: Tensor | None
@@ -122,35 +124,39 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights as of any projection; no expert is preferred."""
+        """Draw the weight as that of any projection; set the bias to 0."""
         nn.init.normal_(self.weight, std=DEVIATION)
         for buffer in (self.bias, self.load):
             if buffer is not None:
                 buffer.zero_()
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [n, hidden] -> scores fp32 [n, experts], weights fp32 [n, top_k], experts int64 [n, top_k]."""
+        """Choose experts: tokens [n, hidden] -> scores fp32 [n, experts], weights fp32 and experts int64 [n, top_k]."""
         logits = F.linear(tokens.float(), self.weight.float())
         scores = logits.softmax(-1) if self.softmax else logits.sigmoid()
         preferred = scores if self.bias is None else scores + self.bias
         chosen = preferred.detach().topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, chosen)
-        if self.top_k > 1:  # one alone would weigh 1 whatever its score, and the router learn nothing
+        if self.top_k > 1:  # a single expert would always have weight 1, and the router no gradient
             weights = weights / weights.sum(-1, keepdim=True)
         return scores, weights, chosen
 
     @torch.no_grad()
     def rebalance(self, load: Tensor) -> None:
-        """Move the bias once. load: int64 [experts], of a step's microbatches on all ranks."""
+        """Update the bias once and reset `load`.
+
+        Args:
+            load: Loads of all microbatches of a step on all ranks, int64 [experts].
+        """
         assert self.bias is not None
         assert self.load is not None
-        above = load * load.numel() - load.sum()  # whole numbers, so that a load that is the mean is found to be
+        above = load * load.numel() - load.sum()  # integers, so that a load equal to the mean gives exactly 0
         self.bias -= self.rate * above.sign()
         self.load.zero_()
 
 
 class Experts(nn.Module):
-    """Stacked SwiGLUs: rows [n, hidden], sorted by their expert, of which each has counts [experts] -> [n, hidden]."""
+    """Stacked SwiGLUs: rows [n, hidden] sorted by expert, and the number of rows of each [experts] -> [n, hidden]."""
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__()
@@ -162,22 +168,27 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As those of a dense feed-forward part."""
+        """Draw the weights as those of a dense SwiGLU."""
         nn.init.normal_(self.gate, std=DEVIATION)
         nn.init.normal_(self.up, std=DEVIATION)
         nn.init.normal_(self.down, std=self.deviation)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Also where there are no rows, of one expert or of all: their gradients are zeros then, not missing."""
+        """Apply each expert to its rows; without rows, the gradients of an expert are zeros, not missing."""
         hidden = F.silu(grouped_linear(rows, self.gate, counts)) * grouped_linear(rows, self.up, counts)
         return grouped_linear(hidden, self.down, counts)
 
 
 def grouped_linear(rows: Tensor, stacked: Tensor, counts: Tensor) -> Tensor:
-    """rows [n, in], counts[e] of them for expert e, and its weights stacked [experts * out, in] -> [n, out].
+    """Multiply each expert's rows by its weights: rows [n, in] -> [n, out].
 
-    On CUDA one grouped product, which needs rows of a multiple of 16 bytes and never waits for the counts. On the CPU,
-    where torch's is a loop as well and takes longer (benchmarks/LOG.md), a product for each expert.
+    On CUDA this is one grouped matmul, which needs rows of a multiple of 16 bytes and does not wait for the counts. On
+    the CPU it is one matmul per expert: torch's grouped matmul is a loop there too, and slower (benchmarks/LOG.md).
+
+    Args:
+        rows: Rows sorted by expert.
+        stacked: Weights of all experts [experts * out, in].
+        counts: Number of rows of each expert, int64 [experts].
     """
     weights = stacked.view(counts.numel(), -1, stacked.shape[1])
     if rows.is_cuda:
@@ -187,13 +198,13 @@ def grouped_linear(rows: Tensor, stacked: Tensor, counts: Tensor) -> Tensor:
 
 
 def times_chosen(chosen: Tensor, experts: int) -> Tensor:
-    """int64 [experts] of int64 [n, top_k]. A GPU is not waited for, as it is by `bincount`."""
+    """Count how often each expert occurs in int64 [n, top_k]; unlike `bincount`, does not wait for a GPU."""
     flat = chosen.flatten()
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def numbers_of(counts: Tensor, total: int) -> list[int]:
-    """int64 [n] that sum to `total`, read from the device. A fake tensor has no numbers: of one, as even as can be."""
+    """Read int64 counts [n] that sum to `total` from the device; split `total` evenly for a fake tensor."""
     if counts.untyped_storage().device.type != "meta":
         return counts.tolist()
     n = len(counts)
@@ -201,24 +212,28 @@ def numbers_of(counts: Tensor, total: int) -> list[int]:
 
 
 def added_of(model: nn.Module) -> Tensor | None:
-    """What a model, or a part of one, adds to the loss of its last forward to balance its experts."""
+    """Return the balancing loss of the last forward of a model or pipeline stage; None if there is none."""
     return model.balance_loss() if isinstance(model, MoE) else None
 
 
 def with_added(loss: Tensor, model: nn.Module) -> Tensor:
-    """`loss` and what `model` adds to it."""
+    """Return `loss` plus the balancing loss of `model`."""
     added = added_of(model)
     return loss if added is None else loss + added
 
 
 def token_sums(scores: Tensor, counts: Tensor) -> Tensor:
-    """fp32 [2, experts]: choices, and scores that sum to 1 for each token. scores fp32 [n, experts], counts int64
-    [experts]."""
+    """Return fp32 [2, experts]: the choices, and the sum over tokens of scores normalized to 1 for each token.
+
+    Args:
+        scores: Scores, fp32 [n, experts].
+        counts: Choices, int64 [experts].
+    """
     return torch.stack((counts.float(), (scores / scores.sum(-1, keepdim=True)).sum(0)))
 
 
 def balance_loss(sums: Tensor, top_k: int) -> Tensor:
-    """experts * sum_e share_e * score_e, before its rate, of `token_sums`."""
+    """Return experts * sum_e share_e * score_e from `token_sums`, not yet multiplied by its rate."""
     choices, scores = sums
     share = choices / choices.sum()
     mean_score = scores / (choices.sum() / top_k)
@@ -227,7 +242,7 @@ def balance_loss(sums: Tensor, top_k: int) -> Tensor:
 
 
 class _Counted(torch.autograd.Function):
-    """weights themselves; their backward adds `counts` to `load`."""
+    """Identity of `weights`; its backward adds `counts` to `load`."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, counts: Tensor, load: Tensor) -> Tensor:
@@ -241,7 +256,7 @@ class _Counted(torch.autograd.Function):
 
 
 class _Together(torch.autograd.Function):
-    """Two tensors themselves, with one backward, which runs when both gradients are there."""
+    """Identity of two tensors with one common backward, which runs when both gradients are available."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""Models as Hugging Face publishes them: names of parameters, and config.json.
+"""Names of parameters, and config.json, of models as Hugging Face publishes them.
 
-    kind   their class                 a parameter of ours               of theirs
-    llama  LlamaForCausalLM            layers.0.attention.query.weight   model.layers.0.self_attn.q_proj.weight
-    hf     whichever the model is of   model.<name>                      <name>
+    kind   published class             parameter name in dzero          published parameter name
+    llama  LlamaForCausalLM            layers.0.attention.query.weight  model.layers.0.self_attn.q_proj.weight
+    hf     class of the model          model.<name>                     <name>
 
-The values are the same, in the same layout: rotary turns the same dims in both.
+Values and layouts are the same: rotary positions rotate the same pairs of dims in both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ INNER = {
 }
 KINDS = ("llama", "hf")
 WRAPPED = "model."
-"""`HFDecoder` holds a model of transformers under this name."""
+"""Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
 
 
 def describe(model: nn.Module) -> dict[str, Any] | None:
-    """What an export needs to know of a model besides its parameters, as JSON: `kind`, and the text of `config.json`.
+    """Return the description of a model that an export needs: its `kind`, and the text of `config.json`.
 
-    model: as built or sharded. None for one that Hugging Face has no layout for.
+    Args:
+        model: The model as built, or sharded.
+
+    Returns:
+        JSON values, or None if Hugging Face has no layout for the model.
     """
     if isinstance(model, MoE):
         return None
@@ -49,7 +53,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         return {"kind": "llama", "config": json.dumps(llama_config(model.shape))}
     if isinstance(model, HFDecoder):
         inner = model.model
-        # fully_shard gives a module a class of its own, below the one that transformers can find again.
+        # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
         published = next(each for each in type(inner).__mro__ if each.__module__.startswith("transformers."))
         config = json.loads(inner.config.to_json_string())
         return {"kind": "hf", "config": json.dumps(config | {"architectures": [published.__name__]})}
@@ -57,7 +61,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 
 
 def published_name(kind: str, name: str) -> str:
-    """Of a parameter or buffer of ours. Raises ValueError where the kind has none of that name."""
+    """Return the published name of a parameter or buffer; raise ValueError if models of this kind have no such name."""
     if kind == "llama":
         first, *rest = name.split(".")
         if first not in OUTER:
@@ -69,7 +73,7 @@ def published_name(kind: str, name: str) -> str:
 
 
 def llama_config(shape: LlamaShape) -> dict[str, Any]:
-    """config.json of LlamaForCausalLM; without tokens of a tokenizer's own, and without a longest sequence if none."""
+    """Return config.json of LlamaForCausalLM, without special tokens; without a maximum length if `shape` has none."""
     longest = {} if shape.max_tokens is None else {"max_position_embeddings": shape.max_tokens}
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -1,7 +1,7 @@
-"""Tensors in the safetensors files of a folder, read where and when they are needed, any box of them.
+"""Reader for tensors, or any box of them, in the safetensors files of a folder.
 
-Headers come from strangers: sizes, offsets and shapes must fit each other and the file before anything is read. Files
-lie in the folder itself; symbolic links in it are not followed.
+Headers are untrusted: sizes, offsets and shapes must agree with each other and with the file before any data is read.
+Files must be in the folder itself. Symbolic links in it are not followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dzero.hardware import FILE_DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000
-"""As safetensors itself allows."""
+"""Limit of the safetensors library itself."""
 MOST_INDEX_BYTES = 256 << 20
 
 
@@ -41,7 +41,7 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A row-major tensor at byte `start` of `file`."""
+    """A row-major tensor that starts at byte `start` of `file`."""
 
     file: Path
     name: str
@@ -50,13 +50,14 @@ class StoredTensor:
     start: int
 
     def __call__(self) -> Tensor:
-        """All of it, on the CPU. Raises as `read`."""
+        """Return the whole tensor, on the CPU."""
         return self.read((0,) * len(self.shape), self.shape)
 
     def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """[offset, offset + size) along every dim, in its dtype on the CPU; no other byte is read.
+        """Read the elements [offset, offset + size) along every dim, and no other bytes, as a CPU tensor.
 
-        Raises ValueError for a dtype that torch or this project does not know, and for a file that was cut short.
+        Raises:
+            ValueError: If the dtype is not in `FILE_DTYPES`, or the file is truncated.
         """
         if self.dtype not in FILE_DTYPES:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; known are {', '.join(FILE_DTYPES)}")
@@ -64,7 +65,7 @@ class StoredTensor:
         if not found.numel():
             return found
         cut = [dim for dim, (n, whole) in enumerate(zip(size, self.shape, strict=True)) if n != whole]
-        last = cut[-1] if cut else 0  # from here on elements that are wanted lie beside each other
+        last = cut[-1] if cut else 0  # the wanted elements are contiguous from this dim on
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         run = math.prod(size[last:]) * found.element_size()
         first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
@@ -87,9 +88,12 @@ class StoredTensor:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Of all files that the index names, or of the single file; their headers are read now.
+    """Return the tensors of all files in the index, or of the single file, by name; read only headers.
 
-    Raises FileNotFoundError for an absent file, OSError for a link, ValueError for a broken file.
+    Raises:
+        FileNotFoundError: If a file is missing.
+        OSError: If a file is a symbolic link.
+        ValueError: If a file is damaged.
     """
     files = [SINGLE]
     if os.path.lexists(folder / INDEX):
@@ -105,7 +109,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors(file: Path) -> dict[str, StoredTensor]:
-    """Of a file, by name."""
+    """Return the tensors of one file, by name."""
     size = _size(file, None)
     length = int.from_bytes(_read(file, 0, min(8, size)), "little")
     if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
@@ -137,7 +141,7 @@ def _decode(data: bytes, kind: type[T], file: Path) -> T:
 
 
 def _size(file: Path, most: int | None) -> int:
-    """In bytes. Raises ValueError beyond `most`."""
+    """Return the size of a file in bytes; raise ValueError if it exceeds `most`."""
     fd = _open(file)
     try:
         size = os.fstat(fd).st_size

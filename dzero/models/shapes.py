@@ -1,4 +1,4 @@
-"""Sizes of the decoders, checked without building one."""
+"""Validated sizes of the decoders. Validation builds no model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ RATES = {"auxiliary-loss-free": 1e-3, "loss": 1e-2, "none": 0.0}
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Sizes of the decoder; a head has hidden_size / heads dims, shared keys and values serve heads / kv_heads heads.
+    """Sizes of the dense decoder.
 
-    `max_tokens`: longest sequence accepted (None: any). `tied`: embedding and head are one parameter.
+    A head has hidden_size / heads dims. With grouped-query attention, heads / kv_heads heads share keys and values.
+
+    Attributes:
+        max_tokens: Longest sequence that the model accepts. None: any length.
+        tied: Whether embedding and head share one parameter.
     """
 
     vocab_size: int
@@ -69,10 +73,15 @@ class LlamaShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEShape(LlamaShape):
-    """Sizes as of the dense decoder; `ffn_size` is that of one expert.
+    """Sizes of the mixture of experts; `ffn_size` is the width of one expert.
 
-    A token uses `top_k` of `experts`, and all use one SwiGLU as wide as `shared_experts` of them. `scores`: an expert's
-    is softmax over all, or its own sigmoid. `balance`: see the note; `balance_rate`: None for the value in `RATES`.
+    Attributes:
+        experts: Experts per layer.
+        top_k: Experts that each token uses.
+        shared_experts: Width of the SwiGLU that all tokens use, in multiples of `ffn_size`.
+        scores: `softmax` over all experts, or `sigmoid` of each expert's logit.
+        balance: Load balancing method; see the note in `models/moe.py`.
+        balance_rate: Rate of the balancing. None: the default in `RATES`.
     """
 
     experts: int
@@ -104,5 +113,5 @@ class MoEShape(LlamaShape):
 
     @property
     def rate(self) -> float:
-        """Return the rate of `balance`: the one that is set, or its default."""
+        """Rate of the balancing: `balance_rate`, or its default."""
         return RATES[self.balance] if self.balance_rate is None else self.balance_rate

@@ -1,4 +1,4 @@
-"""Which tensor of a published folder is which parameter of a model; what is missing, or of another model, is told."""
+"""Mapping of the tensors in a published folder to the parameters of a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dzero.models.safetensors_reader import StoredTensor, stored_tensors
 from dzero.models.shapes import LlamaShape
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""What every llama of ours is."""
+"""Settings that are constant in `Llama`, by their names in config.json."""
 DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""LlamaConfig's, for what a config.json leaves out."""
+"""Defaults of transformers' LlamaConfig for settings that a config.json leaves out."""
 SETTINGS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -31,17 +31,23 @@ SETTINGS = {
     "rope_theta": "rope_theta",
     "tie_word_embeddings": "tied",
 }
-"""Ours, by theirs."""
+"""Names of settings in `LlamaShape`, by their names in config.json."""
 
 
 def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
-    """The folder's tensors by the model's own names, read when they are called, or a box of them.
+    """Return the stored tensors of a folder, by name in the model; each is read when it is called.
 
-    model: `Llama` or `HFDecoder`, as built. Tensors must be stored under the names and in the shapes of the published
-    model (tied ones under any of their names; the prefix of a model without head may be absent); a layout that
-    transformers would first convert is refused as missing. Headers are checked now: raises FileNotFoundError for an
-    absent file and ValueError for a broken one, for missing tensors, for other shapes, and for the config.json of
-    another llama. Warns of tensors that the model has no place for.
+    Tensors must have the names and shapes of the published model. Tied tensors may be stored under any of their names,
+    and the prefix of a model without head may be absent. A layout that transformers would convert first counts as
+    missing. All headers are checked now. Tensors that the model does not use cause a warning.
+
+    Args:
+        folder: Folder with config.json and safetensors files.
+        model: `Llama` or `HFDecoder`, as built.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, a tensor is missing or has another shape, or config.json is of another llama.
     """
     kind, base = _kind(model)
     if isinstance(model, Llama):
@@ -73,7 +79,12 @@ def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
 
 
 def check_llama(folder: Path, shape: LlamaShape) -> None:
-    """Raises FileNotFoundError without config.json, ValueError where it is of another model than `shape`'s."""
+    """Check that config.json in a folder describes a llama of this shape.
+
+    Raises:
+        FileNotFoundError: If the folder has no config.json.
+        ValueError: If config.json describes another model.
+    """
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"model.weights={folder}: the folder has no config.json")
@@ -106,7 +117,7 @@ def check_llama(folder: Path, shape: LlamaShape) -> None:
 
 
 def _kind(model: nn.Module) -> tuple[str, str]:
-    """The model's kind, and the prefix that a published model without head leaves out."""
+    """Return the kind of the model, and the name prefix that a published model without head leaves out."""
     if isinstance(model, HFDecoder):
         return "hf", f"{model.model.base_model_prefix}."
     if isinstance(model, Llama) and not isinstance(model, MoE):
@@ -115,5 +126,5 @@ def _kind(model: nn.Module) -> tuple[str, str]:
 
 
 def _word(value: Any) -> str:
-    """As the command line takes it."""
+    """Format a value as the command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

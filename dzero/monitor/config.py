@@ -1,4 +1,4 @@
-"""Settings of what a run shows, keeps and traces."""
+"""Settings of a run's output and of its profile."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ MOST_TRACED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig:
-    """The output of a run, shown and kept."""
+    """Output of a run, on the terminal and in files."""
 
     log_every_steps: int = 10
-    """Steps between two lines of the plain log; a terminal has a live line instead."""
+    """Steps between two lines of the plain log. A terminal shows a live line instead."""
     tensorboard: bool = True
-    """Write event files to <run folder>/tensorboard."""
+    """Write TensorBoard event files to <run folder>/tensorboard."""
     scalars_every_steps: int = 1
-    """Steps between two points of the event files."""
+    """Steps between two points in the event files."""
     plan: bool = True
-    """Put this run's plan on the board, which rank 0 makes after the first step, in a second or two."""
+    """Add this run's plan to TensorBoard. Rank 0 computes it after the first step, in a second or two."""
 
     def __post_init__(self) -> None:
         check("monitor", self, log_every_steps=whole(), scalars_every_steps=whole())
@@ -35,16 +35,16 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which steps of the run are traced."""
+    """Steps of the run that are traced with the torch profiler."""
 
     enabled: bool = False
-    """Trace some steps, one file per rank."""
+    """Trace some steps, into one file per rank."""
     start_step: int = 10
-    """First step that is traced, at least 2."""
+    """First traced step, at least 2."""
     steps: int = 3
-    """Number of steps that are traced."""
+    """Number of traced steps."""
     memory_snapshot: bool | None = None
-    """Keep every allocation of those steps too. null: where the device is CUDA."""
+    """Record every allocation of those steps too. null: on CUDA devices."""
 
     def __post_init__(self) -> None:
         if self.start_step < 2:
@@ -62,7 +62,7 @@ class ProfileConfig:
                     )
 
     def check(self, run_steps: int) -> None:
-        """Raises ValueError where a run of `run_steps` ends before the trace does."""
+        """Raise ValueError if a run of `run_steps` steps ends before the trace does."""
         last = self.start_step + self.steps - 1
         if self.enabled and run_steps < last:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The run for people: one live line where there is a terminal, else plain `key=value` lines without timestamps."""
+"""Console sink: one live line on a terminal, otherwise plain `key=value` lines without timestamps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from dzero.utils.terminal import plain, rich_table
 
 SEPARATOR = " · "
 WIDE_COLUMNS, WIDE_BAR, NARROW_BAR = 110, 20, 10
-"""A terminal of so many columns or more has the wide bar; others leave the room to figures."""
+"""Terminals with at least so many columns get the wide bar; narrower ones keep the space for figures."""
 
 
 class Console:
-    """Writes to `terminal` (default: standard output). Use on one rank only.
+    """Sink that writes to a terminal or plain stream. Use it on one rank only.
 
-    On a terminal the live line is redrawn four times a second, whatever `log_every_steps`; elsewhere a line is
-    written for the first step, the last, and every `log_every_steps`-th.
+    On a terminal, the live line is redrawn four times a second, independent of `log_every_steps`. Elsewhere a line is
+    written for the first step, the last step, and every `log_every_steps`-th step.
+
+    Args:
+        total_steps: Steps of the run.
+        log_every_steps: Steps between two plain lines.
+        terminal: Output of the sink. None: standard output.
     """
 
     def __init__(self, total_steps: int, *, log_every_steps: int = 10, terminal: Terminal | None = None) -> None:
@@ -48,7 +53,7 @@ class Console:
             self._write(f"step={step} held_out_loss={loss:.4f}")
 
     def note(self, step: int, message: str) -> None:
-        """Say something rare about a step: a line of its own that stays, above the live line."""
+        """Print a message about a step on its own line, above the live line."""
         self._write(f"step={step} {message}")
 
     def summary(self, summary: RunSummary) -> None:
@@ -64,7 +69,7 @@ class Console:
         self._write_places(summary)
 
     def close(self) -> None:
-        """Leave the live line as it is. May be called again."""
+        """End the live line and leave it on the terminal; may be called again."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = self._task = None
@@ -80,7 +85,7 @@ class Console:
         self._progress.update(self._task, completed=record.step, reading=reading)
 
     def _write_places(self, summary: RunSummary) -> None:
-        """Say where board and trace lie, and how to open them."""
+        """Print where TensorBoard files and traces are, and how to open them."""
         if summary.places:
             self._write("\nlook inside")
             for line in summary.places:
@@ -91,15 +96,15 @@ class Console:
 
 
 def live_line(record: StepRecord, held_out_loss: float | None, room: int | None = None) -> str:
-    """Return what stands behind the bar.
+    """Return the text behind the progress bar.
 
     Args:
-        record: The last step.
-        held_out_loss: The last one [nats], None before the first.
-        room: Columns that there are; the least wanted figures are left out until the others fit. None: no limit.
+        record: Record of the last step.
+        held_out_loss: Last held-out loss [nats], or None.
+        room: Available columns; the least important figures are left out until the others fit. None: no limit.
     """
     rate, mfu = record.speed.tokens_per_s, record.speed.mfu
-    wanted = {  # in the order of the line; the number is how soon it is left out
+    wanted = {  # in the order of the line; figures with lower numbers are left out first
         f"loss {record.loss:.3f}": 7,
         None if held_out_loss is None else f"held-out {held_out_loss:.3f}": 2,
         None if rate is None else f"{rate:,.0f} tokens/s": 6,
@@ -115,7 +120,7 @@ def live_line(record: StepRecord, held_out_loss: float | None, room: int | None 
 
 
 def plain_line(record: StepRecord) -> str:
-    """`key=value` words, units in the keys; what is not known is left out."""
+    """Return `key=value` words with units in the keys; unknown values are left out."""
     rate, mfu, scale, eta_s = record.speed.tokens_per_s, record.speed.mfu, record.loss_scale, record.eta_s
     words = [
         f"step={record.step}",
@@ -133,7 +138,7 @@ def plain_line(record: StepRecord) -> str:
 
 
 def _progress(terminal: Terminal) -> Progress:
-    """One line, redrawn by a thread of its own (a millisecond, four times a second), so that steps never wait."""
+    """Return a one-line progress bar that its own thread redraws in 1 ms, four times a second; steps never wait."""
     return Progress(
         TextColumn("step {task.completed}/{task.total}", markup=False),
         BarColumn(bar_width=_bar_width(terminal)),

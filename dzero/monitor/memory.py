@@ -1,14 +1,14 @@
-"""How much memory: the bytes of given tensors exactly, and the peak of a rank split by kind.
+"""Measurement of memory: the exact bytes of given tensors, and the peak of a rank by kind.
 
     state kinds    param, grad, master, moments         counted: the storages of their tensors
     process        CPU: in RAM before the model was built (interpreter, libraries); CUDA: allocated before
-    activations    peak - process - states              a difference, so it holds temporaries, buffers of collectives
-                                                        and, on the CPU, whatever the allocator keeps
+    activations    peak - process - states              a difference, so it includes temporaries, buffers of collectives
+                                                        and, on the CPU, memory that the allocator keeps
     peak           CUDA: the caching allocator's counter of allocated bytes, exact
-                   CPU: the process's high-water mark in RAM (VmHWM); pages never touched are not in it
+                   CPU: the process's high-water mark in RAM (VmHWM), without pages that were never touched
 
-torch keeps no peak counter for the CPU. `allocated_peak_bytes` has the exact one for a call, from the profiler's
-allocation events: good for tests and benchmarks, too slow to run along.
+torch has no peak counter for the CPU. `allocated_peak_bytes` measures the exact peak of a call from the profiler's
+allocation events. It is meant for tests and benchmarks, and is too slow for training.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ ACTIVATIONS, PROCESS = "activations", "process"
 
 
 class MemoryMeter:
-    """Peak memory of this rank on `device` (the process, when that is a CPU). Make it before the model."""
+    """Meter of this rank's peak memory on `device` (for a CPU, of the process). Create it before the model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.process_bytes = self._now_bytes()
 
     def reset(self) -> bool:
-        """Forget the peak so far. False where the system refuses: the peak then reaches back to the process's start."""
+        """Reset the peak; return False if the system refuses, so that the peak counts from the start of the process."""
         if self._device.type != "cuda":
             return reset_peak_rss()
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -44,7 +44,7 @@ class MemoryMeter:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done inside is no part of the run: what stays in memory of it counts as the process's."""
+        """Exclude the work inside from the run: memory that it leaves allocated counts as the process's."""
         before = self._now_bytes()
         yield
         self.process_bytes += max(0, self._now_bytes() - before)
@@ -53,22 +53,25 @@ class MemoryMeter:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else rss_bytes()
 
     def peak_bytes(self) -> int:
-        """The most in use since `reset`."""
+        """Return the largest number of bytes in use since `reset`."""
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else peak_rss_bytes()
 
     def split(self, state_bytes: Mapping[str, int]) -> dict[str, int]:
-        """The peak by kind, `state_bytes` (kind -> bytes on this device at the peak) first; the kinds add up to it.
+        """Return the peak by kind, which adds up to the peak.
 
-        `activations` is what remains, never below 0: with states that were not touched yet the sum exceeds the peak.
+        `activations` is the remainder, at least 0: if states were not touched yet, the sum exceeds the peak.
+
+        Args:
+            state_bytes: Bytes of each kind of state on this device at the peak.
         """
         rest = self.peak_bytes() - self.process_bytes - sum(state_bytes.values())
         return {**state_bytes, ACTIVATIONS: max(0, rest), PROCESS: self.process_bytes}
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that `tensors` keep allocated on this rank; a storage that several share counts once.
+    """Return the bytes that `tensors` keep allocated on this rank; a shared storage counts once.
 
-    Wrappers (DTensor, 8-bit states) count as the local tensors they hold, meta tensors as nothing.
+    Wrappers (DTensor, 8-bit states) count as the local tensors that they hold. Meta tensors count as nothing.
     """
     storages = {}
     for tensor in tensors:
@@ -80,10 +83,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def allocated_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that tensors made during `run()` on `device` occupied at once, above what was allocated before.
+    """Return the peak bytes of tensors allocated on `device` during `run()`, above what was allocated before.
 
-    CPU: exact for this thread and autograd's, with an exception: freeing memory from before `run` does not lower
-    the count, so for code that also does this it is an upper bound.
+    On the CPU this is exact for the calling thread and autograd's threads. Freeing memory that was allocated before
+    `run` does not lower the count, so for code that does this the result is an upper bound.
     """
     if device.type == "cuda":
         streams.synchronize_device(device)
@@ -112,9 +115,9 @@ def _is_cpu_allocation(event: dict[str, object]) -> bool:
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with storage that make up a wrapper subclass (torch's `__tensor_flatten__`), or the tensor itself."""
+    """Return the plain tensors within a wrapper subclass (`__tensor_flatten__`), or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # a DTensor names its mesh among them
+    names, _ = tensor.__tensor_flatten__()  # for a DTensor, its mesh is one of them
     parts = [getattr(tensor, name) for name in names]
     return [plain for part in parts if isinstance(part, torch.Tensor) for plain in _plain_parts(part)]

@@ -1,13 +1,13 @@
-"""How fast: tokens/s, model FLOP/s utilisation (MFU) and the time left, from the wall time of whole steps.
+"""Measurement of tokens/s, model FLOP/s utilization (MFU) and the time left, from the wall time of whole steps.
 
-    begin() | data, forward, backward, update | end(tokens)     what lies between two steps (held-out evaluation) is
-                                                                not in tokens/s, but it is in the time left
+    begin() | data, forward, backward, update | end(tokens)     time between two steps (held-out evaluation) is excluded
+                                                                from tokens/s, but included in the time left
     warm-up    the first `warmup_steps` steps (compilation, first touches, caches) count in no rate
-    now        the median rate of the last `window_steps` counted steps: one slow step does not move it
-    overall    tokens over seconds, of all counted steps: the throughput that was had, slow steps included
+    now        median rate of the last `window_steps` counted steps, which one slow step does not change
+    overall    tokens over seconds of all counted steps: the throughput of the run, including slow steps
     MFU        flops_per_token * tokens/s / (peak FLOP/s of a device * devices)
 
-A step must end synchronised with its device (reading the loss does so), or its seconds measure the host alone.
+A step must end synchronized with its device, as it is after its loss is read. Otherwise only host time is measured.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second of all ranks together, and MFU as a fraction; None where not known (yet)."""
+    """Tokens per second of all ranks together, and MFU as a fraction; None if unknown."""
 
     tokens_per_s: float | None = None
     mfu: float | None = None
 
 
 class Meter:
-    """Times steps; see the table above.
+    """Timer of the steps of a run; the module's docstring defines its readings.
 
-    `total_steps`: steps this run will make. `flops_per_token`: of forward and backward. `peak_flops`: FLOP/s of one
-    device, None where unknown. `ranks`: devices that share the tokens. `clock`: seconds, monotonic.
+    Args:
+        total_steps: Steps that this run makes.
+        flops_per_token: Model FLOPs of forward and backward per token. None: unknown.
+        peak_flops: Peak FLOP/s of one device. None: unknown.
+        ranks: Number of devices that share the tokens.
+        warmup_steps: Steps that count in no rate.
+        window_steps: Counted steps that `now` looks at.
+        clock: Returns seconds; must be monotonic.
     """
 
     def __init__(
@@ -56,17 +62,17 @@ class Meter:
 
     @property
     def counted_steps(self) -> int:
-        """Steps after the warm-up: those that rates are made of."""
+        """Number of steps after the warm-up, over which rates are measured."""
         return max(0, self.steps - self.warmup_steps)
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Start timing a step."""
         self._began = self._clock()
         if self.steps == self.warmup_steps:
             self._counted_from = self._began
 
     def end(self, tokens: int) -> float:
-        """The step that began last ends now, having consumed `tokens` over all ranks; its seconds."""
+        """End the step, which consumed `tokens` over all ranks; return its seconds."""
         if self._began is None:
             raise RuntimeError("Meter.end() without begin(): call begin() before each step")
         self._ended = self._clock()
@@ -81,15 +87,15 @@ class Meter:
         return seconds
 
     def now(self) -> Throughput:
-        """The median over the window; unknown during the warm-up."""
+        """Return the median rate over the window; unknown during the warm-up."""
         return self._speed(median(self._rates)) if self._rates else Throughput()
 
     def overall(self) -> Throughput:
-        """The mean over all counted steps; unknown when the run was no longer than its warm-up."""
+        """Return the mean rate over all counted steps; unknown if the run was not longer than its warm-up."""
         return self._speed(self._counted_tokens / self._counted_s) if self.counted_steps else Throughput()
 
     def eta_s(self) -> float | None:
-        """Seconds left at the pace since the warm-up, what lies between steps included; None during the warm-up."""
+        """Return the seconds left at the pace since the warm-up, with time between steps; None during the warm-up."""
         if not self.counted_steps:
             return None
         pace_s = (self._ended - self._counted_from) / self.counted_steps

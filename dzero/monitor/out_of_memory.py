@@ -1,4 +1,4 @@
-"""What a device held when its memory ran out, for the user to read."""
+"""Error report for a device that ran out of memory: what this rank held, for the user to read."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def explained(
     held: Callable[[], Mapping[str, int]],
     planned: Callable[[], int | None],
 ) -> Iterator[None]:
-    """Turn torch's OutOfMemoryError into a RunError that says what held the memory, beside what was planned.
+    """Turn torch's OutOfMemoryError into a RunError that lists the memory held, and the planned peak.
 
     Args:
-        folder: Where the allocator's snapshot goes; of CUDA alone.
-        rank: This one.
-        device: Whose memory it is.
-        held: Bytes of this rank at its peak, by kind.
-        planned: The planned peak in bytes; None where nobody planned, as before the first step's end.
+        folder: Folder for the allocator's snapshot, which only CUDA devices write.
+        rank: This rank.
+        device: Device that ran out of memory.
+        held: Returns the bytes of this rank at its peak, by kind.
+        planned: Returns the planned peak in bytes; None if there is no plan, as before the end of the first step.
     """
     try:
         yield

@@ -1,13 +1,13 @@
-"""A torch profiler trace of chosen steps, per rank, for Perfetto, chrome://tracing or TensorBoard's profile plugin.
+"""Torch profiler traces of chosen steps, one per rank, for Perfetto, chrome://tracing or TensorBoard's profile plugin.
 
     step            1 ... start-2   start-1    start ... start+steps-1    later
     profiler        off             warms up   records                    off
 
-Written to `<run folder>/profile`:
-    rank0.pt.trace.json.gz          spans are the `record_function` names of the code, beside torch's own
-                                    (`ProfilerStep#k` counts from 0: it is step k + 1); the process is named after its
-                                    rank, and threads have the code's names: tracks `training`, and of the offload's
-                                    lanes `FETCH`, `EVICT`, `COMPUTE`, `LOAD states`, `SPILL states`, and so on
+Files in `<run folder>/profile`:
+    rank0.pt.trace.json.gz          spans are torch's own and the `record_function` names of dzero (`ProfilerStep#k`
+                                    counts from 0: it is step k + 1). The process is named after its rank. Threads have
+                                    names: `training`, and those of the offload lanes: `FETCH`, `EVICT`, `COMPUTE`,
+                                    `LOAD states`, `SPILL states`, and so on
     rank0.memory_snapshot.pickle    CUDA only: every allocation of the same steps, for https://pytorch.org/memory_viz
 """
 
@@ -31,22 +31,24 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from dzero.monitor.config import ProfileConfig
 
 TRACES, SNAPSHOTS = "profile/rank*.pt.trace.json.gz", "profile/rank*.memory_snapshot.pickle"
-"""Of all ranks, in the run's folder."""
+"""Files of all ranks, in the run's folder."""
 SNAPSHOT_EVENTS = 100_000
 LANE = "offload "
-"""Before the names of the offload's threads (offload/executor.py)."""
+"""Prefix of the offload threads' names (`offload/executor.py`)."""
 PROCESS = '"name": "process_name"'
 EVENTS = '"traceEvents": ['
 THREAD = {"ph": "M", "name": "thread_name", "ts": 0}
 NAME = re.compile(r'^(\s*"name": )"(?:thread (\d+) \()?(.*?)\)?"$')
-"""A line of torch's trace that names a process, or a thread by its number."""
+"""Pattern of a line of torch's trace that names a process, or a thread by its number."""
 
 
 class Profiler:
-    """Traces as its config says. Use as `with Profiler(...) as profiler:`, and call `step()` after every step.
+    """Context that traces the steps that its config selects; call `step()` after every step.
 
-    `run_steps`: steps this run will make. Raises ValueError when they end before the trace does, and when a memory
-    snapshot is asked for where there is no CUDA. Disabled, it does nothing.
+    `run_steps` is the number of steps that this run makes. A disabled profiler does nothing.
+
+    Raises:
+        ValueError: If the run ends before the trace does, or a memory snapshot is requested without CUDA.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """The step that ran ends here, the next begins."""
+        """Mark the end of a step and the start of the next."""
         if self._profile is None or self._step > self._last:
             return
         self._step += 1
@@ -96,11 +98,11 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that ends inside the traced steps leaves the trace of those that were made."""
+        """End the trace; a run that ends within the traced steps leaves a trace of those that were made."""
         self._stack.close()
 
     def _write(self, traced: profile) -> None:
-        """Write the trace and the snapshot; where they cannot be written, say so: training goes on without them."""
+        """Write the trace and the snapshot; a failure is reported on stderr, and training continues."""
         try:
             as_torch_names_it = self.trace_path.with_suffix("")
             traced.export_chrome_trace(str(as_torch_names_it))
@@ -116,9 +118,10 @@ class Profiler:
 
 
 def track_names() -> dict[int, str]:
-    """Return what each thread of this process is called in a trace, by its number in the system.
+    """Return the name in the trace of each thread of this process, by its native id.
 
-    The thread that asks is `training`; it does not ask Python for its number, which a fork leaves as it was.
+    The calling thread is `training`. Its id comes from the system, because the one that Python stores is that of the
+    parent process after a fork.
     """
     others = (each for each in threading.enumerate() if each is not threading.current_thread())
     known = {each.native_id: _track_name(each) for each in others if each.native_id is not None}
@@ -126,7 +129,7 @@ def track_names() -> dict[int, str]:
 
 
 def _track_name(thread: threading.Thread) -> str:
-    """`FETCH` for the offload's lane, `LOAD states (2)` for the second of its threads."""
+    """Return `FETCH` for the thread of that offload lane, `LOAD states (2)` for the second thread of a lane."""
     name, underscore, number = thread.name.removeprefix(LANE).rpartition("_")
     if not (underscore and number.isdigit()):
         return thread.name
@@ -134,12 +137,12 @@ def _track_name(thread: threading.Thread) -> str:
 
 
 def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iterator[str]:
-    """Yield the lines of a trace as torch writes it, one field to a line, with names of ours.
+    """Yield the lines of a trace, one field per line as torch writes it, with names for process and threads.
 
     Args:
-        trace: Its lines. A trace may be larger than memory, so it is never read as a whole.
-        process: Put before the names of processes.
-        tracks: Names of threads by their numbers; others keep torch's.
+        trace: Lines of the trace, which may be larger than memory and is never read as a whole.
+        process: Prefix for the names of processes.
+        tracks: Names of threads by number; other threads keep torch's names.
     """
     of_process = False
     for line in trace:
@@ -150,19 +153,19 @@ def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iter
             line, of_process = f"{found[1]}{json.dumps(f'{process} ({found[3]})')}\n", False
         of_process = of_process or PROCESS in line
         yield line
-        if EVENTS in line:  # torch names only some of the threads
+        if EVENTS in line:  # torch itself names only some of the threads
             for thread, name in tracks.items():
                 yield json.dumps({**THREAD, "pid": os.getpid(), "tid": thread, "args": {"name": name}}) + ",\n"
 
 
 def _every_thread() -> Any:
-    """Without this setting, which has no public name, torch leaves threads like the offload's lanes out of a trace."""
+    """Return the private torch setting without which traces leave out threads such as those of the offload lanes."""
     config = getattr(torch.profiler, "_ExperimentalConfig", None)
     return None if config is None else config(profile_all_threads=True)
 
 
 def _memory_history() -> Any:
-    """torch's module that records allocations: it has no public name for this, and writes a pickle, never read here."""
+    """Return the torch module that records allocations, by private functions; its pickle is never read here."""
     if not hasattr(torch.cuda.memory, "_record_memory_history") or not hasattr(torch.cuda.memory, "_dump_snapshot"):
         raise RuntimeError(f"torch {torch.__version__} records no memory history; set profile.memory_snapshot=false")
     return torch.cuda.memory

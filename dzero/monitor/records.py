@@ -1,4 +1,4 @@
-"""What sinks are told: one record per step, and one summary per run. Plain values, ready to be written."""
+"""Records that sinks receive: one per step, and one summary per run, as plain values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from dzero.offload.executor import LaneUse
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """Metrics of one optimizer step.
 
-    `step`: steps made so far, this one included. `loss`: mean over the step's tokens of all ranks, nats.
-    `grad_norm`: global, before clipping. `loss_scale`: None where losses are not scaled. `tokens`: of all ranks, so
-    far. `seconds`: of this step. `speed`, `eta_s`: the meter's readings. `skipped_steps`: so far, in all.
-    `memory_bytes`: peak of this rank by kind; the kinds add up to the whole. `traffic_bytes`: sent by this rank in
-    this step, by kind of collective. `lanes`: the offload's lanes in this step.
+    Attributes:
+        step: Number of steps so far, including this one.
+        loss: Mean over the step's tokens of all ranks, in nats.
+        grad_norm: Global gradient norm before clipping.
+        tokens: Tokens of all ranks so far.
+        seconds: Duration of this step.
+        loss_scale: None if losses are not scaled.
+        speed: Current throughput, from the meter.
+        eta_s: Seconds left, from the meter.
+        skipped_steps: Number of skipped steps so far.
+        memory_bytes: Peak of this rank by kind; the kinds add up to the total.
+        lanes: Use of the offload lanes in this step.
+        traffic_bytes: Bytes that this rank sent in this step, by kind of collective.
     """
 
     step: int
@@ -38,17 +46,25 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The whole run, for the closing table.
+    """Results of the whole run, for the closing table.
 
-    `first_loss`, `loss`: train loss of the first and the last step, nats. `seconds`: of all steps. `counted_steps`:
-    those in `speed`, which is the meter's overall reading. `peak_flops`: FLOP/s of one device, None where unknown.
-    `peak_bytes`: peak memory by kind, one mapping per rank, in rank order. `traffic`: calls and bytes sent by this
-    rank in `traffic_steps` steps; `theory`: the same for one step, by formula; `routed`: for all of them, of what
-    depends on the experts that tokens chose. `lanes`: the offload's lanes in all steps; `host_bytes`: of this rank's
-    arena. `step_flops`: of the model on this rank in a step, None where unknown.
-    `planned_bytes`: this rank's peak as the plan says, the process aside; None without a plan, and on a CPU, whose
-    measured peak has libraries and the allocator's rest in it.
-    `places`: where board and trace of this run lie and what opens them, a line each.
+    Attributes:
+        seconds: Duration of all steps.
+        counted_steps: Number of steps that `speed` is measured over.
+        first_loss: Train loss of the first step, in nats.
+        loss: Train loss of the last step, in nats.
+        speed: Throughput over all counted steps, from the meter.
+        peak_flops: Peak FLOP/s of one device; None if unknown.
+        peak_bytes: Peak memory by kind, one mapping per rank, in rank order.
+        traffic: Calls and bytes that this rank sent in `traffic_steps` steps.
+        theory: Calls and bytes per step according to formulas.
+        routed: Expected traffic of all steps that depends on the experts that tokens chose.
+        lanes: Use of the offload lanes in all steps.
+        host_bytes: Size of this rank's host memory pool.
+        step_flops: Model FLOPs of this rank per step; None if unknown.
+        planned_bytes: Planned peak of this rank without the process. None without a plan, and on the CPU, whose
+            measured peak includes libraries and memory that the allocator keeps.
+        places: Lines that say where TensorBoard files and traces are, and how to open them.
     """
 
     steps: int

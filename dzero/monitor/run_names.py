@@ -1,4 +1,4 @@
-"""Names for the runs of a sweep: what sets a run apart from the others, as a folder that TensorBoard shows.
+"""Folder names for the runs of a sweep, from the settings that differ between them; TensorBoard shows these names.
 
 python train.py --multirun zero.stage=0,3 train.steps=100      zero.stage=0    zero.stage=3
 """
@@ -15,25 +15,25 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 MOST_CHARACTERS = 120
-"""Of a folder's name file systems take 255 bytes."""
+"""Limit for a folder name; file systems allow 255 bytes."""
 UNSAFE = re.compile(r"[^A-Za-z0-9._=,+-]+")
 
 
 def register() -> None:
-    """Give conf/config.yaml the resolver `run_name`: of a run's number and its settings."""
+    """Register the OmegaConf resolver `run_name` for conf/config.yaml: number and settings of a run -> folder name."""
     OmegaConf.register_new_resolver(
         "run_name", lambda number, given: run_name(number, given, sys.argv[1:]), replace=True
     )
 
 
 def run_name(number: int, given: Sequence[str], command_line: Sequence[str]) -> str:
-    """Return the folder's name of one run of a sweep, which no other run of it has.
+    """Return the folder name of one run of a sweep, which is unique in the sweep.
 
     Args:
-        number: Of the run in its sweep.
+        number: Number of the run in its sweep.
         given: All settings of this run, `key=value`.
-        command_line: Of the sweep; those settings of it that take several values are the name. Where it has none that
-            can be told, all settings are.
+        command_line: Command line of the sweep. Its settings that take several values make up the name. If none can be
+            determined, all settings do.
     """
     swept = _swept(command_line)
     keys = {override.key_or_group for override in swept}
@@ -53,7 +53,7 @@ def _swept(command_line: Sequence[str]) -> list[Override]:
 
 
 def _repeats(override: Override) -> bool:
-    """Return whether two runs may get the same value; true for a pattern, whose matches are not known."""
+    """Return whether two runs may get the same value; true for a pattern, whose matches are unknown."""
     if not override.is_discrete_sweep():
         return True
     try:

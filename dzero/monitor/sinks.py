@@ -1,4 +1,4 @@
-"""Where records go: every sink that the config asks for, on rank 0; nowhere on the other ranks."""
+"""Sinks of a run's records: all that the config enables on rank 0, none on the other ranks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ BOARD = "tensorboard"
 
 
 class Sink(Protocol):
-    """Something that keeps or shows what it is told."""
+    """Receiver that shows or stores the records of a run."""
 
     def step(self, record: StepRecord) -> None:
-        """After every optimizer step, skipped ones included."""
+        """Receive the record of an optimizer step, skipped steps included."""
 
     def held_out(self, step: int, loss: float) -> None:
-        """After an evaluation; `loss` in nats per token."""
+        """Receive a held-out loss in nats per token, evaluated after `step` steps."""
 
     def note(self, step: int, message: str) -> None:
-        """A line of text about a step; 0 is before the first."""
+        """Receive a line of text about a step; step 0 is before the first."""
 
     def summary(self, summary: RunSummary) -> None:
-        """Once, when the run has ended well."""
+        """Receive the summary, once, when the run has completed."""
 
     def close(self) -> None:
-        """Last, however the run ended: write what is buffered, give the terminal back."""
+        """Write buffered output and release the terminal; called last, however the run ended."""
 
 
 class Monitor:
     """All sinks as one, closed at the end of a `with` block. Every rank may call it; only rank 0 has sinks.
 
-    board: that for TensorBoard, where there is one.
+    Attributes:
+        board: TensorBoard sink, or None.
     """
 
     board: TensorBoardSink | None = None
@@ -73,19 +74,19 @@ class Monitor:
                 self.note(0, f"no TensorBoard: nothing can be written to {folder}: {error}")
 
     def step(self, record: StepRecord) -> None:
-        """Tell of one optimizer step."""
+        """Send the record of one optimizer step to all sinks."""
         self._tell(lambda sink: sink.step(record), record.step)
 
     def held_out(self, step: int, loss: float) -> None:
-        """Tell of a held-out loss [nats], evaluated after `step` steps."""
+        """Send a held-out loss [nats], evaluated after `step` steps, to all sinks."""
         self._tell(lambda sink: sink.held_out(step, loss), step)
 
     def note(self, step: int, message: str) -> None:
-        """Tell of something rare: a skipped step and the parameter that caused it, say."""
+        """Send a message about a rare event, such as a skipped step, to all sinks."""
         self._tell(lambda sink: sink.note(step, message), step)
 
     def summary(self, summary: RunSummary) -> None:
-        """Tell how the run went, and where board and trace lie."""
+        """Send the summary to all sinks, with the places of TensorBoard files and traces."""
         summary = replace(summary, places=places(self._run_folder, board=self.board is not None))
         self._tell(lambda sink: sink.summary(summary), summary.steps)
 
@@ -98,9 +99,11 @@ class Monitor:
         self._tell(lambda sink: sink.close())
 
     def _tell(self, do: Callable[[Sink], None], step: int | None = None) -> None:
-        """Do it with every sink. One that fails is left out from then on and the others told: output never ends a run.
+        """Call `do` with every sink; drop a sink that fails and report that to the others. Output never ends a run.
 
-        step: where in the run this is; None at its end, when sinks may be closed already.
+        Args:
+            do: Function of a sink.
+            step: Step of the run. None: the run has ended, and sinks may be closed already.
         """
         for sink in [*self.sinks]:
             try:
@@ -116,7 +119,7 @@ class Monitor:
 
 
 def places(run_folder: Path, *, board: bool) -> list[str]:
-    """Return what a run left to look at, and what opens it, a line each; paths from the current directory."""
+    """Return one line for each output of a run, with its path from the current directory and how to open it."""
     here = from_here(run_folder)
     lines = [f"TensorBoard      tensorboard --logdir {shlex.quote(str(here))}"] if board else []
     for what, pattern, opened in (

@@ -1,4 +1,4 @@
-"""The closing summary as tables."""
+"""Tables of the closing summary."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dzero.utils.terminal import DIFFERS, OK, Table
 
 SHOWN_RANKS = 8
 INSIDE = ("context", "tensor")
-"""Phases inside of the model, of which only some models have a formula."""
+"""Phases within the model; formulas exist only for some models."""
 
 
 def summary_tables(summary: RunSummary) -> list[Table]:
-    """Result, memory per rank, offload and traffic per step; a table with nothing to say is left out."""
+    """Return result, memory per rank, offload and traffic per step, without empty tables."""
     tables = [result_table(summary), memory_table(summary), offload_table(summary), traffic_table(summary)]
     return [table for table in tables if table.rows]
 
 
 def result_table(summary: RunSummary) -> Table:
-    """Losses, speed, what was skipped, and rank 0's peak beside its plan."""
+    """Return a table of losses, speed, skipped steps, and rank 0's measured and planned peak."""
     speed, held_out = summary.speed, summary.held_out_loss
     rate = "unknown: no step after the warm-up"
     if speed.tokens_per_s is not None:
@@ -45,7 +45,7 @@ def result_table(summary: RunSummary) -> Table:
 
 
 def memory_table(summary: RunSummary) -> Table:
-    """Peak bytes by kind, a row per rank; of many ranks, those with the least and the most."""
+    """Return peak bytes by kind, one row per rank; of many ranks, only those with the least and the most."""
     kinds = tuple(dict.fromkeys(kind for rank in summary.peak_bytes for kind in rank))
     totals = [sum(rank.values()) for rank in summary.peak_bytes]
     shown = {rank: str(rank) for rank in range(len(totals))}
@@ -60,11 +60,12 @@ def memory_table(summary: RunSummary) -> Table:
 
 
 def offload_table(summary: RunSummary) -> Table:
-    """What each lane of the offload did in a step of rank 0, and how long the step stood waiting for it.
+    """Return what each offload lane did in a step of rank 0, and how long the step waited for it.
 
-    share: of a step's time at work; the largest is the bottleneck. feeds: the FLOP/s that the lane could keep up with,
-    which is arithmetic intensity (FLOPs per byte moved) x bandwidth. bound: the efficiency of a step that overlaps
-    nothing with it, feeds / (feeds + peak) (ZeRO-Infinity, section 4.1).
+    share: Fraction of a step's time in which the lane is busy; the largest is the bottleneck.
+    feeds: FLOP/s that the lane could sustain, which is arithmetic intensity (FLOPs per byte moved) x bandwidth.
+    bound: Efficiency of a step that overlaps nothing with the lane, feeds / (feeds + peak) (ZeRO-Infinity, section
+    4.1).
     """
     steps = max(1, summary.steps)
     rows = []
@@ -89,8 +90,10 @@ def offload_table(summary: RunSummary) -> Table:
 
 
 def traffic_table(summary: RunSummary) -> Table:
-    """Collectives per step of this rank against theory, exactly: `ok` where calls and bytes are equal, else `≠`.
-    Nothing where there is no theory: inside of some models, and of what only a skipped step sends."""
+    """Return this rank's collectives per step beside theory: `ok` if calls and bytes are exactly equal, else `≠`.
+
+    Rows without theory have no mark: traffic within some models, and traffic that only a skipped step sends.
+    """
     steps = max(1, summary.traffic_steps)
     rows = []
     every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.theory.items()}

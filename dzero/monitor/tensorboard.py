@@ -1,11 +1,11 @@
-"""The run for TensorBoard: scalars by step, the resolved config and the closing summary as text.
+"""TensorBoard sink: scalars by step; the resolved config, the plan, notes and the closing summary as text.
 
 loss/train  loss/held_out                                   nats
 optim/lr  optim/grad_norm  optim/loss_scale  optim/skipped_steps (so far)
 speed/tokens_per_s  speed/mfu (a fraction)  speed/step_s  speed/tokens (so far)
 memory/<kind>_gib  traffic/<kind>_gib                       GiB of rank 0; traffic is that of one step
-offload/<lane>_busy_s  .._waited_s  .._moved_gib            of rank 0 and one step: at work, stood waiting for, moved
-memory/planned_gib                                          what the plan says the device's peak would be, process aside
+offload/<lane>_busy_s  .._waited_s  .._moved_gib            of rank 0 in one step: busy, waited for, moved
+memory/planned_gib                                          planned peak of the device, without the process
 plan                                                        image
 plan  config  note  summary                                 text; notes of one step are one entry
 """
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`, for event files. Raises RunError where that cannot be, or nothing can be written there."""
+    """Create `folder` for event files; raise RunError if it cannot be created or is not writable."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir():
         raise RunError(f"--tensorboard={folder}: {there} is no folder; name another")
@@ -45,7 +45,13 @@ def check_folder(folder: Path) -> None:
 
 
 class TensorBoardSink:
-    """Event files under `folder`, which is made if need be. `resolved_config`: YAML text. Use on one rank only."""
+    """Sink that writes event files to `folder`. Use it on one rank only.
+
+    Args:
+        folder: Folder of the event files, created if missing.
+        resolved_config: Configuration of the run as YAML.
+        scalars_every_steps: Steps between two points.
+    """
 
     def __init__(self, folder: Path, *, resolved_config: str = "", scalars_every_steps: int = 1) -> None:
         self._every = scalars_every_steps
@@ -56,7 +62,7 @@ class TensorBoardSink:
             self._writer.add_text("config", code_block(resolved_config, "yaml"), 0)
 
     def step(self, record: StepRecord) -> None:
-        """Write the scalars of every `scalars_every_steps`-th step; what is not known has no point."""
+        """Write the scalars of every `scalars_every_steps`-th step; unknown values are left out."""
         self._write_notes()
         if record.step % self._every == 0:
             for tag, value in scalars(record).items():
@@ -68,7 +74,7 @@ class TensorBoardSink:
         self._writer.add_scalar("loss/held_out", loss, step)
 
     def note(self, step: int, message: str) -> None:
-        """Keep something rare as text, together with what else is said of the same step."""
+        """Buffer a message; all messages of a step are written as one text."""
         if step != self._notes_step:
             self._write_notes()
         self._notes_step = step
@@ -77,14 +83,22 @@ class TensorBoardSink:
     def plan(
         self, step: int, tables: Sequence[Table], verdict: str, picture: np.ndarray[Any, Any] | None, peak_bytes: int
     ) -> None:
-        """Keep a plan: its tables as text, its picture (uint8 [height, width, RGB]), the device's peak that it says."""
+        """Write a plan.
+
+        Args:
+            step: Step to write it at.
+            tables: Tables of the plan, written as text.
+            verdict: Line below the tables.
+            picture: Image, uint8 [height, width, RGB], or None.
+            peak_bytes: Planned peak of the device.
+        """
         self._writer.add_text("plan", code_block(f"{plain(tables)}\n\n{verdict}"), step)
         self._writer.add_scalar("memory/planned_gib", peak_bytes / GIB, step)
         if picture is not None:
             self._writer.add_image("plan", picture, step, dataformats="HWC")
 
     def summary(self, summary: RunSummary) -> None:
-        """Keep the closing tables as text."""
+        """Write the closing tables as text."""
         self._writer.add_text("summary", code_block(plain(summary_tables(summary))), summary.steps)
 
     def close(self) -> None:
@@ -99,13 +113,13 @@ class TensorBoardSink:
 
 
 def _unless_writers(otherwise: Callable[[Any], Any], failure: threading.ExceptHookArgs) -> None:
-    """Print no traceback for TensorBoard's writer thread: the next call of the writer raises the same error."""
+    """Print no traceback for TensorBoard's writer thread, because the next call of the writer raises the same error."""
     if not type(failure.thread).__module__.startswith("tensorboard."):
         otherwise(failure)
 
 
 def scalars(record: StepRecord) -> dict[str, float | None]:
-    """Values by tag; None where not known."""
+    """Return the values of a record by tag; None if unknown."""
     return {
         "loss/train": record.loss,
         "optim/lr": record.lr,
@@ -131,5 +145,5 @@ def _figures(use: LaneUse) -> list[tuple[str, float]]:
 
 
 def code_block(text: str, language: str = "") -> str:
-    """`text` as Markdown that keeps its columns."""
+    """Return `text` as a Markdown code block, which keeps its columns."""
     return f"```{language}\n{text}\n```"

@@ -1,11 +1,11 @@
-"""From a run's settings to its model on this rank, cut along every axis of the mesh, and how a loss is taken of it.
+"""Construction of this rank's model from the settings of a run, sharded along every axis of the mesh, and its loss.
 
-axis             what is cut                       before or after shard()
-ep               experts                           before: they are units of their own (parallel/expert/dispatch.py)
-tp               matrices, logits                  before: FSDP2 cuts what is left (parallel/tensor/parallelize.py)
-pp               layers, the step's schedule       before: a rank has no others (parallel/pipeline/split.py, run.py)
-replicate, shard states, by the table              zero/shard.py
-cp               sequences, by each loss           after: it needs the ledger (parallel/context/parallelize.py)
+axis              what is sharded           before or after shard()
+ep                experts                   before: they are separate units (parallel/expert/dispatch.py)
+tp                matrices, logits          before: FSDP2 shards the remainder (parallel/tensor/parallelize.py)
+pp                layers, step's schedule   before: a rank has no other layers (parallel/pipeline/split.py, run.py)
+replicate, shard  states, by the layout     zero/shard.py
+cp                sequences, by each loss   after: it needs the ledger (parallel/context/parallelize.py)
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ from dzero.zero.shard import Sharded, shard
 
 
 class BuiltModel:
-    """`sharded`: the model, or of a pipeline this rank's parts of it. flops_per_token: of forward and backward of the
-    whole, None where unknown. experts: what ranks share of a mixture, if they do. balance: of the experts that tokens
-    choose, after every step.
+    """Model of a run on this rank.
 
-    reader, readers: which sequences this rank reads, of so many; ranks that share them are one reader.
+    Attributes:
+        sharded: Sharded model; with a pipeline, this rank's stages.
+        flops_per_token: Model FLOPs of forward and backward of the whole model per token; None if unknown.
+        experts: Expert parallelism; None if ranks share no experts.
+        balance: Update of the experts' balance, to call after every step.
+        reader: Index of the sequences that this rank reads; ranks that share sequences have the same.
+        readers: Number of different readers.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, vocab_size: int) -> None:
@@ -58,11 +62,11 @@ class BuiltModel:
         self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=mesh.tp, pp=mesh.pp)
         data_rank = data_rank_of(self.mesh)
         self.reader = data_rank // mesh.to_a_sequence
-        torch.manual_seed(config.train.seed + data_rank)  # dropout; weights and data have seeds of their own
+        torch.manual_seed(config.train.seed + data_rank)  # for dropout; weights and data have their own seeds
 
         model = build(config.model, vocab_size)
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
-        # It fills modules by their names in the model as built, so it is made before any of them is cut.
+        # The initializer uses the names of modules in the model as built, so it is created before any is sharded.
         weights = weights_of(config.model, model)
         materialise: Materialise = MetaInitializer(
             model, seed=config.train.seed, device=device, weights=blank(model, weights)
@@ -101,7 +105,7 @@ class BuiltModel:
         sharded.parts.forget()
         tokens = hidden.shape[1] * config.mesh.tp
         positions = torch.arange(tokens) if self._context is None else self._context.positions(tokens)
-        counts = isinstance(sharded.model, Llama)  # others count what comes in
+        counts = isinstance(sharded.model, Llama)  # other models derive positions from their input
 
         def run(part: nn.Module, x: Tensor) -> Tensor:
             with record_function("forward"):
@@ -123,8 +127,10 @@ class BuiltModel:
         )
 
     def routed(self, steps: int) -> dict[Entry, Traffic]:
-        """Calls and bytes that the run's `steps` should have sent from this rank to experts of others, by the ledger's
-        entries, given the rows that tokens made of it."""
+        """Return the calls and bytes that this rank should have sent for experts in `steps` steps, by ledger entry.
+
+        The bytes follow from the counted rows that tokens sent to other ranks.
+        """
         model, parts, config = self.sharded.model, self.sharded.parts, self._config
         if self.experts is None or not isinstance(model, MoE):
             return {}
@@ -140,19 +146,27 @@ class BuiltModel:
         )
 
     def losses(self) -> AbstractContextManager[None]:
-        """Around `loss` and its backward: logits may be cut along the vocabulary."""
+        """Return a context for `loss` and its backward, because logits may be sharded along the vocabulary."""
         return self._parallel.loss()
 
     def counted(self) -> AbstractContextManager[object]:
-        """Inside, the ledger counts what cut matrices exchange, if `counts_tensor`: into compiled blocks it cannot
-        see. It takes a look at every operator."""
+        """Return a context in which the ledger counts the traffic of sharded matrices, if `counts_tensor`.
+
+        The context inspects every operator. It does not cover compiled blocks.
+        """
         if not self.counts_tensor:
             return nullcontext()
         return CountDTensorTraffic(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy [nats, fp32 scalar] of int64 [sequences, tokens] against the tokens that follow; where
-        sequences are cut, of this rank's part. With gradients also what a model adds to it to balance its experts."""
+        """Return the mean cross-entropy, an fp32 scalar in nats; where sequences are sharded, of this rank's part.
+
+        If gradients are enabled, the balancing loss of the experts is included.
+
+        Args:
+            tokens: Token ids, int64 [sequences, tokens].
+            targets: The ids that follow them, in the same shape.
+        """
         tokens, targets = self._mine(tokens), self._mine(targets)
         with record_function("forward"):
             if self._tiled:
@@ -162,18 +176,24 @@ class BuiltModel:
             return with_added(loss, self.sharded.model)
 
     def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """As `loss`, without backward; 0 where another rank of the pipeline has it."""
+        """Return `loss` for evaluation, without backward; 0 if another rank of the pipeline computes it."""
         if self.pipeline is None:
             return self.loss(tokens, targets)
         loss = self.pipeline.evaluate(self._mine(tokens), self._mine(targets))
         return torch.zeros((), device=self.device) if loss is None else loss
 
     def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward and backward of a step's microbatches, of tokens and targets each; of the mean of their losses, fp32
-        scalar, what this rank's parts make: the last all but what others add. scale: of each, before its backward."""
+        """Run forward and backward of a step's microbatches; return this rank's part of their mean loss.
+
+        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss.
+
+        Args:
+            batches: Tokens and targets of each microbatch.
+            scale: Scales each loss before its backward.
+        """
         assert self.pipeline is not None
         total = torch.zeros((), device=self.device)
-        scale(total)  # gradients come scaled, also where no loss is
+        scale(total)  # the optimizer expects scaled gradients on ranks without a loss too
 
         def take(loss: Tensor) -> Tensor:
             mean = loss / len(batches)
@@ -186,5 +206,5 @@ class BuiltModel:
         return total
 
     def _mine(self, tokens: Tensor) -> Tensor:
-        """What this rank sees of sequences, on its device."""
+        """Return this rank's part of the sequences, on its device."""
         return (tokens if self._context is None else self._context.part(tokens)).to(self.device)

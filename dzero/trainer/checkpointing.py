@@ -1,9 +1,9 @@
-"""A run's saves: what they hold besides the states, when they are made, what is told of them, and how a run goes on.
+"""Saving and resuming of a run: contents of its checkpoints, times of saves, and messages about them.
 
-So that a run that goes on has the bits of one that was never stopped, a checkpoint also holds the position in the data,
-the number of steps (which says the learning rate), the loss scale, and every rank's random generators; and, to be
-exported, the model's description. Settings are never taken from a checkpoint: those of the command line count, and what
-changed is told.
+A resumed run has the same bits as one that was never stopped. So besides the states, a checkpoint stores the position
+in the data, the number of steps (which determines the learning rate), the loss scale, every rank's random generators
+and, for exports, a description of the model. Settings always come from the command line, never from a checkpoint;
+differences are reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 
 
 class RunCheckpoints:
-    """Of one worker's run. Does nothing where nothing is saved and nothing resumed. Raises CheckpointError."""
+    """Checkpoints of one worker's run. Methods do nothing if the run neither saves nor resumes.
+
+    Methods raise `CheckpointError` if a checkpoint cannot be loaded or saved.
+
+    Attributes:
+        notes: Messages for the user about what `resume` found.
+    """
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class RunCheckpoints:
             self._checkpoints.__exit__(kind, error, at)
 
     def resume(self) -> int:
-        """The number of steps that were made before, 0 where the run starts afresh. `notes` says what was found."""
+        """Resume from a checkpoint if the settings ask for it; return the number of steps made before, else 0."""
         if self._checkpoints is None:
             return 0
         config, resumed = self._config.resume, None
@@ -74,7 +80,7 @@ class RunCheckpoints:
             if self._config.checkpoint.every is not None:
                 self._checkpoints.begin()
             return 0
-        for note in resumed.notes:  # at once, and where a scheduler's mail has it
+        for note in resumed.notes:  # immediately, and on stderr, which schedulers mail
             print(f"WARNING: {note}", file=sys.stderr, flush=True)
         if missing := sorted({"stream", "step_sequences", "config"} - resumed.extra.keys()):
             raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
@@ -90,9 +96,15 @@ class RunCheckpoints:
         return resumed.step
 
     def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
-        """Save if it is time to, or if the run stops here; tell of a save that has become whole.
+        """Save if a save is due or the run stops here; report saves that completed.
 
-        Whether this step is saved, where the run ends or stops here.
+        Args:
+            step: Step that has just been made.
+            monitor: Receives messages about saves.
+            stop: Whether the run stops after this step.
+
+        Returns:
+            Whether this step is saved, if the run ends or stops here.
         """
         if self._checkpoints is None:
             return False
@@ -114,7 +126,7 @@ class RunCheckpoints:
         self._checkpoints.save(step, extra, self._generators())
 
     def _tell(self, step: int, monitor: Monitor, do: Callable[[], str | None]) -> bool:
-        """Whether something became whole."""
+        """Call `do` and report the save that it completed, or its failure; return whether a save completed."""
         try:
             name = do()
         except CheckpointError as error:
@@ -141,12 +153,12 @@ class RunCheckpoints:
             raise CheckpointError(str(path), f"no state of random generators is in it: {error}") from error
 
     def _shared_otherwise(self, resumed: Resumed) -> bool:
-        """Whether other ranks than then share their samples, whose random numbers must be the same."""
+        """Return whether other ranks share samples than in the saved run; such ranks need equal random numbers."""
         was: dict[str, Any] = resumed.extra["config"].get("mesh", {})
         return any(was.get(axis, 1) != getattr(self._config.mesh, axis) for axis in (TENSOR, PIPELINE))
 
     def _set_steps(self, steps: int) -> None:
-        """The learning rates are those of this run's settings after `steps`."""
+        """Set the learning rates to those of this run's settings after `steps`."""
         schedule = self._schedule
         schedule.last_epoch = steps
         rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
@@ -155,7 +167,7 @@ class RunCheckpoints:
         schedule._last_lr = rates
 
     def _check_batch(self, resumed: Resumed) -> None:
-        """Raises CheckpointError where a step would be another number of sequences."""
+        """Raise CheckpointError if the number of sequences per step has changed."""
         train, ranks = self._config.train, self._readers
         was, now = resumed.extra["step_sequences"], train.sequences(ranks)
         if was != now:
@@ -167,7 +179,7 @@ class RunCheckpoints:
             )
 
     def _drift(self, resumed: Resumed) -> list[str]:
-        """What is set otherwise than in the run that saved."""
+        """Return a message for each setting that differs from the saved run."""
         was = _flat(resumed.extra["config"])
         now = _flat(OmegaConf.to_container(OmegaConf.structured(self._config)))
         keys = [key for key in sorted({*was, *now}) if key.split(".")[0] not in NO_NEWS]

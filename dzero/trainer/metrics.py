@@ -1,4 +1,4 @@
-"""What a run tells of itself: a record per step, a summary at the end, from the owners of each figure."""
+"""Metrics of a run: a record per step and a summary at the end, from the modules that measure each figure."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dzero.zero.cost_model import expected_control, expected_traffic, peak_bytes
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """What all ranks know before the update.
+    """Result of a step that all ranks share before the update.
 
     Attributes:
-        loss: The mean over the ranks, nats.
-        nonfinite_rank: The last rank whose own loss is not finite, or None.
-        stop: Whether a rank was asked to stop after this step.
+        loss: Mean loss over the ranks, in nats.
+        nonfinite_rank: Last rank whose own loss is not finite, or None.
+        stop: Whether any rank was asked to stop after this step.
     """
 
     loss: float
@@ -44,16 +44,17 @@ class SharedLoss:
 
 
 LEARNING_STEPS = 3
-"""Steps after which the sizes of states and gradients stay as they are: some rules make their states in the first."""
+"""Steps after which the sizes of states and gradients are constant; some rules create states in the first step."""
 READING_STEPS = 10
-"""After those, how many steps pass between two readings of the peak, which only grows: the kernel takes half a
-millisecond for one."""
+"""Steps between two later readings of the peak, which only grows. A reading takes the kernel half a millisecond."""
 
 
 class MetricsRecorder:
-    """One worker's figures; `losses` of its steps, `planned_bytes`: its peak as the plan says it.
+    """Recorder of one worker's metrics; `done_steps` were made before the run was resumed.
 
-    done_steps: made before, by the run that this one goes on from.
+    Attributes:
+        losses: Mean loss of every step.
+        planned_bytes: Planned peak of this rank, or None.
     """
 
     def __init__(
@@ -99,34 +100,35 @@ class MetricsRecorder:
         self._lr = self._scale = 0.0
 
     def begin_run(self) -> None:
-        """Peaks count from here."""
+        """Start measuring peaks."""
         self._memory.reset()
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is done inside, between two steps, is no part of the run."""
+        """Return a context for work between two steps whose memory does not count as the run's."""
         return self._memory.aside()
 
     def begin_step(self) -> None:
-        """Time counts from here."""
+        """Start timing a step."""
         self._meter.begin()
 
     def before_update(self) -> None:
-        """Note what the update will use and then drop: gradients, rate, loss scale."""
+        """Record what the update consumes: the size of gradients, the learning rate, and the loss scale."""
         if self._meter.steps < LEARNING_STEPS:
             self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
 
     def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], SharedLoss]:
-        """Share the loss and the wish to stop with all ranks, in one small gather along every axis.
+        """Share the loss and the stop request with all ranks, in one small gather along every axis.
 
         Args:
-            loss: This rank's, a scalar on the device; where another rank of its pipeline has it, what this one's parts
-                add to that, or 0.
+            loss: This rank's loss, a scalar on the device. In a pipeline stage without the loss, what the stage adds to
+                it, or 0.
             stop: Whether this rank was asked to stop after this step.
 
         Returns:
-            What reads the result. It waits for the device, so call it where the host has to wait for the step anyway.
+            Function that returns the result. It waits for the device, so call it where the host has to wait for the
+            step anyway.
         """
         bad = torch.where(loss.isfinite(), -1, dist.get_rank())
         asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
@@ -147,12 +149,12 @@ class MetricsRecorder:
         return read
 
     def end_step(self, step: int, mean_loss: float) -> StepRecord:
-        """The record of `step`; `mean_loss`: of all ranks."""
+        """Return the record of `step`, whose mean loss over all ranks is `mean_loss`."""
         seconds = self._meter.end(self._step_tokens)
         self.losses.append(mean_loss)
         moved = self._sharded.ledger.take()
         self._counted |= {entry: each for entry, each in moved.items() if entry.phase == dtensor_traffic.PHASE}
-        moved |= self._counted  # in the first step; all others send the same
+        moved |= self._counted  # counted in the first step; all later steps send the same
         by_kind: Counter[str] = Counter()
         for entry, traffic in moved.items():
             self._traffic[entry] = self._traffic.get(entry, Traffic()) + traffic
@@ -181,7 +183,7 @@ class MetricsRecorder:
         )
 
     def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """The mean of a loss over all ranks that have one, the same on every one; others give 0."""
+        """Return the mean of a loss over all ranks that have one; pass 0 on all others. Collective."""
         values = torch.stack([value.double(), torch.full_like(value, self._has_loss).double()])
         for gather in self._across:
             values = gather(values).sum(0)
@@ -189,7 +191,7 @@ class MetricsRecorder:
         return float(total / losses)
 
     def summarise(self, held_out: float | None) -> RunSummary:
-        """The run so far. `held_out`: the last held-out loss."""
+        """Return the summary of the run so far; `held_out` is the last held-out loss."""
         return RunSummary(
             steps=self._meter.steps,
             tokens=self._meter.tokens,
@@ -213,7 +215,7 @@ class MetricsRecorder:
         )
 
     def _theory(self) -> dict[Entry, Traffic]:
-        """What a step moves, by formulas."""
+        """Return the traffic of a step according to formulas."""
         table = self._sharded.layout, self._sharded.shapes
         parts, balance = self._sharded.parts, self._assembled.balance.expected()
         moved = expected_traffic(*table, parts.shared if parts else ())
@@ -221,9 +223,10 @@ class MetricsRecorder:
         return {**moved, **control, **self._inside, **balance, **self._optim.traffic}
 
     def memory_by_kind(self) -> Mapping[str, int]:
-        """This rank's peak by kind; states as measured, params with the unsharded copy that stages 1-2 keep.
+        """Return this rank's peak by kind.
 
-        On a CPU machine the offload's arena lies in the same memory.
+        States are as measured; `param` includes the unsharded parameters that stages 1 and 2 keep. On the CPU, the host
+        memory pool of the offload is in the same memory and is a kind of its own.
         """
         if not self._state_bytes or self._meter.steps <= LEARNING_STEPS:
             states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)

@@ -1,8 +1,7 @@
-"""The training loop: build, step, evaluate, tell.
+"""Training loop: build, step, evaluate, report.
 
-A step reads as its phases: microbatches under `microbatch(is_last)`; the ranks share their losses, and whether they
-shall stop; the optimizer decides once for all ranks, then updates or skips; the learning rate moves; the step is
-recorded.
+A step has these phases: forward and backward of the microbatches; the ranks share their losses and stop requests; the
+optimizer makes one decision for all ranks and updates or skips; the learning rate changes; the step is recorded.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from dzero.zero.dtensors import local_of
 
 
 class TrainingStopped(RunError):
-    """The run cannot go on; the message says why and what to change."""
+    """Error that ends a run that cannot continue; the message says why and what to change."""
 
 
 def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
-    """One worker of a run, inside the process group. `run_folder`: rank 0's is used by all."""
+    """Run one worker of a run, inside the process group; all ranks use rank 0's `run_folder`."""
     outlast_readers()
     with Watchdog(config.launch.timeout) as watch:
         folder = _folder_of_rank_0(run_folder, device)
@@ -64,7 +63,7 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
 
 
 class Trainer:
-    """The state of one worker's run."""
+    """State of one worker's run."""
 
     def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
         self.config, self.device, self.run_folder = config, device, run_folder
@@ -89,7 +88,7 @@ class Trainer:
             evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
         )
         if self._evaluates:
-            self.evaluation()  # raises now, not after the first hundred steps, where too little is held out
+            self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
         self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
         self.recorder = MetricsRecorder(config, assembled, self.optim, memory, device, self.done_steps)
@@ -98,7 +97,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Say that nothing is left to train, as where a scheduler starts a finished run again, and let go of all."""
+        """Report that no steps are left to train, as for a finished run that is started again; release everything."""
         self.sharded.forget_masters()
         with self.saves:
             steps, made = self.config.train.steps, self.done_steps
@@ -107,9 +106,12 @@ class Trainer:
             print(*self.saves.notes, nothing, sep="\n", flush=True)
 
     def run(self) -> RunSummary:
-        """Train to the last step, evaluating on the way; close with the summary, the same on every rank but traffic.
+        """Train to the last step, evaluate on the way, and return the summary.
 
-        Raises SystemExit with `EXIT_SAVED` where a signal asked to stop, the run saves, and this one has been saved.
+        The summary is the same on every rank, except for traffic.
+
+        Raises:
+            SystemExit: If a signal asked to stop; the code is `EXIT_SAVED` if the last step is saved, else 1.
         """
         config, steps = self.config, self.config.train.steps
         self.sharded.forget_masters()
@@ -129,18 +131,18 @@ class Trainer:
                 if shared.stop and step < steps:
                     self._stop(step, monitor, stop, saved=saved)
                 if saved:
-                    stop.saved()  # the last step: a signal during what is left costs nothing
+                    stop.saved()  # the last step is saved, so later signals need no reaction
                 if step == steps or step % config.train.evaluate_every_steps == 0:
                     held_out = self._evaluate()
                     if held_out is not None:
                         monitor.held_out(step, held_out)
-            self.optim.synchronize()  # what failed in the last update is raised here
+            self.optim.synchronize()  # raises errors of the last update
             summary = self.recorder.summarise(held_out)
             monitor.summary(summary)
         return summary
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
-        """One optimizer step, phase by phase; `stop`: this rank was asked to stop after it."""
+        """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
         self.recorder.begin_step()
         first = step == self.done_steps + 1
         with self.assembled.counted() if first else nullcontext():
@@ -154,11 +156,11 @@ class Trainer:
         self._after_update(step, monitor)
         monitor.step(self.recorder.end_step(step, shared.loss))
         if first:
-            self._plan(step, monitor)  # not before it: a restart waits for its first step
+            self._plan(step, monitor)  # not before the first step, so that a restarted run trains as early as possible
         return shared
 
     def _microbatches(self) -> torch.Tensor:
-        """Forward and backward of the step's microbatches; this rank's mean loss, fp32 scalar on the device."""
+        """Run forward and backward of the step's microbatches; return their mean loss on this rank, fp32 scalar."""
         if self.assembled.pipeline is not None:
             batches = [self.batches.next() for _ in range(self.microbatches)]
             return self.assembled.pipelined(batches, self.optim.scale_loss)
@@ -172,8 +174,10 @@ class Trainer:
         return total
 
     def _nonfinite_loss(self, step: int, nonfinite_rank: int | None) -> str:
-        """Name the loss of rank `nonfinite_rank`, if any: though not finite, it can have finite gradients, which would
-        be applied. Raises TrainingStopped where train.on_nan=stop."""
+        """Return a description of the loss of rank `nonfinite_rank`, or an empty string; raise if train.on_nan=stop.
+
+        A non-finite loss can have finite gradients, which would otherwise be applied.
+        """
         if nonfinite_rank is None:
             return ""
         whose = f"the loss of rank {nonfinite_rank}"
@@ -185,7 +189,7 @@ class Trainer:
         return whose
 
     def _stop(self, step: int, monitor: Monitor, stop: StopRequest, *, saved: bool) -> None:
-        """All ranks are here, and the run is saved, or its failure told."""
+        """Exit after all ranks reached this step, and the run is saved or its failure was reported."""
         name = stop.asked.name if stop.asked is not None else "a signal to another rank"
         if not saved:
             monitor.note(step, f"{name}: stopped after step {step}, which is NOT SAVED")
@@ -211,7 +215,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float | None:
-        """Mean held-out loss [nats] over all ranks; None where nothing is held out."""
+        """Return the mean held-out loss [nats] over all ranks; None if nothing is held out."""
         if not self._evaluates:
             return None
         self.sharded.train(False)
@@ -220,7 +224,7 @@ class Trainer:
         self.sharded.train(True)
         self.sharded.reshard()
         mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
-        self.sharded.ledger.take()  # what evaluation moved is no part of a step
+        self.sharded.ledger.take()  # discard the traffic of evaluation
         return mean
 
     @property
@@ -228,7 +232,7 @@ class Trainer:
         return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
 
     def _plan(self, step: int, monitor: Monitor) -> None:
-        """This run's plan, for its board."""
+        """Write this run's plan to TensorBoard."""
         if monitor.board is not None and self.config.monitor.plan:
             ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
             with self.recorder.aside():
@@ -253,7 +257,7 @@ class Trainer:
 
 
 def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:
-    """Every rank writes where rank 0 does, also where torchrun started them in other folders or at other seconds."""
+    """Return rank 0's folder, since torchrun may start ranks in other folders or at other times."""
     path = torch.zeros(4096, dtype=torch.uint8)
     encoded = str(folder.absolute()).encode()
     path[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""Where compiled kernels are kept between processes, so that only the first run on a machine compiles them.
+"""Cache of compiled kernels between processes, so that only the first run on a machine compiles them.
 
-    $XDG_CACHE_HOME/dzero/kernels/<digest>/     mode 0700; ~/.cache where XDG_CACHE_HOME is unset
+    $XDG_CACHE_HOME/dzero/kernels/<digest>/     mode 0700; ~/.cache if XDG_CACHE_HOME is unset
 
-The digest is that of this package's sources and of the versions of numba and Python: numba itself looks at the file of
-a kernel only, not at what the kernel calls. numba keys the rest by the processor and its features, and writes files
-beside their place and renames them, so several processes may share the folder.
+The digest covers this package's sources and the versions of numba and Python, because numba itself only checks the file
+of a kernel, not the functions that it calls. numba also keys entries by the processor and its features. It writes files
+under temporary names and renames them, so several processes may share the folder.
 
-A cached kernel is code, and numba reads it with pickle. So the folder must be a directory of this user's own that
-nobody else may write to, no part of it a link that others could turn; else kernels are compiled in every process.
-NUMBA_CACHE_DIR, where it is set, is the user's own choice.
+A cached kernel is code, and numba reads it with pickle. So the folder must be a directory of this user that nobody else
+can write to, and nobody else can replace a part of its path by a link. Otherwise kernels are compiled in every process.
+If NUMBA_CACHE_DIR is set, the user has chosen the folder, and it is not checked.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from pathlib import Path
 import numba
 import xxhash
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 KEPT = 8
-"""Folders of other digests that stay: other checkouts, say."""
+"""Number of folders with other digests that are kept, for example of other checkouts."""
 
 
 def enable() -> bool:
-    """Have numba cache the kernels that are compiled from now on; return whether it does."""
+    """Make numba cache the kernels that are compiled from now on; return whether it does."""
     if "NUMBA_CACHE_DIR" in os.environ:
         return True
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     try:
         folder = _private_folder(home / "dzero" / "kernels" / _digest())
-    except (OSError, RuntimeError):  # no home, a full or read-only disk, or a folder of somebody else's
+    except (OSError, RuntimeError):  # no home directory, a full or read-only disk, or another user's folder
         return False
     numba.config.CACHE_DIR = str(folder)
     return True
 
 
 def _digest() -> str:
-    """Return what identifies this version of the kernels."""
+    """Return a digest that identifies this version of the kernels."""
     found = xxhash.xxh3_128(f"{numba.__version__} {sys.version}".encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         found.update(path.read_bytes())
@@ -50,10 +50,10 @@ def _digest() -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """Make the folder and the one above it for this user alone, and forget the oldest beside it.
+    """Create the folder and its parent for this user only, and remove the oldest folders of other digests.
 
     Raises:
-        OSError: It cannot be made, or others could write to it.
+        OSError: If it cannot be created, or other users could write to it.
     """
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder = folder.parent.parent.resolve() / folder.parent.name / folder.name

@@ -1,6 +1,6 @@
-"""The ranges that numeric settings are checked against, and whole-number arithmetic that stays fast for any size.
+"""Ranges that numeric settings are checked against, and integer arithmetic that is fast for any size.
 
-Every bound is finite: a value beyond it is a slip of the keyboard, and would overflow or hang somewhere below.
+Every bound is finite: a larger value is a typing mistake, and would overflow or hang later.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_COUNT = 10**12
-"""Of steps, and of what is counted in steps."""
+"""Limit of steps, and of values that are counted in steps."""
 MOST_RANKS = 2**20
 MOST_BYTES = 2**60
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `least` to `most`; without `least` itself where `above`, without `most` itself where `below`.
+    """Numbers from `least` to `most`, without `least` if `above`, without `most` if `below`.
 
-    unit: of the numbers, for messages. or_null: what null stands for, where a message shall say so.
+    Attributes:
+        unit: Unit of the numbers, for messages.
+        or_null: Meaning of null, if messages should mention it.
     """
 
     least: float
@@ -29,7 +31,7 @@ class Range:
     or_null: str = ""
 
     def __contains__(self, value: float) -> bool:
-        """Return whether `value` is one of the numbers; nan and the infinities never are."""
+        """Return whether `value` is in the range; nan and infinities never are."""
         low = value > self.least if self.above else value >= self.least
         return low and (value < self.most if self.below else value <= self.most)
 
@@ -42,17 +44,17 @@ class Range:
 
 
 def whole(least: int = 1, most: int = MOST_COUNT, *, or_null: str = "") -> Range:
-    """Return the whole numbers from `least` to `most`."""
+    """Return the range of whole numbers from `least` to `most`."""
     return Range(least, most, or_null=or_null)
 
 
 def number(most: float, *, or_null: str = "") -> Range:
-    """Return the numbers from 0 to `most`."""
+    """Return the range of numbers from 0 to `most`."""
     return Range(0.0, most, or_null=or_null)
 
 
 def positive(most: float, *, unit: str = "", or_null: str = "") -> Range:
-    """Return the numbers above 0 up to `most`."""
+    """Return the range of numbers above 0 up to `most`."""
     return Range(0.0, most, above=True, unit=unit, or_null=or_null)
 
 
@@ -62,15 +64,15 @@ SECONDS = Range(1e-3, 30.0 * 24 * 3600, unit=" seconds")
 
 
 def check(group: str, config: Any, **ranges: Range) -> None:
-    """Check fields of a configuration dataclass; one that is None is unset.
+    """Check fields of a configuration dataclass; fields that are None are unset and pass.
 
     Args:
-        group: The name of the group in messages, e.g. `train` or `optim.muon`.
-        config: The dataclass.
-        ranges: For every field to be checked its range.
+        group: Name of the group for messages, e.g. `train` or `optim.muon`.
+        config: Dataclass to check.
+        **ranges: Allowed range of each field, by field name.
 
     Raises:
-        ValueError: A field is no finite number of its range. The message has its name, its value and the range.
+        ValueError: If a field is out of its range. The message has its name, its value and the range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -79,13 +81,13 @@ def check(group: str, config: Any, **ranges: Range) -> None:
 
 
 def shown(value: float) -> str:
-    """Return a number for a message: a whole one of more than 40 digits by its order of magnitude."""
+    """Format a number for a message; integers of more than 40 digits by their order of magnitude."""
     digits = value.bit_length() * 0.30103 if isinstance(value, int) else 0
     return f"{'-' if value < 0 else ''}10^{digits:.0f} or so" if digits > 40 else str(value)
 
 
 def divisors(count: int) -> list[int]:
-    """Return the divisors of `count` ≥ 1 in ascending order, in time that grows with its square root at most."""
+    """Return the divisors of `count` ≥ 1 in ascending order, in time of at most its square root."""
     found = [1]
     for prime, power in _factors(count):
         found = [each * prime**exponent for each in found for exponent in range(power + 1)]
@@ -93,7 +95,7 @@ def divisors(count: int) -> list[int]:
 
 
 def _factors(count: int) -> list[tuple[int, int]]:
-    """Return the primes that divide `count`, with their powers."""
+    """Return the prime factors of `count` with their powers."""
     found, prime = [], 2
     while prime * prime <= count:
         power = 0

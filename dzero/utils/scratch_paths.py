@@ -1,4 +1,4 @@
-"""Scratch paths: how they are opened, and the one error of the disk tier."""
+"""Scratch directories of the disk tier: opening, checks, and errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class DiskError(OSError, RunError):
-    """A fault of a scratch path: `errno`, `strerror` (what was done, what is wrong, the repair), `filename` (the path).
+    """Error of a scratch path: `errno`, `strerror` (action, cause and remedy) and `filename` (the path).
 
-    piece, offset, count: whose bytes, where in the path's file, how many; empty and 0 where no transfer was running.
+    Args:
+        code: Error number.
+        path: Scratch path.
+        what: Action, cause and remedy.
+        piece: Name of the data in transfer; empty if there was no transfer.
+        offset: Offset of the transfer in the path's file, in bytes.
+        count: Size of the transfer, in bytes.
     """
 
     def __init__(self, code: int, path: str, what: str, *, piece: str = "", offset: int = 0, count: int = 0) -> None:
@@ -29,7 +35,7 @@ class DiskError(OSError, RunError):
 
 @contextmanager
 def reported_as_disk_error(path: str, doing: str) -> Iterator[None]:
-    """Every OSError inside says what was being done, and where."""
+    """Convert every OSError inside to a DiskError with the path and the action."""
     try:
         yield
     except DiskError:
@@ -39,9 +45,10 @@ def reported_as_disk_error(path: str, doing: str) -> Iterator[None]:
 
 
 def make_folder(path: str) -> None:
-    """Make the last folder of a scratch path where it is missing.
+    """Create the last folder of a scratch path if it is missing.
 
-    Raises DiskError where its parent is missing too, and for a path in which no file can be made.
+    Raises:
+        DiskError: If its parent is missing too, or no file can be created in it.
     """
     path = os.path.abspath(path)
     if not os.path.lexists(path):
@@ -51,21 +58,21 @@ def make_folder(path: str) -> None:
                 path, f"making this scratch directory ({os.path.dirname(path)} must exist and be writable: {repair})"
             ),
             suppress(FileExistsError),
-        ):  # another rank's work
+        ):  # another rank may create it first
             os.mkdir(path)
     try_folder(path)
 
 
 def try_folder(path: str) -> None:
-    """Raises DiskError for a scratch path that is no directory, or in which no file can be made."""
+    """Raise DiskError if a scratch path is no directory, or no file can be created in it."""
     os.close(open_path(path))
     with reported_as_disk_error(path, "making a file in this scratch directory"), tempfile.TemporaryFile(dir=path):
         pass
 
 
 def open_path(path: str) -> int:
-    """A descriptor of the directory. Raises DiskError where there is none; a symbolic link is not followed."""
-    path = os.path.abspath(path)  # drops a trailing slash, which would follow a link in spite of O_NOFOLLOW
+    """Open the directory and return its descriptor; raise DiskError if it does not exist or is a symbolic link."""
+    path = os.path.abspath(path)  # drop a trailing slash, with which a link is followed in spite of O_NOFOLLOW
     if os.path.islink(path):
         target = os.path.realpath(path)
         raise DiskError(errno.ELOOP, path, f"a symbolic link is not followed: name the directory itself, {target}")

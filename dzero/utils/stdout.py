@@ -1,7 +1,7 @@
-"""Standard output and standard error that outlast their readers.
+"""Standard output and standard error that continue without their readers.
 
-A pipe whose reader has left (`| head -1`), a full disk, a closed terminal: none of them may end a training run. After
-`outlast_readers`, what cannot be written to either stream is dropped, and standard error says so once.
+A pipe whose reader has exited (`| head -1`), a full disk, or a closed terminal must not end a training run. After
+`outlast_readers`, text that cannot be written to either stream is dropped, and standard error reports this once.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TextIO
 
 
 class LastingFile(io.FileIO):
-    """A file descriptor of an output stream; bytes that it does not take are dropped.
+    """File descriptor of an output stream that drops bytes which cannot be written.
 
     Args:
-        descriptor: Stays open when this object is closed.
+        descriptor: File descriptor; it stays open when this object is closed.
         lost: Called once, with the error of the first write that failed.
     """
 
@@ -29,9 +29,9 @@ class LastingFile(io.FileIO):
         self._lost: Callable[[OSError], None] | None = lost
 
     def write(self, data: Any, /) -> int:
-        """Write `data` and return the bytes that were taken or dropped; wait where the descriptor would not block."""
+        """Write `data` and return the number of bytes written or dropped; wait if the descriptor would block."""
         try:
-            while (taken := super().write(data)) is None:  # it would block
+            while (taken := super().write(data)) is None:  # writing would block
                 select.select([], [self.fileno()], [])
         except OSError as error:
             lost, self._lost = self._lost, None
@@ -42,16 +42,16 @@ class LastingFile(io.FileIO):
 
 
 def outlast_readers() -> None:
-    """Make `sys.stdout` and `sys.stderr` of this process drop what they cannot write. May be called again.
+    """Make `sys.stdout` and `sys.stderr` of this process drop text that they cannot write; may be called again.
 
-    Streams that are no file descriptors (captured by a test or a notebook) stay as they are.
+    Streams without a file descriptor (captured by a test or a notebook) are left unchanged.
     """
     sys.stderr = _lasting(sys.stderr, 2, lambda _: None)
     sys.stdout = _lasting(sys.stdout, 1, partial(_say_stdout_is_lost, sys.stderr))
 
 
 def _lasting(stream: TextIO | None, descriptor: int, lost: Callable[[OSError], None]) -> Any:
-    if stream is None:  # closed before the start
+    if stream is None:  # closed before this process started
         return _nowhere(descriptor)
     try:
         found = stream.fileno()
@@ -64,20 +64,20 @@ def _lasting(stream: TextIO | None, descriptor: int, lost: Callable[[OSError], N
     return io.TextIOWrapper(
         io.BufferedWriter(LastingFile(found, lost)),
         encoding=stream.encoding,
-        errors="backslashreplace",  # a terminal without UTF-8 is no reason to end a run either
+        errors="backslashreplace",  # a terminal without UTF-8 must not end a run either
         line_buffering=True,
         write_through=descriptor == 2,
     )
 
 
 def _nowhere(descriptor: int) -> TextIO:
-    """Return a stream whose text is dropped; `descriptor` becomes it, so that no other file is opened as it."""
+    """Return a stream that drops text; reserve `descriptor` for it, so that no other file gets that number."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.fstat(descriptor)
     except OSError:
         os.dup2(nowhere, descriptor)
-    os.set_inheritable(nowhere, nowhere == descriptor)  # processes that are started write there as well
+    os.set_inheritable(nowhere, nowhere == descriptor)  # child processes inherit it
     return os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
 
 

@@ -1,4 +1,4 @@
-"""What a terminal shows: tables and a bar for long work; plain text where the output goes elsewhere."""
+"""Terminal output: tables, and a progress bar for long work; plain text if the output is no terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ OK, DIFFERS, DAMAGED = "ok", "≠", "damaged"
 
 @dataclass(frozen=True)
 class Table:
-    """`header` and every row have as many cells; the first `left` columns are words, the others numbers."""
+    """Table whose header and rows have the same number of cells.
+
+    Attributes:
+        left: Number of left-aligned columns, which hold words; the others hold numbers.
+    """
 
     title: str
     header: tuple[str, ...]
@@ -28,7 +32,7 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print them to standard output."""
+    """Print tables to standard output."""
     terminal = Console(highlight=False)
     if not terminal.is_terminal:
         print(plain(tables), flush=True)
@@ -39,7 +43,10 @@ def show(tables: Sequence[Table]) -> None:
 
 @contextmanager
 def bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Gives what to call with the bytes that were done. On standard error; only on a terminal, and not for 0 bytes."""
+    """Show a progress bar on standard error, and yield the function that advances it by a number of bytes.
+
+    The bar is hidden if standard error is no terminal, and for 0 bytes.
+    """
     terminal = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True))
     disable = not (terminal.is_terminal and total_bytes)
@@ -51,13 +58,13 @@ def bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def plain(tables: Sequence[Table]) -> str:
-    """Tables as aligned text, a blank line between them."""
+    """Format tables as aligned text, with a blank line between them."""
     return "\n\n".join(_plain_table(table) for table in tables)
 
 
 def from_here(path: Path) -> Path:
-    """Return the path as it is typed in the working directory, where it lies below that; else as it is."""
-    with suppress(ValueError, FileNotFoundError):  # it lies elsewhere, or that directory is gone
+    """Return `path` relative to the working directory if it is below that, else unchanged."""
+    with suppress(ValueError, FileNotFoundError):  # it is elsewhere, or the working directory was removed
         return path.relative_to(Path.cwd())
     return path
 
@@ -67,7 +74,7 @@ def _plain_table(table: Table) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
 
     def aligned(line: tuple[str, ...]) -> str:
-        """Cells as wide as their columns: the first `table.left` begin together, the others end together."""
+        """Pad cells to the widths of their columns: the first `table.left` to the left, the others to the right."""
         cells = (
             cell.ljust(width) if column < table.left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(line, widths, strict=True))
@@ -78,7 +85,7 @@ def _plain_table(table: Table) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """The same for a terminal; what is wrong in red."""
+    """Return the table for a rich terminal, with errors in red."""
     drawn = RichTable(
         title=table.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )

@@ -1,4 +1,4 @@
-"""Two traces of one run: the first mark that differs, or how far apart they are. All ranks find the same."""
+"""Comparison of two traces: the first mark that differs, or the size of the differences; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ from dzero.zero.units import ROOT
 
 @dataclass(frozen=True)
 class Gap:
-    """How far apart two runs are, or may be; relative, the largest of all steps, ranks and parameters.
+    """Measured or allowed differences of two runs: relative, each the largest over steps, ranks and parameters.
 
-    loss: of a rank's losses, or of their means where ranks saw other tokens. norm: of the gradient norms. unit_norm: of
-    a unit's gradient norms; `unit`, `step`: which. masters: of a parameter's masters at the end, root mean square, by
-    how far training had moved them; `param`: which.
+    Attributes:
+        loss: Difference of a rank's losses; of mean losses if the ranks read different tokens.
+        norm: Difference of gradient norms.
+        unit_norm: Difference of the gradient norms of a unit.
+        masters: Root mean square difference of a parameter's masters at the end, relative to how far training moved
+            them.
+        param: Parameter with the largest difference in `masters`.
+        unit: Unit with the largest difference in `unit_norm`.
+        step: Step with the largest difference in `unit_norm`.
     """
 
     loss: float
@@ -35,15 +41,15 @@ class Gap:
 
     @property
     def sizes(self) -> tuple[float, float, float, float]:
-        """Of loss, norm, the norm of a unit, and masters."""
+        """Differences of loss, norm, norm of a unit, and masters."""
         return self.loss, self.norm, self.unit_norm, self.masters
 
     def within(self, allowed: Gap) -> bool:
-        """Whether none is larger."""
+        """Return whether no difference is larger than allowed."""
         return all(mine <= its for mine, its in zip(self.sizes, allowed.sizes, strict=True))
 
     def widened(self, spread: Gap, factor: float) -> Gap:
-        """At least `factor` times `spread`."""
+        """Return a gap whose sizes are at least `factor` times those of `spread`."""
         pairs = zip(self.sizes, spread.sizes, strict=True)
         loss, norm, unit_norm, masters = (max(mine, factor * its) for mine, its in pairs)
         return Gap(loss, norm, unit_norm, masters)
@@ -51,9 +57,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs that should be alike differ first, and by how much; `param`: the first of the unit's.
+    """First difference of two runs that should have the same bits.
 
-    largest: the largest difference; ulps: in units of the last place of its dtype. Both 0 where it was not found again.
+    Attributes:
+        mark: First mark that differs.
+        param: First parameter of the unit that differs; empty if none did when both ran again.
+        largest: Largest difference; 0 if none was found.
+        ulps: Largest difference in units in the last place of its dtype; 0 if none was found.
     """
 
     mark: Mark
@@ -63,11 +73,11 @@ class Difference:
 
 
 MISSING = 2**32
-"""Places between what is there and what is not: more than any two floats are apart."""
+"""Difference in ulps between a tensor and a missing one: more than that between any two floats."""
 
 
 def first_difference(one: Trace, other: Trace, device: torch.device) -> Mark | None:
-    """The first mark in which the traces differ on any rank; None where none does. Collective."""
+    """Return the first mark in which the traces differ on any rank, or None. Collective."""
     marks = one.ordered()
     differing = (index for index, mark in enumerate(marks) if one.marks.get(mark) != other.marks.get(mark))
     first = int(_most([next(differing, len(marks))], device, dist.ReduceOp.MIN)[0])
@@ -75,7 +85,7 @@ def first_difference(one: Trace, other: Trace, device: torch.device) -> Mark | N
 
 
 def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> Difference:
-    """What differs at `mark`, which both traces kept. Collective."""
+    """Return the difference at `mark`, whose tensors both traces kept. Collective."""
     if not mark.unit:
         return Difference(mark, largest=_most([_scalar_gap(mark, one, other)], device)[0])
     names = [*_named_anywhere(dict.fromkeys(one.kept))]
@@ -89,9 +99,14 @@ def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> D
 
 
 def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = None) -> Gap:
-    """How far `other` is from `one`, over parameters that both have. Collective.
+    """Return the differences of `other` from `one`, over the parameters that both have. Collective.
 
-    allowed: where a unit's gradient norm is further off, the first such step counts alone: later ones only inherit it.
+    Args:
+        one: Trace of the lower rung.
+        other: Trace of the rung that is compared with it.
+        device: Device for the collectives.
+        allowed: Tolerance. If the gradient norm of a unit exceeds it, only the first such step counts, because later
+            steps inherit the difference.
     """
     masters, param = _masters(one, other, device)
     pair = (one.losses, other.losses) if one.mesh == other.mesh else (one.means, other.means)
@@ -101,9 +116,11 @@ def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = No
 
 
 def _masters(one: Trace, other: Trace, device: torch.device) -> tuple[float, str]:
-    """The largest difference, by how far `one` moved, and of which parameter.
+    """Return the largest difference relative to how far `one` moved, and the parameter.
 
-    Rows of all ranks, copies too, each beside its own or, where others have them there, beside the whole of `one`."""
+    The rows of all ranks are compared, replicas included. If both runs have the same rows on each rank, they are
+    compared directly, otherwise with the whole tensor of `one`.
+    """
     of_one, of_other = (_named_anywhere(_shapes(trace)) for trace in (one, other))
     same_rows = (one.mesh, one.tiles) == (other.mesh, other.tiles)
     apart, moved = {}, {}
@@ -121,24 +138,24 @@ def _masters(one: Trace, other: Trace, device: torch.device) -> tuple[float, str
 
 
 def _shapes(trace: Trace) -> dict[str, tuple[int, ...]]:
-    """Of the parameters with masters, as the model was built."""
+    """Return the shapes, as the model was built, of the parameters that have masters."""
     held = [trace.rows.held[own] for own in trace.masters]
     return {each.name: each.shape for each in held}
 
 
 def _parts(trace: Trace, name: str) -> list[str]:
-    """Of one of these what this rank has: itself, its tiles, or nothing."""
+    """Return what this rank has of a parameter: the parameter itself, its tiles, or nothing."""
     return [own for own in trace.masters if trace.rows.held[own].name == name]
 
 
 def _part_of(whole: torch.Tensor, trace: Trace, own: str) -> torch.Tensor:
-    """Of a whole parameter what this rank has of it in `trace`, flat."""
+    """Return the elements of a whole parameter that this rank holds in `trace`, flat."""
     held, everything = trace.rows.held[own], Box.whole(tuple(whole.shape))
     return held.together([whole[box.slices(everything)].reshape(-1) for box in held.boxes]).reshape(-1)
 
 
 def _whole(trace: Trace, name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A parameter's masters [shape, fp32, in host memory], each element of the first rank that has it."""
+    """Return a parameter's masters, fp32 [shape] in host memory; each element is from the first rank that has it."""
     whole = torch.zeros(*shape)
     for own in _parts(trace, name):
         if own in trace.rows.first:
@@ -151,7 +168,7 @@ def _whole(trace: Trace, name: str, shape: Sequence[int], device: torch.device) 
 
 
 def _unit_norms(one: Trace, other: Trace, device: torch.device, limit: float) -> tuple[float, str, int]:
-    """The largest difference, of which unit, in which step; of the first step with one over `limit`, if any is."""
+    """Return the largest difference, its unit and step; if any exceeds `limit`, only the first such step counts."""
     of_one, of_other = (_named_anywhere(trace.squares[0]) for trace in (one, other))
     both = [unit for unit in of_one if unit in of_other]
     places = [(unit, step) for step in range(1, len(one.squares) + 1) for unit in both]
@@ -165,7 +182,7 @@ def _unit_norms(one: Trace, other: Trace, device: torch.device, limit: float) ->
 
 
 def _by_unit(squares: dict[str, float], units: Sequence[str]) -> list[float]:
-    """The sums of squares of `units`, each with those of other units within it: tiles are units that one run has."""
+    """Sum the squares of `units` and of the units within each, since tiles are units in only one of the runs."""
     totals = dict.fromkeys(units, 0.0)
     for unit, total in squares.items():
         while unit and unit not in totals:
@@ -193,7 +210,7 @@ def _relative(a: float, b: float) -> float:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """Infinite for what is no number, and for part of nothing."""
+    """Return part / whole; infinite if it is not finite, or if only `whole` is 0."""
     if part == 0:
         return 0.0
     ratio = part / whole if whole else math.inf
@@ -217,18 +234,18 @@ def _most_ulps(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats of 16 or 32 bits -> int64, neighbours one apart, the two zeros too."""
+    """Map floats of 16 or 32 bits to int64, so that neighbors differ by one; 0 and -0 are neighbors too."""
     bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits).to(torch.int64)
 
 
 def _named_anywhere(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON takes, by the names that any rank has, in one order."""
+    """Gather JSON values by the names that any rank has, in the same order on every rank. Collective."""
     return {name: value for of_rank in of_all_ranks(dict(values)) for name, value in of_rank.items()}
 
 
 def _summed(values: Sequence[float], device: torch.device) -> list[float]:
-    """`values` [n] of all ranks, added in their order: alike where the values are, wherever in the list they stand."""
+    """Add `values` [n] of all ranks in rank order, so that equal values have equal sums at any position. Collective."""
     mine = torch.tensor([*values], dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
@@ -238,7 +255,7 @@ def _summed(values: Sequence[float], device: torch.device) -> list[float]:
 def _most(
     values: Sequence[float], device: torch.device, how: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX
 ) -> list[float]:
-    """The largest, or as `how` says, of `values` [n] of all ranks: one list, the same on every rank."""
+    """Reduce `values` [n] over all ranks, by default to the largest. Collective."""
     reduced = torch.tensor([*values], dtype=torch.float64, device=device)
     dist.all_reduce(reduced, how)
     return [float(value) for value in reduced.tolist()]

@@ -1,4 +1,4 @@
-"""What a verification is told: a run's settings, how many of its steps, and how its runs share their data."""
+"""Settings of a verification, and the meshes of its runs, which read the same data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from dzero.utils.ranges import check, whole
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig:
-    """`steps`: how many are compared; of the run's own schedule, whose length stays train.steps."""
+    """Settings of a verification.
+
+    Attributes:
+        steps: Number of steps to compare, at the start of the run's schedule, whose length stays train.steps.
+    """
 
     steps: int = 5
 
@@ -22,7 +26,7 @@ class VerifyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyRun(RunConfig):
-    """A run's configuration, and how it is verified."""
+    """Configuration of a run, and settings of its verification."""
 
     verify: VerifyConfig = field(default_factory=VerifyConfig)
 
@@ -36,13 +40,17 @@ class VerifyRun(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AlikeMesh(MeshConfig):
-    """Degrees of a run in which `alike` neighbours do the same: each reads, whole, what ranks of other axes share."""
+    """Mesh in which `alike` neighboring data-parallel ranks do the same work.
+
+    They stand in for ranks that share a sequence or the model in another mesh, so each of them reads the whole
+    sequences that those ranks share.
+    """
 
     alike: int = 1
 
     @property
     def to_a_sequence(self) -> int:
-        """As many more."""
+        """Number of neighboring data-parallel ranks that read the same sequences."""
         return super().to_a_sequence * self.alike
 
 
@@ -51,7 +59,7 @@ GROUPS = {
     "cut matrices": ("tp", "ep"),
     "a pipeline": ("pp", "pp_schedule", "pp_parts"),
 }
-"""Settings of a mesh by what they make of the model, in the order in which they are taken."""
+"""Settings of a mesh by their effect on the model, in the order in which the ladder adds them."""
 WHY = {
     "cut sequences": "attention over parts of a sequence adds partial sums, and gradients are means over other tokens "
     "first",
@@ -61,8 +69,14 @@ WHY = {
 
 
 def meshes_to(mesh: MeshConfig) -> list[tuple[str, MeshConfig]]:
-    """Those between one whose ranks all have whole models and sequences and `mesh`, without copies of shards: what each
-    has more than the one before, which is nothing of the first. All have as many ranks and sequences in a step."""
+    """Return the meshes of the ladder up to `mesh`, without replicas.
+
+    In the first mesh, every rank has the whole model and whole sequences. All meshes have equally many ranks
+    and sequences per step.
+
+    Returns:
+        For each mesh, the key of GROUPS that it adds to the one before (empty for the first), and the mesh.
+    """
     default = MeshConfig()
     groups: dict[str, dict[str, Any]] = {"": {}}
     for name, keys in GROUPS.items():

@@ -1,12 +1,12 @@
-"""What a configuration is compared with, and what that comparison may expect.
+"""Ladder of runs that leads from the baseline to the configuration, and the expected result of each comparison.
 
-The baseline is stage 0 with every state on the device: the user's model, data, seed, precision and ranks, and nothing
-sharded, moved, overlapped or tiled. What is not one order of additions cannot be one set of bits, so between the
-baseline and the configuration stands a rung for each thing that changes the arithmetic; each is compared with the one
+The baseline is stage 0 with all states on the device. It has the user's model, data, seed, precision and ranks; nothing
+is sharded, offloaded, overlapped or tiled. Another order of additions gives other bits. So between the baseline and the
+configuration there is a rung for each setting that changes the arithmetic, and each rung is compared with the one
 before it.
 
-    rung                         differs from the one before by                     expected
-    stage 0 on the device        (it runs twice)                                    the same bits
+    rung                         difference from the rung before                    expected
+    stage 0 on the device        (runs twice)                                       the same bits
     ... with its tiles           partial sums of an MLP, of logits                  a tolerance
     ... over cut sequences       partial sums of attention, tokens of a mean        a tolerance
     ... over cut matrices        partial sums of products; experts that are shared  a tolerance
@@ -16,12 +16,13 @@ before it.
     ... a step late              overlap=delayed, once its warm-up is over          a tolerance
     the configuration            placement alone: stage, tiers, overlap             the same bits
 
-Where an axis cuts sequences or the model, the rungs below have them whole: each of the ranks that share them above does
-all of it, for the same sequences, so that a step is the mean of the same ones. (Ranks that share experts have sequences
-of their own either way.)
+If an axis of the configuration shards sequences or the model, lower rungs have them whole: each of the ranks that share
+them later does all of the work, for the same sequences, so that a step is a mean over the same sequences. (Ranks that
+share experts read their own sequences in any case.)
 
-Rungs that change nothing are left out, so most configurations are compared with the baseline itself. Bits are expected
-of the last rung where the design promises them: with exact reductions, one kind of update kernel, and AdamW.
+Rungs that change nothing are left out, so most configurations are compared directly with the baseline. The last rung is
+expected to have the same bits if the design guarantees them: with exact reductions, one kind of update kernel, and
+AdamW.
 """
 
 from __future__ import annotations
@@ -46,19 +47,25 @@ from dzero.zero.offload_config import OffloadConfig
 BASELINE, CONFIGURATION = "stage 0 on the device", "the configuration"
 IN_FP32 = Gap(loss=1e-5, norm=1e-4, unit_norm=1e-3, masters=0.01)
 IN_16_BITS = Gap(loss=1e-3, norm=5e-3, unit_norm=1e-2, masters=0.25)
-"""What other roundings of the same sums may do in a few steps: several times what small models show.
+"""Tolerances for other roundings of the same sums over a few steps: several times what small models show.
 
-AdamW's first updates are nearly the sign of a gradient, so where terms cancel the last bit of a sum decides about a
-whole update: masters differ by a part of what they moved, though losses and norms hardly do. A unit that is not updated
-is off by 1. A unit's gradient norm moves by up to 1.4e-3 in bf16, 1e-4 in fp16 and 2e-8 in fp32, with tiles too; one
-rank of 16 too many in its divisor moves it by 6e-2."""
+AdamW's first updates are nearly the sign of the gradient. If terms cancel, the last bit of a sum decides a whole
+update, so masters differ by a fraction of how far they moved, while losses and norms hardly differ. A unit that is not
+updated has a difference of 1. The gradient norm of a unit moves by up to 1.4e-3 in bf16, 1e-4 in fp16 and 2e-8 in fp32,
+also with tiles. A divisor that counts one rank of 16 too many moves it by 6e-2.
+"""
 STALE = Gap(loss=0.1, norm=0.5, unit_norm=0.5, masters=0.5)
-"""What gradients of weights that are one update old may do."""
+"""Tolerance for gradients of weights that are one update old."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One run. `allowed`: how far it may be from the rung before, None where the same bits are expected; `why`."""
+    """One run of the ladder.
+
+    Attributes:
+        allowed: Tolerance against the rung before; None if the same bits are expected.
+        why: Reason for a tolerance.
+    """
 
     name: str
     config: VerifyRun
@@ -67,10 +74,12 @@ class Rung:
 
 
 class Order(NamedTuple):
-    """In which order, and through which roundings, a layout adds gradients: two that are alike here add alike.
+    """Order and roundings in which a layout adds gradients. Layouts with equal values add gradients alike.
 
-    early: every microbatch is reduced, then added; else they are added first. hops: of the reduction. blocks: shards
-    whose 8-bit moments lie in blocks of their own; 1 where they do not matter.
+    Attributes:
+        early: Whether every microbatch is reduced before it is added; otherwise microbatches are added first.
+        hops: Number of hops of the reduction.
+        blocks: Number of shards whose 8-bit moments are in separate blocks; 1 without 8-bit moments.
     """
 
     early: bool
@@ -79,7 +88,7 @@ class Order(NamedTuple):
 
 
 def order_of(layout: Layout) -> Order:
-    """The order of additions of `layout`; stage 0's is (False, 1, 1)."""
+    """Return the order of additions of `layout`; that of stage 0 is (False, 1, 1)."""
     eight_bit = layout.moments.dtype == torch.uint8
     return Order(
         early=layout.microbatches > 1 and layout.grad.sharded,
@@ -89,7 +98,7 @@ def order_of(layout: Layout) -> Order:
 
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
-    """The runs that are made of `run` on `ranks` ranks, the baseline first, `run` itself last."""
+    """Return the runs of the ladder for `run` on `ranks` ranks, from the baseline to `run` itself."""
     layout = layout_of(run, ranks)
     config = _plain(run, layout)
     device = device_type(run.launch)
@@ -135,7 +144,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
 
 
 def layout_of(config: RunConfig, ranks: int) -> Layout:
-    """The table of a run on `ranks` ranks. Raises ValueError as the table does."""
+    """Return the layout of a run on `ranks` ranks; raise ValueError as `Layout.of` does."""
     mesh = config.mesh
     data = mesh.data_ranks(ranks)
     replicate, shard = mesh.degrees(data, stage=config.zero.stage)
@@ -154,7 +163,7 @@ def layout_of(config: RunConfig, ranks: int) -> Layout:
 
 
 def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
-    """Without what changes no result; and gradients in the dtype that `auto` stands for here, so that all have it."""
+    """Return `run` without settings that change no result, and with the dtype that `grad=auto` means here."""
     return replace(
         run,
         precision=replace(run.precision, grad=dtype_name(layout.grad.dtype)),
@@ -165,13 +174,13 @@ def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
 
 
 def _rounding(layout: Layout) -> Gap:
-    """By the narrowest of what is computed, sent and kept."""
+    """Return the tolerance for the narrowest dtype in which values are computed, sent or stored."""
     in_fp32 = layout.param.dtype == layout.wire == torch.float32 and layout.moments.dtype != torch.uint8
     return IN_FP32 if in_fp32 else IN_16_BITS
 
 
 def _unpromised(run: VerifyRun, layout: Layout, device: str) -> str:
-    """Why no bits are promised between this configuration and any other; empty where they are."""
+    """Return why the configuration is not guaranteed to have the bits of another; empty if it is."""
     if not layout.exact and layout.ranks > 1:
         return "zero.reduction=native follows the backend's order of additions"
     if device == "cuda" and layout.offload.master != "device":

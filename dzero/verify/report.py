@@ -1,4 +1,4 @@
-"""What was found, for people: a table of all comparisons, and one line with the verdict."""
+"""Report of a verification: a table of all comparisons, and a line with the verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dzero.verify.trace import GRAD, LOSS, MASTER, MEAN, NORM, PARAM, READ, SCAL
 
 EXACTLY = Gap(0.0, 0.0, 0.0, 0.0)
 SPREAD = 10.0
-"""Times the spread of one pair of runs, another pair may have: the first can be small by chance."""
+"""Tolerance of later pairs of runs, in multiples of the first pair's spread, which may be small by chance."""
 SAID = {
     READ: "the parameters that forward reads",
     LOSS: "a rank's loss",
@@ -26,8 +26,13 @@ SAID = {
 
 @dataclass(frozen=True)
 class Finding:
-    """`rung` compared with the one before it. allowed: what counted, None for the same bits. apart: None where they are
-    the same, or need not be."""
+    """Comparison of `rung` with the one before it.
+
+    Attributes:
+        allowed: Tolerance; None if the same bits are expected.
+        gap: Measured differences.
+        apart: First difference in bits. None if there is none, or none was looked for.
+    """
 
     rung: Rung
     allowed: Gap | None
@@ -36,13 +41,13 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """As far as was expected."""
+        """Whether the runs are as close as expected."""
         return self.apart is None if self.allowed is None else self.gap.within(self.allowed)
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All comparisons, the baseline with itself first; the same on every rank."""
+    """All comparisons, starting with the baseline and itself; the same on every rank."""
 
     steps: int
     ranks: int
@@ -50,12 +55,12 @@ class VerifyReport:
 
     @property
     def agrees(self) -> bool:
-        """All but the baseline with itself, which only sets the measure."""
+        """Whether all runs agree; the baseline with itself, which only sets the tolerance, does not count."""
         return all(finding.agrees for finding in self.findings[1:])
 
 
 def table(report: VerifyReport) -> Table:
-    """A row for each comparison."""
+    """Return a table with a row for each comparison."""
     rows = []
     for index, finding in enumerate(report.findings):
         name = finding.rung.name if index else f"{BASELINE}, again"
@@ -67,7 +72,7 @@ def table(report: VerifyReport) -> Table:
 
 
 def verdict(report: VerifyReport) -> str:
-    """One line, and one before it where the baseline differs from itself."""
+    """Return a line with the verdict, after a line about the baseline if it differs from itself."""
     itself, *others = report.findings
     names = [BASELINE, *(finding.rung.name for finding in others)]
     lines = []
@@ -95,7 +100,7 @@ def _expected(finding: Finding) -> str:
 
 
 def _where(apart: Difference) -> str:
-    """`step 2, unit layers.1: the masters; first layers.1.ffn.up.weight, by up to 1e-3, 12 units in the last place`."""
+    """Format as `step 2, unit layers.1: the masters; first layers.1.ffn.up.weight, by up to 1e-3, 12 units ...`."""
     mark = apart.mark
     place = f"step {mark.step}" + (f", unit {mark.unit}" if mark.unit else "") + f": {SAID[mark.what]}"
     if mark.unit and not apart.param:
@@ -107,7 +112,7 @@ def _where(apart: Difference) -> str:
 
 
 def _beyond(gap: Gap, allowed: Gap) -> str:
-    """`gradient norm of unit layers.1 in step 2 6.2e-02 where 2.0e-02 is allowed, masters ..., most in layers.1.w`."""
+    """Format as `gradient norm of unit layers.1 in step 2 6.2e-02 where 2.0e-02 is allowed, masters ...`."""
     names = ("loss", "gradient norm", f"gradient norm of unit {gap.unit} in step {gap.step}", "masters")
     beyond = [
         f"{name} {measured:.1e} where {most:.1e} is allowed"

@@ -1,9 +1,9 @@
-"""Which rows of every parameter a rank answers for, in every run of a ladder.
+"""Rows of every parameter that a rank is responsible for, the same in every run of a ladder.
 
-Runs on one mesh place the same parameters otherwise, whole or in shards, and are compared bit by bit; so a rank answers
-for the rows that it has in the configuration, whatever else it has. Between meshes, masters are compared with whole
-ones, for which every element is taken of one rank (compare.py); in sums, a copy among n weighs 1/n, so that a fault in
-any is seen.
+Runs on one mesh are compared bit by bit, although one holds a parameter whole and another holds a shard. So each rank
+compares only the rows that it holds in the configuration, even if it holds more. Between meshes, masters are compared
+with whole tensors, and every element is taken from one rank (`verify/compare.py`). In sums, each of n replicas has the
+weight 1/n, so that a fault in any of them shows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
 
 Cut = tuple[int, int]
-"""(rank, ranks), of the rows that are left, or of copies."""
+"""Index and number of ranks that divide the remaining rows, or that hold replicas."""
 
 
 @dataclass
 class AnsweredParams:
-    """Of all parameters of a run, where this rank's rows lie, and what they count.
+    """Rows of all parameters of a run that this rank is responsible for.
 
-    `held`: by parameter; of tiles, in the parameter that was tiled. `first`: the parameters of which no other rank's
-    copies come before this one's. `weight`: by parameter, one by the number of copies.
+    Attributes:
+        held: Boxes of the rows, by parameter; for a tile, within the parameter that was tiled.
+        first: Parameters of which this rank holds the first replica.
+        weight: One by the number of replicas, by parameter.
     """
 
     held: dict[str, HeldTensor] = field(default_factory=dict)
@@ -38,7 +40,12 @@ class AnsweredParams:
 
 
 class AnsweredRows:
-    """Cuts what a rank has to the rows it answers for. layout: the table of the configuration."""
+    """Selection of the rows that this rank is responsible for, out of the tensors that it holds.
+
+    Args:
+        sharded: Model of the run.
+        layout: Layout of the configuration, which determines the rows.
+    """
 
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
         self._layout = layout
@@ -61,7 +68,12 @@ class AnsweredRows:
                     placed.first.add(own)
 
     def mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of what it holds of a parameter, flat: the whole, a shard, or a part of one."""
+        """Return this rank's rows of a parameter, flat.
+
+        Args:
+            name: Name of the parameter.
+            flat: What this rank holds of it: the whole parameter, a shard, or a replica shard.
+        """
         shape, cuts, held = self._shapes[name], self._cuts[name], flat.numel()
         left = cuts
         for taken in range(len(cuts) + 1):
@@ -71,11 +83,11 @@ class AnsweredRows:
         return flat[first * shape.row_elems : (first + rows) * shape.row_elems]
 
     def _of(self, unit: Unit) -> tuple[tuple[Cut, ...], Cut]:
-        """Cuts of the shard axis, then of a shard's copies where they share states; and (copy, copies)."""
+        """Return the cuts along the shard axis and, for replica shards, among replicas; and (replica, replicas)."""
         copies, shards = (unit.mesh.get_group(axis) for axis in AXES)
         number, ranks = copies.rank() * shards.size() + shards.rank(), copies.size() * shards.size()
         own = self._layout.of_unit(unit.shape)
-        if ranks != own.ranks:  # another mesh than the configuration's
+        if ranks != own.ranks:  # not the mesh of the configuration
             return ((number, ranks),), (0, 1)
         copy, part = divmod(number, own.shard)
         if self._layout.shares > 1:
@@ -83,6 +95,6 @@ class AnsweredRows:
         return ((part, own.shard),), (copy, own.replicate)
 
     def _copies(self, shape: ParamShape) -> list[Cut]:
-        """Along the axes of the model; a tied parameter is at both ends of a pipeline."""
+        """Return the replicas along the model axes; a tied parameter is at both ends of a pipeline."""
         copied = [(group.rank(), group.size()) for axis, group in self._groups.items() if not shape.is_cut_by(axis)]
         return [*copied, (int(not self._has_first), 2)] if shape.name in self._tied else copied

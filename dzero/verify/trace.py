@@ -1,21 +1,22 @@
-"""A run, followed closely: marks of all that can differ, in the order in which a fault would show.
+"""Trace of a run: marks of all values that can differ, in the order in which a fault would appear.
 
-    mark     of                                                   taken
-    read     each unit's parameters, whole, as forward reads them   where forward asks for them, every time
-    loss     this rank's                                            after the last microbatch
-    mean     loss of all ranks                                      at the end of a step
-    grad     each unit's reduced gradients, unscaled and unclipped  after the last microbatch
-    norm     of all gradients                                       at the end of a step
-    scale    loss scale, and steps skipped so far                   at the end of a step
-    master   each unit's                                            after the last step
-    param    each unit's shard                                      after the last step
+    mark     value                                                     recorded
+    read     unsharded parameters of each unit, as forward reads them  in every forward
+    loss     this rank's loss                                          after the last microbatch
+    mean     mean loss of all ranks                                    at the end of a step
+    grad     reduced gradients of each unit, unscaled and unclipped    after the last microbatch
+    norm     norm of all gradients                                     at the end of a step
+    scale    loss scale, and number of skipped steps                   at the end of a step
+    master   masters of each unit                                      after the last step
+    param    shard of each unit                                        after the last step
 
-Of each unit's reduced gradients the sum of squares is kept besides, for runs that need not have the same bits.
+The sum of squares of each unit's reduced gradients is also recorded, to compare runs that need not have the same bits.
 
-The first mark that differs is where a fault shows first: a unit that was not updated or is stale is the only one that
-forward reads otherwise, one that is reduced wrongly the only one whose gradients differ. No mark waits for updates that
-training itself does not wait for, so that what comes too late is seen. A mark is 64 bits; of a unit it is a hash of
-this rank's rows (rows.py), the same in every run of one mesh, whether it holds them alone or all.
+The first mark that differs shows where a fault is. A unit that was not updated, or is stale, is the only one that
+forward reads differently; a unit that is reduced wrongly is the only one whose gradients differ. No mark waits for
+updates that training itself does not wait for, so updates that come too late are detected. A mark has 64 bits. For a
+unit it is a hash of this rank's rows (`verify/rows.py`), which are the same in every run of one mesh, whether the rank
+holds only these rows or all of them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ ORDER = (READ, LOSS, MEAN, GRAD, NORM, SCALE, MASTER, PARAM)
 
 
 class Mark(NamedTuple):
-    """What was looked at: in which step, of which unit (empty: of none)."""
+    """Identity of a value that was recorded: step, kind of value, and unit (empty for values of no unit)."""
 
     step: int
     what: str
@@ -59,12 +60,21 @@ class Mark(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one run was on this rank. `marks`: 64 bits each. `losses` (this rank's), `means`, `norms`: by step.
+    """Record of one run on this rank.
 
-    mesh, tiles: what cuts the run, copies of shards aside. rows: where those lie that this rank answers for. squares:
-    by step, of each unit's reduced gradients, the weighed sum over these; unscaled, unclipped, fp64. masters: these at
-    the end, flat fp32 in host memory, by parameter. moved: the squared distance from where they began, weighed. kept:
-    the tensors behind one mark, by parameter.
+    Attributes:
+        mesh: Mesh of the run, without replicas.
+        tiles: Number of tiles of blocks and of the loss.
+        rows: Rows that this rank is responsible for.
+        marks: Hashes of 64 bits.
+        losses: This rank's loss, by step.
+        means: Mean loss of all ranks, by step.
+        norms: Global gradient norm, by step.
+        squares: Weighted sum of squares of each unit's reduced gradients over `rows`, by step; unscaled, unclipped,
+            fp64.
+        masters: Masters of `rows` after the last step, by parameter; flat fp32 tensors in host memory.
+        moved: Weighted squared distance of the masters from their initial values, by parameter.
+        kept: Tensors behind one mark, by parameter.
     """
 
     mesh: MeshConfig
@@ -80,21 +90,23 @@ class Trace:
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def ordered(self) -> list[Mark]:
-        """The marks of all ranks by step, by kind, in the order of the units, the same on every rank. Collective."""
+        """Return the marks of all ranks by step, kind and unit, in the same order on every rank. Collective."""
         every = dict.fromkeys(Mark(*mark) for of_rank in of_all_ranks([*self.marks]) for mark in of_rank)
         return sorted(every, key=lambda mark: (mark.step, ORDER.index(mark.what)))
 
 
 class Silent(Monitor):
-    """Tells nobody."""
+    """Monitor without sinks."""
 
     def __init__(self) -> None:
         self.sinks = []
 
 
 class Followed(Trainer):
-    """A trainer that marks what it does. layout: the configuration's, by which ranks answer for rows. keep: the mark
-    whose tensors are kept."""
+    """Trainer that records a trace of what it does.
+
+    The layout of the configuration determines the rows of each rank. Tensors behind the mark `keep` are kept.
+    """
 
     def __init__(
         self, config: RunConfig, folder: Path, device: torch.device, layout: Layout, keep: Mark | None
@@ -109,7 +121,7 @@ class Followed(Trainer):
             for attribute, param in module.named_parameters(recurse=False)
         }
         self._hooks = [
-            # After FSDP2's own hook, which comes first in the row: the parameters are whole.
+            # Registered, and so called, after FSDP2's own hook: the parameters are unsharded.
             as_module(unit.modules[0]).register_forward_pre_hook(partial(self._before_forward, unit))
             for unit in self.sharded.units
             if unit.params
@@ -117,7 +129,7 @@ class Followed(Trainer):
         self._reads: dict[str, xxhash.xxh3_64] = {}
 
     def follow(self, steps: int) -> Trace:
-        """Train so many steps; the trace of all of them, and of the states after the last."""
+        """Train for `steps` steps; return the trace of all of them, and of the states after the last."""
         begin, nobody = self._masters(), Silent()
         for self._at in range(1, steps + 1):
             self._reads = {unit.shape.name: xxhash.xxh3_64() for unit in self.sharded.units}
@@ -155,7 +167,7 @@ class Followed(Trainer):
             self._mark_all(GRAD, unit, mine)
             weight = self._rows.placed.weight
             scaled = sum(weight[name] * sum_squares([grad]).item() for name, grad in mine.items())
-            root, _, number = unit.shape.name.rpartition(".")  # of each part of a pipeline one, of the model as well
+            root, _, number = unit.shape.name.rpartition(".")  # every pipeline stage has a root unit, as the model has
             name = ROOT if (root, number.isdigit()) == (ROOT, True) else unit.shape.name
             squares[name] += scaled / self.optim.scaler.scale**2
         self.trace.squares.append(squares)
@@ -198,14 +210,14 @@ class Followed(Trainer):
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """What JSON takes, of every rank."""
+    """Gather a JSON value of every rank. Collective."""
     everyone = dist.group.WORLD
     assert everyone is not None
     return gather_json(value, everyone)
 
 
 def squared(apart: torch.Tensor) -> float:
-    """The sum of squares, in fp64."""
+    """Return the sum of squares, in fp64."""
     return float(apart.double().square().sum())
 
 
@@ -214,11 +226,11 @@ def _local(param: nn.Parameter) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a copy: FSDP2 could not free memory that numpy has seen."""
+    """Return the bytes of a copy of `tensor`; FSDP2 could not free memory that NumPy refers to."""
     copy = tensor.detach().to("cpu", copy=True).contiguous()
     return copy.view(-1).view(torch.uint8).numpy().data
 
 
 def _bits(value: float, other: float = 0.0) -> int:
-    """Equal for equal floats only, and for NaNs of one pattern."""
+    """Hash floats; equal only for equal floats, and for NaNs of one bit pattern."""
     return xxhash.xxh3_64_intdigest(pack("<dd", value, other))

@@ -1,12 +1,12 @@
-"""`python -m dzero verify`: a configuration's first steps, compared with those of stage 0 on the device.
+"""Command `python -m dzero verify`: compare the first steps of a configuration with those of stage 0 on the device.
 
-    make        the baseline twice: where it differs from itself, its spread is the measure of all that follows
-    climb       every rung of the ladder (ladder.py), each compared with the one before it
-    look        where two runs should have the same bits and have not, both are run again as far as the first mark that
-                differs, and what lies behind that mark is compared
+    baseline    runs twice; if it differs from itself, that spread is the tolerance of all later comparisons
+    ladder      every rung (`verify/ladder.py`) is compared with the one before it
+    search      if two runs should have the same bits but differ, both run again up to the first mark that differs, and
+                the tensors behind that mark are compared
 
-One run lives at a time. What stays of it are marks, and its masters, 4 bytes per parameter of this rank's rows, in host
-memory. Nothing is saved, profiled or written for TensorBoard.
+Only one run is in memory at a time. Of each run, the marks and the masters of this rank's rows remain, in host memory
+(4 bytes per parameter). Nothing is saved, profiled or written for TensorBoard.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
 def verify(settings: Sequence[str]) -> int:
-    """The command. `settings`: Hydra overrides. Returns 0 where the runs agree, 1 where not, 2 where it could not be
-    told."""
+    """Run the verification.
+
+    Args:
+        settings: Hydra overrides.
+
+    Returns:
+        0 if the runs agree, 1 if they differ, 2 if they could not be compared.
+    """
     try:
         asked = composed(settings, CONF, VerifyRun)
         check_all_here([asked])
@@ -51,13 +57,13 @@ def verify(settings: Sequence[str]) -> int:
             left, *_ = Path(folder).glob("agrees-*")
             return AGREES if left.read_text() == str(True) else DIFFERS
     except RunError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun starts this on every rank, and all find the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun, every rank finds the same error
             print(f"error: {error}", file=sys.stderr)
         return NOT_COMPARED
 
 
 def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
-    """One worker's part; rank 0 tells. Whether the runs agree is left in `folder`."""
+    """Run the comparisons of one worker; rank 0 prints them, and a file in `folder` stores whether the runs agree."""
     with Watchdog(run.launch.timeout) as watch:
         report = Verifier(run, folder, device, watch).report()
     rank = dist.get_rank()
@@ -68,7 +74,10 @@ def work(run: VerifyRun, folder: Path, device: torch.device) -> None:
 
 
 class Verifier:
-    """One worker's comparisons; every method is collective. `folder`: of the runs, which write nothing there."""
+    """Comparisons of one worker. Every method is collective.
+
+    `folder` is the output folder of the runs, which write nothing to it. `watch` follows their collectives.
+    """
 
     def __init__(self, run: VerifyRun, folder: Path, device: torch.device, watch: Watchdog | None = None) -> None:
         self._steps, self._folder, self._device, self._watch = run.verify.steps, folder, device, watch
@@ -78,7 +87,7 @@ class Verifier:
             self._layout = layout_of(run, self._ranks)
 
     def report(self) -> VerifyReport:
-        """Run the baseline twice, then every other rung."""
+        """Run the baseline twice, then every other rung; return the comparisons."""
         lower, *others = self._rungs
         before = self._trace(lower)
         itself = self._met(lower, before, lower)[0]
@@ -90,7 +99,7 @@ class Verifier:
         return VerifyReport(self._steps, self._ranks, tuple(findings))
 
     def _met(self, lower: Rung, before: Trace, rung: Rung, itself: Finding | None = None) -> tuple[Finding, Trace]:
-        """Run `rung` and compare it with `before`, the trace of `lower`. itself: what the baseline was to itself."""
+        """Run `rung` and compare it with `before`, the trace of `lower`; `itself` compares the baseline with itself."""
         trace = self._trace(rung)
         allowed, apart = rung.allowed, None
         if itself is not None and not itself.agrees:
@@ -100,7 +109,7 @@ class Verifier:
         return Finding(rung, allowed, gap(before, trace, self._device, allowed), apart), trace
 
     def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Difference:
-        """Both again, as far as the first mark in which they differ."""
+        """Run both rungs again, up to the first mark in which they differ, and compare the tensors behind it."""
         return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
 
     def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
@@ -110,5 +119,5 @@ class Verifier:
             self._watch.follow(trainer.sharded.ledger.collective_log)
         trace = trainer.follow(self._steps if keep is None else keep.step)
         del trainer
-        gc.collect()  # it refers to itself, and what follows needs its memory
+        gc.collect()  # the trainer is in reference cycles, and the next run needs its memory
         return trace

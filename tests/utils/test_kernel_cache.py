@@ -9,6 +9,8 @@ from pathlib import Path
 
 from small_runs import ROOT
 
+from dzero.utils import kernel_cache
+
 KERNEL = """
 import torch
 from dzero.comm import host_sum
@@ -43,3 +45,8 @@ def test_kernels_are_compiled_once_and_only_in_a_private_folder(tmp_path: Path) 
 
     folder.chmod(0o777)  # others could have put code there
     assert told(begin(tmp_path)) == ["True", "0", "1"]
+
+
+def test_a_change_of_any_file_of_the_package_makes_another_folder() -> None:
+    """A kernel calls functions of other files, whose code numba's own cache does not look at."""
+    assert kernel_cache.PACKAGE == ROOT / "dzero"
