@@ -101,11 +101,12 @@ def check_memory(config: RunConfig) -> None:
         _warn(f"memory was not checked: {error}")
         return
     here = this_machine(config, host_memory_bytes())
-    tiers = tiers_of(memory, here, ranks_of(config))
+    ranks = layout_of(config, device_type(config.launch)).world
+    tiers = tiers_of(memory, here, ranks)
     if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
         raise RunError(_refusal(config, here, lacking))
     now = this_machine(config, host_available_bytes())
-    for name, tier in tiers_of(memory, now, ranks_of(config)).items():
+    for name, tier in tiers_of(memory, now, ranks).items():
         if tier.capacity_bytes is not None and short_bytes({name: tier}):
             needs, free = format_bytes(tier.total_bytes), format_bytes(tier.capacity_bytes)
             _warn(
