@@ -107,16 +107,16 @@ def both_ways(device: Device, size: int) -> Callable[[], object]:
 
 
 def pinning(device: Device, size: int, found: Findings) -> dict[str, float]:
-    """Return seconds until `size` bytes are page-locked, by torch and by the arena of the offload, and its rates."""
+    """Return seconds until `size` bytes are page-locked, by torch and by the pool of the offload, and its rates."""
     start = time.perf_counter()
     by_torch = torch.empty(size, dtype=torch.uint8, pin_memory=device.on_gpu)
     torch_s = time.perf_counter() - start
     del by_torch
-    arena, start = HostMemoryPool(size, pin=device.on_gpu), time.perf_counter()
-    lease = arena.lease(size, "a fact")
+    pool, start = HostMemoryPool(size, pin=device.on_gpu), time.perf_counter()
+    lease = pool.lease(size, "a fact")
     host = lease.view(torch.uint8, size)
     touch_s, start = time.perf_counter() - start, time.perf_counter()
-    arena.settle()
+    pool.settle()
     lock_s = time.perf_counter() - start
     if not device.on_gpu:
         found.stand_in("no memory is page-locked")

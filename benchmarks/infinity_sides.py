@@ -70,14 +70,14 @@ class Transfers:
         named = {f"{way} {u} {p}": s for way in Direction for u, unit in enumerate(units) for p, s in enumerate(unit)}
         self._units, self._store = units, DiskStore(setting.disk, named, rank=dist.get_rank())
         count = sum(aligned(max(unit[p] for unit in units)) for p in range(len(units[0])))
-        arena = HostMemoryPool(count * UNDER_WAY * len(Direction))
+        pool = HostMemoryPool(count * UNDER_WAY * len(Direction))
         self._buffers = {
-            (way, turn, p): arena.lease(max(unit[p] for unit in units), f"{way} {turn} {p}").data
+            (way, turn, p): pool.lease(max(unit[p] for unit in units), f"{way} {turn} {p}").data
             for way in Direction
             for turn in range(UNDER_WAY)
             for p in range(len(units[0]))
         }
-        arena.settle()
+        pool.settle()
         for way in Direction:  # what is read must have been written
             self._lane(way, Direction.WRITE)
 

@@ -75,7 +75,7 @@ def _pipelined(
             microbatches=samples,
             hidden=HiddenStates((1, tokens // cut.tp, parts.width), sharded.layout.param.dtype),
             device=torch.device("cpu"),
-            cadence=sharded,
+            hooks=sharded,
             run=run,
             loss=lambda part, x, targets: _loss(run(part, x), targets),
         )

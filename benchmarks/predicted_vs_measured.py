@@ -5,7 +5,7 @@
 
 Two real ranks per configuration: stages, accumulation, recomputation, precision, tiers, and shapes of the model. The
 peak is the high-water mark in a step of the storages of all tensors since before the model was made, with host memory,
-the same memory here; host is what the arena leased, disk the sizes of open scratch files
+the same memory here; host is what the pool leased, disk the sizes of open scratch files
 (benchmarks/simulator/measured_memory.py). `resident` beside it is how much the process grew from before the model to
 its high-water mark in the steps. Rates are measured by the same processes before and after each configuration
 (estimate/probes.py), since a shared machine drifts; times are predicted from nothing of a run, the mean of both rates'.

@@ -75,7 +75,7 @@ def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
         ffn_size = dense * (model.ffn_size or 0)
         Sizes(model.heads, model.kv_heads or model.heads, ffn_size, model.vocab_size or 0).check(mesh.tp, "mesh.tp")
     if mesh.pp > 1 and model.layers is not None:
-        check_blocks(model.layers, mesh.pp, mesh.parts_of_a_rank)
+        check_blocks(model.layers, mesh.pp, mesh.stages_per_rank)
 
 
 def _check_zero_bubble(run: CombinedSettings) -> None:

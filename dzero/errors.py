@@ -47,7 +47,7 @@ class RankLost(RunError):
     """Error that ends a run because a rank did not respond; the watchdog finds out which."""
 
 
-class ToldElsewhere(RunError):
+class ReportedElsewhere(RunError):
     """Error that ends a run whose cause another rank has already reported."""
 
 

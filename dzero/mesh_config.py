@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dzero.utils.ranges import MOST_RANKS, check, divisors, whole
 
 CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
-PARTS_OF_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
+STAGES_PER_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 """Default number of pipeline stages per rank, by schedule."""
 
 
@@ -51,21 +51,21 @@ class MeshConfig:
 
     def _check_schedule(self) -> None:
         schedule, parts = self.pp_schedule, self.pp_parts
-        if schedule not in PARTS_OF_A_RANK:
-            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*PARTS_OF_A_RANK]}")
+        if schedule not in STAGES_PER_RANK:
+            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*STAGES_PER_RANK]}")
         for key, value, default in (("pp_schedule", schedule, "1f1b"), ("pp_parts", parts, None)):
             if self.pp == 1 and value != default:
                 raise ValueError(f"mesh.{key}={value} has no effect with mesh.pp=1; remove it")
-        if parts is not None and (parts == 1) != (PARTS_OF_A_RANK[schedule] == 1):
-            many = [each for each in PARTS_OF_A_RANK if (PARTS_OF_A_RANK[each] == 1) == (parts == 1)]
+        if parts is not None and (parts == 1) != (STAGES_PER_RANK[schedule] == 1):
+            many = [each for each in STAGES_PER_RANK if (STAGES_PER_RANK[each] == 1) == (parts == 1)]
             raise ValueError(
                 f"mesh.pp_parts={parts} with mesh.pp_schedule={schedule}: so many parts on a rank are for {many}"
             )
 
     @property
-    def parts_of_a_rank(self) -> int:
+    def stages_per_rank(self) -> int:
         """Number of pipeline stages per rank."""
-        return self.pp_parts or PARTS_OF_A_RANK[self.pp_schedule]
+        return self.pp_parts or STAGES_PER_RANK[self.pp_schedule]
 
     @property
     def to_a_sequence(self) -> int:

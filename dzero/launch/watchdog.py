@@ -31,7 +31,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from dzero.comm.collective_log import CollectiveLog
-from dzero.errors import RankLost, RunError, ToldElsewhere
+from dzero.errors import RankLost, RunError, ReportedElsewhere
 from dzero.rendezvous import rendezvous
 
 BEAT_S = 1.0
@@ -73,7 +73,7 @@ class Watchdog:
 
     Raises:
         RunError: An exception came out of a collective. The message names the missing ranks, and where all ranks are.
-        ToldElsewhere: Another rank has reported the same.
+        ReportedElsewhere: Another rank has reported the same.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -151,7 +151,7 @@ class Watchdog:
             return  # the error is this rank's own
         text = report(places, silent(before, places), self._rank, self._timeout, error, self._collective_log.of_parts)
         told = self._store.compare_set(TOLD, "", text).decode()
-        raise (RunError if told == text else ToldElsewhere)(told) from error
+        raise (RunError if told == text else ReportedElsewhere)(told) from error
 
 
 def _is_of_torchs_own(error: Exception) -> bool:

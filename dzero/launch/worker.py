@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from dzero.errors import RunError, ToldElsewhere, user_errors
+from dzero.errors import RunError, ReportedElsewhere, user_errors
 from dzero.hardware import available_cores
 from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type
@@ -136,7 +136,7 @@ def reported(report: Callable[[Exception], None]) -> Iterator[None]:
 def to_torchrun(error: Exception) -> None:
     """Print the error to stderr at once, and record it for torchrun's summary."""
     get_error_handler().record_exception(error)
-    if not isinstance(error, ToldElsewhere):
+    if not isinstance(error, ReportedElsewhere):
         print(f"error: {error}" if isinstance(error, RunError) else traceback.format_exc(), file=sys.stderr)
 
 

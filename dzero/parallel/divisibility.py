@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dzero.mesh_config import PARTS_OF_A_RANK
+from dzero.mesh_config import STAGES_PER_RANK
 from dzero.utils.ranges import divisors
 
 
@@ -37,14 +37,14 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
         )
 
 
-def check_blocks(blocks: int, ranks: int, parts_of_a_rank: int = 1) -> None:
+def check_blocks(blocks: int, ranks: int, stages_per_rank: int = 1) -> None:
     """Raise ValueError if there are fewer blocks than pipeline stages."""
-    count, several = ranks * parts_of_a_rank, parts_of_a_rank > 1
+    count, several = ranks * stages_per_rank, stages_per_rank > 1
     if blocks < count:
-        of_rank = f" with {parts_of_a_rank} parts on each rank" if several else ""
+        of_rank = f" with {stages_per_rank} parts on each rank" if several else ""
         raise ValueError(
             f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {blocks} blocks; take at most "
-            f"{max(1, blocks // parts_of_a_rank)} ranks{', or fewer parts' if several else ''}"
+            f"{max(1, blocks // stages_per_rank)} ranks{', or fewer parts' if several else ''}"
         )
 
 
@@ -57,7 +57,7 @@ def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
         **dict.fromkeys(("interleaved", "zero_bubble"), microbatches >= ranks and microbatches % rounds == 0),
     }
     if not fitting[schedule]:
-        repair = f"a multiple of {ranks}" if PARTS_OF_A_RANK[schedule] > 1 else f"at least {ranks}"
+        repair = f"a multiple of {ranks}" if STAGES_PER_RANK[schedule] > 1 else f"at least {ranks}"
         raise ValueError(
             f"mesh.pp_schedule={schedule} over mesh.pp={ranks} ranks with {microbatches} microbatches to a step: take "
             f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "

@@ -142,7 +142,7 @@ def parallelize(
         stages = split_pipeline(
             model,
             *pipeline,
-            parts_of_a_rank=config.stages_per_rank,
+            stages_per_rank=config.stages_per_rank,
             plan=config.pipeline_plan,
             tokens=config.tokens,
         )

@@ -174,7 +174,7 @@ def announce_long_layout(config: RunConfig) -> None:
 
 def check_foreseen(config: RunConfig) -> None:
     """Raise RunError for offloaded activations, and for several pipeline stages per rank, which are not predicted."""
-    if config.mesh.parts_of_a_rank > 1:
+    if config.mesh.stages_per_rank > 1:
         raise RunError(
             f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen; with "
             "mesh.pp_schedule=1f1b it is, which needs less"

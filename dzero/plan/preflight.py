@@ -147,7 +147,7 @@ def needed(config: RunConfig) -> StepMemory:
     Raises:
         UnforeseenError: The model does not run on fake tensors. It may train all the same.
     """
-    if config.mesh.parts_of_a_rank > 1:
+    if config.mesh.stages_per_rank > 1:
         raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
     return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
 

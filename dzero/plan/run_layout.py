@@ -75,7 +75,7 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
     mesh = config.mesh
     return ParallelConfig(
         ep=mesh.ep,
-        stages_per_rank=mesh.parts_of_a_rank,
+        stages_per_rank=mesh.stages_per_rank,
         tokens=config.train.sequence_tokens,
         cp=mesh.cp,
         cp_attention=mesh.cp_attention,

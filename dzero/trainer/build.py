@@ -120,7 +120,7 @@ class BuiltModel:
             microbatches=self.microbatches,
             hidden=hidden,
             device=self.device,
-            cadence=sharded,
+            hooks=sharded,
             run=run,
             loss=lambda part, x, targets: with_added(cross_entropy(run(part, x), targets), part),
             added=added_of,

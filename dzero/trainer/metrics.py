@@ -60,14 +60,14 @@ class MetricsRecorder:
     def __init__(
         self,
         config: RunConfig,
-        assembled: BuiltModel,
+        built: BuiltModel,
         optim: MasterOptimizer,
         memory: MemoryMeter,
         device: torch.device,
         done_steps: int = 0,
     ) -> None:
-        sharded, flops_per_token = assembled.sharded, assembled.flops_per_token
-        self._assembled, self._sharded, self._optim = assembled, sharded, optim
+        sharded, flops_per_token = built.sharded, built.flops_per_token
+        self._assembled, self._sharded, self._optim = built, sharded, optim
         self._memory, self._device = memory, device
         self._scaled = config.precision.param == "fp16"
         readers = config.mesh.readers(sharded.layout.ranks)
@@ -87,8 +87,8 @@ class MetricsRecorder:
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         table = sharded.model, sharded.layout
         self._inside = context_traffic(config, *table, sharded.parts)
-        self._inside |= pipeline_traffic(sharded.parts, assembled.hidden, sharded.layout)
-        if assembled.counts_tensor:
+        self._inside |= pipeline_traffic(sharded.parts, built.hidden, sharded.layout)
+        if built.counts_tensor:
             self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.parts)
         self._counted: dict[Entry, Traffic] = {}
         self._traffic: dict[Entry, Traffic] = {}
@@ -233,8 +233,8 @@ class MetricsRecorder:
             unsharded = peak_bytes(*table).param - resting_bytes(*table).param
             self._state_bytes = {**states, "param": states["param"] + unsharded}
         kinds = {**self._state_bytes, "grad": self._grad_bytes}
-        if self._device.type == "cpu" and (arena := self._optim.offload.host_bytes):
-            kinds["arena"] = arena
+        if self._device.type == "cpu" and (host_pool := self._optim.offload.host_bytes):
+            kinds["host_pool"] = host_pool
         return self._memory.split(kinds)
 
     def _memory_of_ranks(self) -> list[dict[str, int]]:

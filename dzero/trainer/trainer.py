@@ -71,16 +71,16 @@ class Trainer:
         check_ranks(config, world)
         memory = MemoryMeter(device)
         self.corpus: Corpus = load(config.data)
-        self.assembled = assembled = BuiltModel(config, device, self.corpus.vocab_size)
-        self.sharded, self.microbatches = assembled.sharded, assembled.microbatches
+        self.built = built = BuiltModel(config, device, self.corpus.vocab_size)
+        self.sharded, self.microbatches = built.sharded, built.microbatches
         self.sharded.ledger.collective_log.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
             "sequence_tokens": config.train.sequence_tokens,
             "microbatch_sequences": config.train.microbatch_sequences,
-            "rank": assembled.reader,
-            "ranks": assembled.readers,
+            "rank": built.reader,
+            "ranks": built.readers,
         }
         self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         self.batches = BatchPrefetcher(self.stream, device)
@@ -91,7 +91,7 @@ class Trainer:
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
         self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
-        self.recorder = MetricsRecorder(config, assembled, self.optim, memory, device, self.done_steps)
+        self.recorder = MetricsRecorder(config, built, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps
         )
@@ -145,7 +145,7 @@ class Trainer:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
         self.recorder.begin_step()
         first = step == self.done_steps + 1
-        with self.assembled.counted() if first else nullcontext():
+        with self.built.counted() if first else nullcontext():
             loss = self._microbatches()
         read_shared = self.recorder.share(loss, stop=stop)
         self.recorder.before_update()
@@ -161,13 +161,13 @@ class Trainer:
 
     def _microbatches(self) -> torch.Tensor:
         """Run forward and backward of the step's microbatches; return their mean loss on this rank, fp32 scalar."""
-        if self.assembled.pipeline is not None:
+        if self.built.pipeline is not None:
             batches = [self.batches.next() for _ in range(self.microbatches)]
-            return self.assembled.pipelined(batches, self.optim.scale_loss)
+            return self.built.pipelined(batches, self.optim.scale_loss)
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
-            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.assembled.losses():
-                loss = self.assembled.loss(*self.batches.next()) / self.microbatches
+            with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.built.losses():
+                loss = self.built.loss(*self.batches.next()) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 total += local_of(loss.detach())
@@ -201,7 +201,7 @@ class Trainer:
     def _after_update(self, step: int, monitor: Monitor) -> None:
         decision = self.optim.last_decision
         assert decision is not None
-        self.assembled.balance.step(made=decision.finite)
+        self.built.balance.step(made=decision.finite)
         if decision.finite:
             return
         where = ", ".join(decision.nonfinite_params[:3]) + (", ..." if len(decision.nonfinite_params) > 3 else "")
@@ -219,8 +219,8 @@ class Trainer:
         if not self._evaluates:
             return None
         self.sharded.train(False)
-        with self.assembled.losses():
-            losses = [local_of(self.assembled.held_out_loss(*batch)) for batch in self.evaluation()]
+        with self.built.losses():
+            losses = [local_of(self.built.held_out_loss(*batch)) for batch in self.evaluation()]
         self.sharded.train(True)
         self.sharded.reshard()
         mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())

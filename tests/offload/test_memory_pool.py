@@ -1,4 +1,4 @@
-"""The arena: never more than its budget, never a slot used twice, and what it lacks is told before it is touched."""
+"""The host memory pool: never beyond its budget, no slot used twice, and what it lacks is told before it is touched."""
 
 from __future__ import annotations
 

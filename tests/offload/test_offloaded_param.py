@@ -187,7 +187,7 @@ dist.destroy_process_group()
 
 
 def test_what_moves_to_the_host_is_never_there_twice() -> None:
-    """Masters in fp32 and working copies wait outside the arena, and are freed as it fills, unit by unit."""
+    """Masters in fp32 and working copies wait outside the pool, and are freed as it fills, unit by unit."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory is given back at once
     ended = subprocess.run([sys.executable, "-c", BUILD], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -239,7 +239,7 @@ def saved(rank: int, ranks: int) -> None:
     file = io.BytesIO()
     torch.save(kept, file)
     elems = sum(local_of(p.detach()).numel() for p in sharded.named_params().values())
-    assert file.tell() < 14 * elems + 200_000  # not the whole arena once per state
+    assert file.tell() < 14 * elems + 200_000  # not the whole pool once per state
     for index, states in copy.deepcopy(kept)["state"].items():
         for key, value in states.items():
             assert torch.equal(local_of(value), local_of(kept["state"][index][key]))

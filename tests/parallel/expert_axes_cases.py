@@ -46,7 +46,7 @@ def config_of(line: str) -> RunConfig:
 
 @dataclass
 class Made:
-    assembled: BuiltModel
+    built: BuiltModel
     optim: AdamW
     recorder: MetricsRecorder
     steps: list[list[Tensor]]
@@ -54,26 +54,26 @@ class Made:
 
     @classmethod
     def of(cls, config: RunConfig) -> Made:
-        assembled = BuiltModel(config, CPU, SHAPE.vocab_size)
-        optim = AdamW(assembled.sharded, lr=LR, eps=EPS, max_norm=CLIP, scaler=config.scaler)
+        built = BuiltModel(config, CPU, SHAPE.vocab_size)
+        optim = AdamW(built.sharded, lr=LR, eps=EPS, max_norm=CLIP, scaler=config.scaler)
         drawn = batches(run_of(config), config.train.steps)
-        recorder = MetricsRecorder(config, assembled, optim, MemoryMeter(CPU), CPU)
-        return cls(assembled, optim, recorder, [of_step[assembled.reader] for of_step in drawn])
+        recorder = MetricsRecorder(config, built, optim, MemoryMeter(CPU), CPU)
+        return cls(built, optim, recorder, [of_step[built.reader] for of_step in drawn])
 
     def step(self, number: int) -> StepRecord:
         """As the trainer's."""
         self.recorder.begin_step()
-        with self.assembled.counted() if number == 0 else nullcontext():
+        with self.built.counted() if number == 0 else nullcontext():
             loss = self._backward(self.steps[number])
         read_shared = self.recorder.share(loss, stop=False)
         self.recorder.before_update()
         self.optim.step()
         assert self.optim.last_decision is not None
-        self.assembled.balance.step(made=self.optim.last_decision.finite)
+        self.built.balance.step(made=self.optim.last_decision.finite)
         return self.recorder.end_step(number + 1, read_shared().loss)
 
     def _backward(self, microbatches: list[Tensor]) -> Tensor:
-        made, total = self.assembled, torch.zeros(())
+        made, total = self.built, torch.zeros(())
         pairs = [(batch[:, :-1], batch[:, 1:]) for batch in microbatches]
         if made.pipeline is not None:
             return made.pipelined(pairs, self.optim.scale_loss)
@@ -87,7 +87,7 @@ class Made:
     def params(self) -> dict[str, Tensor]:
         """Whole, by their names; of this rank's layers."""
         self.optim.synchronize()
-        return {name: whole(param).clone() for name, param in self.assembled.sharded.named_params().items()}
+        return {name: whole(param).clone() for name, param in self.built.sharded.named_params().items()}
 
 
 def run_of(config: RunConfig) -> Run:
@@ -112,7 +112,7 @@ def trained(rank: int, ranks: int, config: RunConfig) -> dict[str, Any]:
         "losses": [record.loss for record in records],
         "norms": [record.grad_norm for record in records],
         "params": made.params(),
-        "biases": biases(made.assembled.sharded.model),
+        "biases": biases(made.built.sharded.model),
         "agrees": agrees(made.recorder.summarise(None)),
     }
 
@@ -136,11 +136,11 @@ def loaded(rank: int, ranks: int, config: RunConfig, folder: Path) -> dict[str, 
 
 
 def checkpoints_of(made: Made, folder: Path) -> Checkpointer:
-    return Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.assembled.sharded, made.optim)
+    return Checkpointer(CheckpointConfig(folder=str(folder), every=1), made.built.sharded, made.optim)
 
 
 def everything(made: Made) -> dict[str, Tensor]:
-    return states(made.assembled.sharded, made.optim) | biases(made.assembled.sharded.model)
+    return states(made.built.sharded, made.optim) | biases(made.built.sharded.model)
 
 
 def overflowed(rank: int, ranks: int, config: RunConfig) -> tuple[tuple[str, ...], bool, bool]:

@@ -142,7 +142,7 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
     found: dict[str, list[int]] = {}
     for rank in range(2):
         model = model_of(Piped(stage=0, tied=True))
-        parts = split_pipeline(model, rank, 2, parts_of_a_rank=2)
+        parts = split_pipeline(model, rank, 2, stages_per_rank=2)
         for name, param in model.named_parameters():
             assert param.shape == whole[parts.aliases.get(name, name)].shape
             found.setdefault(parts.aliases.get(name, name), []).append(rank)
@@ -155,7 +155,7 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"8 parts of a model of 4 blocks; take at most 2 ranks"):
-        split_pipeline(model_of(Piped(stage=0)), 0, 4, parts_of_a_rank=2)
+        split_pipeline(model_of(Piped(stage=0)), 0, 4, stages_per_rank=2)
     with pytest.raises(ValueError, match=r"no parts are known for Linear, only for \['Llama'"):
         split_pipeline(nn.Linear(2, 2), 0, 2)
     with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):

@@ -143,7 +143,7 @@ def _memory(simulation: Simulation) -> list[Any]:
     def memory_pool(self: HostMemoryPool, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if self._memory.numel():
-            simulation.memory.add_arena(self._memory.data_ptr(), self._memory.numel())
+            simulation.memory.add_pool(self._memory.data_ptr(), self._memory.numel())
 
     return [
         mock.patch.object(streams, "synchronize", synchronized),

@@ -8,7 +8,7 @@
                  the thread that frees knows it (it waited on the host, hence the memory came back after)
                  `record_stream` told the allocator to wait
 
-Host memory (an arena of page-locked memory, what threads of the host make) is handed out by the schedule, which is not
+Host memory (a pool of page-locked memory, what threads of the host make) is handed out by the schedule, which is not
 modelled: its users wait for each other, or race.
 """
 
@@ -56,13 +56,13 @@ class Memory:
     def __init__(self, found: Callable[[Race], None]) -> None:
         self._found = found
         self._blocks: dict[int, Block] = {}
-        self._arenas: list[Block] = []
+        self._pools: list[Block] = []
         self._freed: dict[Agent, list[Access]] = {}
         self._dead: deque[tuple[Block, Clock]] = deque()
 
-    def add_arena(self, start: int, count: int) -> None:
+    def add_pool(self, start: int, count: int) -> None:
         """Know `count` bytes from `start` on as page-locked host memory."""
-        self._arenas.append(Block(start, start + count, Space.PINNED, "an arena"))
+        self._pools.append(Block(start, start + count, Space.PINNED, "a memory pool"))
 
     def block_of(self, tensor: torch.Tensor, clock: Callable[[], Clock]) -> Block | None:
         """Return the block that a tensor lies in, None where it has no bytes; clock: of the thread that frees it."""
@@ -70,7 +70,7 @@ class Memory:
         start, count = storage.data_ptr(), storage.nbytes()
         if not count:
             return None
-        for memory_pool in self._arenas:
+        for memory_pool in self._pools:
             if memory_pool.start <= start < memory_pool.end:
                 return memory_pool
         self.bury()
@@ -80,7 +80,7 @@ class Memory:
 
     def give_back(self, start: int, end: int, access: Access, clock: Clock) -> None:
         """Note that page-locked memory is given back: whatever touched it must be over."""
-        for memory_pool in self._arenas:
+        for memory_pool in self._pools:
             if memory_pool.start <= start < memory_pool.end:
                 self.touch(memory_pool, replace(access, start=start, end=end), clock)
 

@@ -132,7 +132,7 @@ class Watched:
     def __init__(self, host: torch.Tensor) -> None:
         self._host, self._array = host, host.numpy()
         simulation = Simulation.now()
-        simulation.memory.add_arena(host.data_ptr(), host.nbytes)
+        simulation.memory.add_pool(host.data_ptr(), host.nbytes)
 
     def __getitem__(self, cut: slice) -> Any:
         Simulation.now().run("columns", [], [self._host])

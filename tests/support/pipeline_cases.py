@@ -117,7 +117,7 @@ def build(run: Piped) -> Made:
             microbatches=run.microbatches,
             hidden=hidden,
             device=torch.device("cpu"),
-            cadence=sharded,
+            hooks=sharded,
             run=forward,
             loss=lambda part, x, targets: cross_entropy(forward(part, x), targets),
         )
@@ -251,7 +251,7 @@ def own_loop(rank: int, ranks: int, outside: bool) -> dict[str, Tensor] | str:
                 schedule="1f1b",
                 microbatches=2,
                 device=torch.device("cpu"),
-                cadence=sharded,
+                hooks=sharded,
                 hidden=HiddenStates((4, parts.width), torch.float32),
                 run=lambda part, x: part(x),
                 loss=lambda part, x, targets: F.mse_loss(part(x), targets),

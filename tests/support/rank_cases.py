@@ -92,7 +92,7 @@ def piped(rank: int, ranks: int, scenario: Scenario) -> tuple[int, dict[Entry, T
             microbatches=microbatches,
             hidden=scenario.hidden(parts),
             device=torch.device("cpu"),
-            cadence=sharded,
+            hooks=sharded,
             run=run,
             loss=loss,
         )
@@ -111,13 +111,13 @@ def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]
     """The device's peak in a step of the run on this rank, of tokens that are all 0, and what the next one moves."""
     tokens = torch.zeros(run.train.microbatch_sequences, run.train.sequence_tokens, dtype=torch.int64)
     with MemoryCount() as taking:
-        assembled = BuiltModel(run, torch.device("cpu"), vocab_size)
-        sharded, optim = assembled.sharded, AdamW(assembled.sharded, threads=1)
+        built = BuiltModel(run, torch.device("cpu"), vocab_size)
+        sharded, optim = built.sharded, AdamW(built.sharded, threads=1)
 
         def step() -> None:
-            for index in range(assembled.microbatches):
-                with sharded.microbatch(is_last=index == assembled.microbatches - 1), assembled.losses():
-                    (assembled.loss(tokens, tokens) / assembled.microbatches).backward()  # type: ignore[no-untyped-call]
+            for index in range(built.microbatches):
+                with sharded.microbatch(is_last=index == built.microbatches - 1), built.losses():
+                    (built.loss(tokens, tokens) / built.microbatches).backward()  # type: ignore[no-untyped-call]
             optim.step()
 
         took = taking.taken(step, optim)

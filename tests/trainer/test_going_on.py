@@ -50,8 +50,8 @@ class Observed(Trainer):
             return found
 
         self.stream._windows_of = observed  # type: ignore[method-assign]
-        self._loss_of = self.assembled.loss
-        self.assembled.loss = self._loss  # type: ignore[method-assign]
+        self._loss_of = self.built.loss
+        self.built.loss = self._loss  # type: ignore[method-assign]
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = self._loss_of(tokens, targets)

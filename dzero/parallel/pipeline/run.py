@@ -38,7 +38,7 @@ from torch.distributed.pipelining import (
 
 from dzero.comm.ledger import Ledger
 from dzero.mesh import PIPELINE
-from dzero.mesh_config import PARTS_OF_A_RANK
+from dzero.mesh_config import STAGES_PER_RANK
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.pipeline.schedule import HiddenStates
 from dzero.parallel.pipeline.split import ModelStage, ModelStages
@@ -81,7 +81,7 @@ class Pipeline:
         microbatches: Microbatches of a step.
         hidden: Hidden states that stages exchange.
         device: Device of the stages.
-        cadence: Hooks around each backward.
+        hooks: Hooks around each backward.
         run: Runs a stage on its input, tokens or hidden states.
         loss: Returns the loss of the last stage for its input and targets, an fp32 scalar.
         added: Returns what another stage adds to the loss after its `run`, an fp32 scalar or None.
@@ -100,7 +100,7 @@ class Pipeline:
         microbatches: int,
         hidden: HiddenStates,
         device: torch.device,
-        cadence: MicrobatchHooks,
+        hooks: MicrobatchHooks,
         run: Run,
         loss: Loss,
         added: Added = lambda _: None,
@@ -113,9 +113,9 @@ class Pipeline:
         self._targets: Sequence[Tensor] = ()
         self._take: Callable[[Tensor], Tensor] = _same
         self._check_passing(parts.empty)
-        stages = [_Stage(self, part, number, cadence) for number, part in enumerate(parts.own)]
+        stages = [_Stage(self, part, number, hooks) for number, part in enumerate(parts.own)]
         self._schedule = SCHEDULES[schedule](
-            stages if PARTS_OF_A_RANK[schedule] > 1 else stages[0],
+            stages if STAGES_PER_RANK[schedule] > 1 else stages[0],
             microbatches,
             loss_fn=_loss_is_output,
             scale_grads=False,
@@ -208,11 +208,11 @@ class Pipeline:
 class _Stage(PipelineStage):
     """Stage for torch's schedules; not an FSDP2 module, because they would change its flags."""
 
-    def __init__(self, pipeline: Pipeline, part: ModelStage, number: int, cadence: MicrobatchHooks) -> None:
+    def __init__(self, pipeline: Pipeline, part: ModelStage, number: int, hooks: MicrobatchHooks) -> None:
         index, count, shapes = pipeline.stage_of(part)
-        plain = _Plain(partial(pipeline.of_part, part), partial(cadence.unsharded_params, number))
+        plain = _Plain(partial(pipeline.of_part, part), partial(hooks.unsharded_params, number))
         super().__init__(plain, index, count, **shapes)
-        self._plain, self._pipeline, self._number, self._cadence = plain, pipeline, number, cadence
+        self._plain, self._pipeline, self._number, self._hooks = plain, pipeline, number, hooks
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
         self._plain.microbatch = fwd_chunk_id
@@ -224,16 +224,16 @@ class _Stage(PipelineStage):
     ) -> None:
         self._pipeline.compute()
         if full_backward:
-            around = self._cadence.microbatch(last_backward, self._number)
+            around = self._hooks.microbatch(last_backward, self._number)
         else:
-            around = self._cadence.input_gradients(self._number)
+            around = self._hooks.input_gradients(self._number)
         with around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute weight gradients; the first stage, without input gradients, runs its whole backward."""
         self._pipeline.compute()
-        whole = self._cadence.microbatch if self.is_first else self._cadence.weight_gradients
+        whole = self._hooks.microbatch if self.is_first else self._hooks.weight_gradients
         with whole(last_backward, self._number):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 

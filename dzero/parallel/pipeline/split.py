@@ -109,7 +109,7 @@ def split_pipeline(
     rank: int,
     ranks: int,
     *,
-    parts_of_a_rank: int = 1,
+    stages_per_rank: int = 1,
     plan: PipelinePlan | None = None,
     tokens: int = 0,
 ) -> ModelStages:
@@ -122,9 +122,9 @@ def split_pipeline(
         ValueError: If the model is of an unknown kind, has fewer blocks than stages, or has parameters in no stage.
     """
     plan = plan or plan_for(model)
-    count = ranks * parts_of_a_rank
+    count = ranks * stages_per_rank
     blocks = find_blocks(model)
-    check_blocks(len(blocks), ranks, parts_of_a_rank)
+    check_blocks(len(blocks), ranks, stages_per_rank)
     modules_of_model = dict(model.named_modules())
     if unknown := [name for name in (*plan.first, *plan.last) if name not in modules_of_model]:
         raise ValueError(f"mesh.pp: the plan names {unknown}, which {type(model).__name__} has not as modules")
