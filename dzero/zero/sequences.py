@@ -1,4 +1,4 @@
-"""Context parallelism of a model that is sharded: its ledger counts what attention moves."""
+"""Context parallelism of a sharded model, whose ledger counts the traffic of attention."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from dzero.zero.shard import Sharded
 def parallelize_context(
     sharded: Sharded, mesh: DeviceMesh, cp: int, *, attention: str = "all_gather"
 ) -> ContextParallel:
-    """Cut every sequence over `cp` data-parallel neighbours of `mesh`, all axes of it. After `shard`; all ranks call.
+    """Shard every sequence over `cp` neighbouring data-parallel ranks; call this on all ranks, after `shard`.
 
-    Raises ValueError as `ContextParallel`, and where cp does not divide the data-parallel ranks.
+    Args:
+        sharded: The sharded model.
+        mesh: Mesh with all its axes.
+        cp: Number of ranks that share a sequence.
+        attention: "all_gather", "ulysses" or "ring".
+
+    Raises:
+        ValueError: If `ContextParallel` does not support the model, or cp does not divide the data-parallel ranks.
     """
     group, exact = context_group(mesh, cp), sharded.layout.exact
     return ContextParallel(sharded.model, group, sharded.ledger, attention=attention, exact=exact)
