@@ -2,7 +2,7 @@
 
     call             effect
     wait_event       the current stream waits for an event; the host continues
-    wait_stream      the current stream waits for all work that was enqueued on another so far; the host continues
+    wait_stream      the current stream waits for all work enqueued on another stream so far; the host continues
     synchronize      the host waits for an event
     record_stream    the allocator reuses a tensor's memory only after the current stream has reached this point
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 Stream = Any
-"""`torch.Stream` of a device, or None. Untyped, since torch.cuda's class is not a subclass in every release."""
+"""`torch.Stream` of a device, or None. Typed as Any: in some releases, torch.cuda.Stream is not a subclass of it."""
 Event = Any
 """`torch.Event`, or None."""
 
@@ -155,8 +155,8 @@ class Loans:
     """Tensors that are kept alive until the stream they were allocated on has waited for their use on another stream.
 
     If such a tensor were freed earlier, the next tensor of the allocating stream could take its memory and overwrite
-    it while it is read. Like FSDP2 for its own buffers, `make` makes the allocating stream wait, so that memory is
-    reused at a known point. With `record_stream` the memory would be reused once the host finds that its use has
+    it while it is read. Like FSDP2 for its own buffers, `make` inserts the wait into the allocating stream, so that
+    memory is reused at a known point. With `record_stream`, memory would be reused once the host finds that its use has
     ended, so a host that runs ahead would allocate new memory each time. `make` does not wait for the last loan, whose
     use overlaps with the next tensor.
     """
@@ -177,7 +177,8 @@ class Loans:
     def clear(self) -> None:
         """Release all loans without a wait.
 
-        The current stream must have waited for their uses, and their allocating stream must wait for the current one.
+        The current stream must have waited for all uses. Before its next allocation, the allocating stream must wait
+        for the current stream.
         """
         self._loans.clear()
 

@@ -89,7 +89,7 @@ def copies_of(layout: Layout, unit: UnitShape) -> Traffic:
 
 
 def copied_dtype(layout: Layout) -> torch.dtype:
-    """Return the dtype in which these are summed: as backward made them, or as accumulated over microbatches."""
+    """Return the dtype of the all-reduces in `copies_of`: as backward made the gradients, or as accumulated."""
     whole = layout.microbatches > 1 and not layout.grad.sharded
     return layout.grad.dtype if whole else layout.param.dtype
 
@@ -106,8 +106,8 @@ def expected_copies(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, T
 def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
     """Return the calls and bytes sent per rank and step for values that all ranks agree on.
 
-    These are the decision about the step, and the loss, for which every axis gathers four fp64 numbers. For the
-    arguments see `expected_decision`.
+    These are the decision about the step, and the loss, for which every axis gathers four fp64 numbers. The
+    arguments are those of `expected_decision`.
     """
     totals = expected_decision(layout, units, names)
     gathers = [entry for entry in totals if entry.kind == "all_gather"]
@@ -130,7 +130,7 @@ def sums_are_sliced(params: int, ranks: int) -> bool:
 def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
     """Return the calls and bytes sent per rank to decide on a step from its gradients, all in fp64.
 
-    Data-parallel ranks gather one sum of squares per trained parameter, and a checksum. If these are many, the ranks
+    Data-parallel ranks gather one sum of squares per trained parameter, and a checksum. Beyond `SUMS_BYTES`, they
     instead exchange slices of the sums, each with a checksum, and gather the totals of the slices (optim/grad_norm.py).
     Axes that cut the model gather the totals of all parameters; the pipeline axis, those of the whole model.
 

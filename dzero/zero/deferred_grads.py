@@ -49,7 +49,7 @@ def has_failed(root: FSDPModule) -> bool:
 
 
 def unreduced(params: Iterable[Any]) -> list[Any]:
-    """Return FSDP2's parameters with a gradient that is not reduced yet; a single loop, because every step runs it."""
+    """Return those FSDP2 parameters that have an unreduced gradient; a single loop, because every step runs it."""
     return [
         held
         for held in params

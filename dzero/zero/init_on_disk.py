@@ -55,7 +55,7 @@ class InitSpillFile:
         *,
         rank: int,
     ) -> InitSpillFile | None:
-        """Return a file for the values of `slots` on disk, or None if there are none; check all paths first."""
+        """Return a file for the values of `slots` on disk, or None if there are none; every rank checks all paths."""
         paths = layout.offload.disk.paths
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
         for path in paths if on_disk or layout.offload.activations == "disk" else ():

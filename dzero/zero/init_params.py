@@ -87,7 +87,7 @@ class ParamInit:
             param = slot.param
             if param.dtype == working:
                 continue
-            unsharded = local_of(param).detach().float()  # another tensor object, which setting `param.data` keeps
+            unsharded = local_of(param).detach().float()  # a separate object, so setting `param.data` keeps it
             rounded = to_working(unsharded, working)
             if isinstance(param, DTensor):  # setting `data` cannot change the dtype of a DTensor
                 placed[param] = nn.Parameter(placed_like(rounded, param), param.requires_grad)

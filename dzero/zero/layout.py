@@ -9,9 +9,9 @@
 With `zero.states_over=all`, master and moments are `Shard(0)` over the replicate axis too: each replica of a shard owns
 a part of it, its replica shard (zero/replica_shards.py).
 
-Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so no row depends on the stage
-a second time. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts are all
-derived from `Layout`. This module has no tensors and no communication.
+Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so no other code branches on
+the stage. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts are all derived
+from `Layout`. This module has no tensors and no communication.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ class Layout:
     def of_unit(self, unit: UnitShape) -> Layout:
         """Return the layout of one unit.
 
-        Shared experts are replicated and sharded over the other ranks only. A unit that closes forward stays gathered
-        for backward, which begins with it, unless it is resharded over fewer ranks in between.
+        Experts that ranks share are replicated and sharded over the remaining ranks. A unit that closes forward stays
+        gathered for backward, which begins with it, unless it is resharded over fewer ranks in between.
         """
         if unit.shared_by > 1:
             replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by, self.model_ranks)

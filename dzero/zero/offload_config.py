@@ -61,7 +61,7 @@ class OffloadConfig:
     All values of `overlap` except `delayed` give the same bits:
         step      the optimizer's step waits for all updates
         forward   the step returns after the decision on its gradients; a unit's next gather waits for its update
-        backward  like forward, but units are updated before the decision, and rolled back if it requires that
+        backward  like forward, but units are updated before the decision, and rolled back if necessary
         delayed   updates may take a whole step; weights are one step older than usual (ZeRO-Offload, section 5.2)
         auto      forward, the fastest with the same bits that needs no additional memory
     """

@@ -55,7 +55,7 @@ class TensorStorage(Protocol):
 
 @dataclass
 class HostStorage:
-    """Storage in memory, in the tensor `flat` [elems]."""
+    """Storage of elements in the tensor `flat` [elems]."""
 
     flat: torch.Tensor
 
@@ -155,7 +155,7 @@ class OffDeviceShard(torch.Tensor):
         return flat.as_strided(self.size(), self.stride(), flat.storage_offset() + self.storage_offset())
 
     def read(self) -> torch.Tensor:
-        """Return the elements after all updates in flight."""
+        """Wait for updates in flight, and return the elements."""
         self.memory.await_update()
         return self.within(self.memory.flat)
 

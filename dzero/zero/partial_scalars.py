@@ -1,8 +1,8 @@
 """Python numbers of DTensors that are sharded or partial, for which DTensor silently uses this rank's part.
 
     expression                          DTensor by itself               here
-    if p.grad.isnan().any(): continue   ranks may branch differently    the value of the whole, as all ranks ask
-    p.grad.norm().item()                another number on every rank    error: often only rank 0 asks, to log it,
+    if p.grad.isnan().any(): continue   ranks may branch differently    the value of the whole, as all ranks call it
+    p.grad.norm().item()                another number on every rank    error: often only rank 0 calls it, to log it,
                                                                         and would wait for the others
 
 This module uses private attributes of DTensor.
@@ -22,7 +22,7 @@ _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
 def watch_numbers(meshes: Iterable[DeviceMesh]) -> None:
-    """Apply this to DTensors on `meshes` from now on."""
+    """Convert DTensors on `meshes` to Python numbers in this way from now on."""
     _meshes.update(meshes)
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
 

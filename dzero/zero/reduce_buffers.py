@@ -67,7 +67,7 @@ class _Whole:
         return make(piece) if shown is None else shown
 
     def _fill(self) -> list[str]:
-        """Set zeros where a parameter has no gradient but others have one, and return the names of those."""
+        """Set missing gradients to zeros, if other parameters have one, and return the names of the missing."""
         found = unreduced(self._held)
         if not found or len(found) == len(self._held):
             return []

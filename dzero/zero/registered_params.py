@@ -1,18 +1,18 @@
-"""Parameters that modules register: outside of forward and backward their shards, even if units stay gathered.
+"""Registration of parameters on modules: outside of forward and backward, shards, even if units stay gathered.
 
 In FSDP2, the unsharded parameters of stages 1 and 2 stay registered from a forward until the end of a backward:
 forever if there is no backward, and at stage 1 until the last microbatch. At stage 3 this holds for units that stay
 gathered for backward, and for the secondary shards of `zero.reshard_after_forward=<int>`. Code that edits, freezes or
-clips `model.parameters()` in that time would change temporary tensors. Here, modules register
+clips `model.parameters()` in that time would change temporary tensors. Here, modules register:
 
     from the start of a unit's forward or backward          unsharded parameters, gathered again if a shard was written
-    from the end of the outermost forward, or of backward   shards; parameters that stay gathered are only kept
+    from the end of the outermost forward, or of backward   shards; gathered parameters are kept for the next use
 
 After a forward without gradients, stage 3 frees the units that stay gathered for backward. Tensors that autograd saved
 are unaffected. Before each use, unsharded parameters are frozen like their shards, and an error is raised if a
 parameter was replaced, or its `.data` set, which a DTensor ignores. A backward raises an error if parameters have
-changed since its forward; torch detects this by version counters, which gathered parameters lack. So does a backward
-with create_graph=True, because parameters are freed before it is differentiated.
+changed since its forward, which torch detects by version counters that gathered parameters lack. A backward with
+create_graph=True raises an error too, because sharded parameters are freed before it is differentiated.
 
 This module uses private attributes of FSDP2.
 """

@@ -8,8 +8,8 @@
     reduce                  (replicate - 1) / replicate * n, in fp32    all-reduce: twice as many
     gather                  as many, in the working dtype               none
 
-Parameters are thus gathered only within the shard axis (a node), as in MiCS (Zhang et al. 2022). The all-reduce over
-MiCS's replicas becomes a reduce-scatter and an all-gather, and masters and moments are divided by `replicate`. ZeRO++'s
+Parameters are thus gathered only within the shard axis (a node), as in MiCS (Zhang et al. 2022). MiCS's all-reduce over
+replicas becomes a reduce-scatter and an all-gather here, and masters and moments are divided by `replicate`. ZeRO++'s
 secondary partition (Wang et al. 2023; `zero.reshard_after_forward=<int>`) also shards states over all ranks, but
 gathers across nodes in every forward.
 
@@ -40,10 +40,7 @@ Cut = tuple[int, int]
 def span_of(shape: ParamShape, shard: Cut, copy: Cut) -> slice:
     """Return the elements of the flat shard whose states this rank has.
 
-    Args:
-        shape: Shape of the parameter.
-        shard: Position along the shard axis.
-        copy: Position along the replicate axis.
+    `shard` and `copy` are its positions along the shard axis and the replicate axis.
     """
     _, rows = rows_of(shape.shape[0], shard)
     first, count = rows_of(rows, copy)
@@ -67,7 +64,7 @@ class ReplicaShards:
         shard: Position of this rank along the shard axis.
         copy: Position of this rank along the replicate axis.
         exchange: Collectives along the replicate axis.
-        ledger: Ledger that counts them.
+        ledger: Ledger of these collectives.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Sharding of a model; the only file that calls `fully_shard` and sets its switches.
 
     switch                              value                    reason
-    mesh                                shard axis only (1-D)    replicas are reduced by dzero: fp32, once a step
-    reshard_after_forward               as in the layout         of the unit (`Layout.of_unit`)
+    mesh                                shard axis only (1-D)    dzero averages over replicas: in fp32, once a step
+    reshard_after_forward               that of the layout       each unit has its own (`Layout.of_unit`)
     reduce_dtype                        Layout.grad.dtype        the hook receives gradients in their final dtype
     custom all_gather, reduce_scatter   comm/collectives.py      exact sums, pairwise transfers, the ledger
     gradient divide factor              1, plain sums            fp16 must be divided in fp32, as the collective does
@@ -131,7 +131,7 @@ class Sharded:
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:
-        """Run a backward in this context that leaves the gradients of a stage's parameters to `weight_gradients`."""
+        """Leave the parameter gradients of a stage to `weight_gradients`, in a backward within this context."""
         root = self._roots[part]
         self._set(False, root)
         root.set_requires_gradient_sync(False)
@@ -142,13 +142,13 @@ class Sharded:
 
     @contextmanager
     def weight_gradients(self, is_last: bool, part: int) -> Iterator[None]:
-        """Compute these gradients of one microbatch in this context, which then reduces or accumulates them."""
+        """Compute the parameter gradients of a stage in this context, which then reduces or accumulates them."""
         with self.microbatch(is_last, part):
             yield
             collect(self._roots[part])
 
     def unsharded_params(self, part: int) -> list[nn.Parameter]:
-        """Return a stage's parameters, as its forward used them, whose gradients `weight_gradients` computes."""
+        """Return the parameters of a stage, as its forward used them, that `weight_gradients` needs gradients of."""
         return unsharded_params(self._roots[part])
 
     def abandon_step(self, names: Container[str]) -> None:
@@ -200,7 +200,10 @@ class Sharded:
             root.train(mode)
 
     def forget_masters(self) -> None:
-        """Release the masters kept for another optimizer, with their memory and scratch folders; none may follow."""
+        """Release the masters kept for another optimizer, and their memory and scratch folders.
+
+        Call this if no other optimizer will be created.
+        """
         for unit in self.units:
             unit.origin.clear()
 
@@ -256,8 +259,8 @@ def shard(
         axes: For a mesh of your own with only data-parallel axes, its axis names by ours: {"shard": "dp"},
             {"replicate": "dp"} for stage 0, or both.
         microbatches: Microbatches per optimizer step, which determine where gradients accumulate.
-        materialise: Function that initializes a unit. It is called right before the unit is sharded, so that at most
-            one unit is unsharded at a time. None: rank 0's values are broadcast.
+        materialise: Function that initializes a module. It is called on each unit right before the unit is sharded, so
+            that at most one unit is unsharded at a time. None: rank 0's values are broadcast.
         is_unit: Predicate that selects units, instead of `zero.units` or the default.
         device: Device on which shards are created. None: the mesh's. On meta, without `materialise`, they have neither
             values nor memory until `sharded.model.to_empty`.

@@ -12,7 +12,7 @@ from dzero.zero.unit_shapes import UnitShape
 
 
 def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
-    """Raise ValueError if parameters are cut along an axis without a group, or in a model with tiles."""
+    """Raise ValueError if parameters are cut along an axis that `groups` lacks, or if such a model has tiles."""
     dense = (unit for unit in units if unit.shared_by == 1)
     split = next((param for unit in dense for param in unit.params if param.split is not None), None)
     if split is None or split.split is None:
@@ -33,7 +33,7 @@ def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *
 def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None, model_ranks: int) -> None:
     """Raise ValueError if shared experts are not those of `experts`, or are shared over other ranks.
 
-    `mesh` has one of each `model_ranks` ranks that hold a model together.
+    `mesh` has one of each `model_ranks` tensor-parallel ranks.
     """
     shared = [unit for unit in units if unit.shared_by > 1]
     if shared and experts is None:

@@ -22,10 +22,7 @@ def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[Uni
     """Return the names of the parameters whose state is not on the device, by kind of state.
 
     Frozen parameters have only kind "param". A trained parameter leaves the device only if its master does.
-
-    Args:
-        tiers: Tier and fraction of each kind.
-        units: Shapes of the units.
+    `tiers` has the tier and the fraction of each kind.
     """
     every = [param for unit in units for param in unit.params]
     trained = [param for param in every if param.trainable]

@@ -1,7 +1,7 @@
 """Backports of FSDP2's behavior in torch 2.13 to earlier versions.
 
 Since 2.13, FSDP2 can reset a backward that raised, and ends the forward of a unit of which only some modules ran. Since
-2.12, it finds tensors in dataclasses that a module returns; without them it would not gather the unit again for
+2.12, it finds tensors in dataclasses that a module returns; otherwise it would not gather the unit again for
 backward. This module uses private attributes of FSDP2.
 """
 
@@ -27,7 +27,7 @@ def recover(root: FSDPModule) -> None:
     for each in states_below(root):
         each._modules_to_run_forward.clear()
     for group in groups:
-        group._training_state = type(group._training_state).POST_BACKWARD  # so that the end of backward reduces none
+        group._training_state = type(group._training_state).POST_BACKWARD  # so that the end of backward reduces nothing
         group._partial_reduce_output = None
     is_last, context.is_last_backward = context.is_last_backward, True
     type(state)._root_post_backward_final_callback(

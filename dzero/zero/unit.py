@@ -44,7 +44,7 @@ class GradConsumer(Protocol):
         """
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
-        """Return the `.grad` that FSDP2 sets for a parameter; None to choose it in `returned`.
+        """Return the `.grad` that FSDP2 sets for a parameter, or None if `returned` sets it.
 
         Args:
             name: Name of the parameter in the model.
@@ -86,8 +86,8 @@ class Unit:
         modules: Modules of the unit.
         params: Sharded parameters by name in the model, each a DTensor over the shard axis.
         average: Average over the replicas; None for one replica.
-        origin: fp32 values [local shard, or this rank's replica shard] of parameters that came in fp32 and are used in
-            16 bits. The optimizer takes them as masters, and leaves its masters there for the next optimizer.
+        origin: fp32 values [local shard, or this rank's replica shard] of parameters that were in fp32 and are used
+            in 16 bits. The optimizer takes them as masters, and leaves its masters there for the next optimizer.
         buffered: Names of the trained parameters, in the order of FSDP2's buffers.
         consumer: Consumer of the reduced gradients.
         carrier: Loader of offloaded parameters.
@@ -130,7 +130,7 @@ class Unit:
                 self.hosted[name], memory.hooks = memory, weakref.ref(self)
 
     def take_origin(self, name: str) -> torch.Tensor | None:
-        """Remove and return the origin of a parameter, or None if it has none."""
+        """Remove and return the origin of a parameter, or None; warn if an earlier optimizer took it."""
         home = self.origin.pop(name, None)
         if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
             warnings.warn(
@@ -157,7 +157,7 @@ class Unit:
             wait()
 
     def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
-        """Return a parameter's shard on the device; the first request after a gather fetches the whole unit."""
+        """Return a parameter's shard on the device; the first request of a gather fetches the whole unit."""
         self._hold(memory)
         if memory.name not in self._brought:
             carrier = self.carrier() if self.carrier is not None else None
@@ -176,7 +176,7 @@ class Unit:
             carrier.forget(self.shape.name)
 
     def watch(self, owner: MasterOwner | None = None) -> None:
-        """Watch parameters for writes from now on, before which `owner`, if given, is synchronized."""
+        """Watch reads and writes of parameters from now on; before a write, `owner`, if given, is synchronized."""
         self.owner = None if owner is None else weakref.ref(owner)
         for name, param in self.params.items():
             if name not in self.hosted and isinstance(param, DTensor):
@@ -211,7 +211,7 @@ class Unit:
             self.hosted[memory.name] = memory
 
     def expect(self, missing: frozenset[str]) -> None:
-        """Set the parameters without a gradient in the reduction that FSDP2 is about to start."""
+        """Record the names without a gradient in the reduction that FSDP2 is about to start."""
         self._missing, self._delivered = missing, False
 
     def deliver(self, reduced: torch.Tensor) -> None:
@@ -231,6 +231,6 @@ class Unit:
 
 
 def as_module(module: FSDPModule) -> nn.Module:
-    """Return a module that `fully_shard` was applied to, typed as a module."""
+    """Return a module that `fully_shard` was applied to, typed as `nn.Module`."""
     assert isinstance(module, nn.Module)
     return module

@@ -1,7 +1,7 @@
 """Unsharded shapes, from which sizes and schedules are derived.
 
 They are unsharded along the data-parallel axes. If other axes cut the model too (tensor parallelism), they are what the
-ranks of one data-parallel group hold together, and `Split` is its place in the whole parameter.
+ranks of one data-parallel group hold together, and `Split` is the place of that in the whole.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParamShape:
         name: Name in the model.
         shape: Size along each dimension.
         trainable: Whether it is trained.
-        split: The part that `shape` is of; None for a whole parameter.
+        split: Its place in the whole parameter, if another axis cuts or replicates that; otherwise None.
         fused: Whether its last two dimensions are one in the model as built, with several results side by side
             (parallel/tensor/conv1d.py).
     """
@@ -63,7 +63,7 @@ class ParamShape:
         return (*sizes[:-2], sizes[-2] * sizes[-1]) if self.fused else sizes
 
     def is_cut_by(self, axis: str) -> bool:
-        """Return whether ranks along `axis` hold different parts; along tp, those of experts are different too."""
+        """Return whether ranks along `axis` hold different parts; experts differ along tp too."""
         if self.split is None or self.split.dim is None:
             return False
         return axis == self.split.axis or (axis, self.split.axis) == (TENSOR, EXPERT)

@@ -8,17 +8,17 @@ precede the unit around them.
 
 Note: embeddings and heads. A weight that is read outside of its module's forward, for instance by a loss made from
 `head.weight`, cannot be in a unit of its own, because it is a shard there. Whether a model does so cannot be detected
-from outside. An embedding or head is therefore a unit only if the model vouches for it, by the methods of transformers
-models:
+from outside. An embedding or head is a unit only if the model declares it by the methods of transformers models:
 
     get_input_embeddings()     the module that looks up the tokens, which is used only by calling it
     get_output_embeddings()    the module that computes the output, likewise; None if there is none
 
-A class vouches if its `forward` comes from the same package as these methods. A class that replaces only the forward (a
-subclass, a patch that fuses head and loss) may read weights that the methods do not cover. Modules between the model
-and the embedding or head must vouch too, or come from that package. The embedding or head must have a single parameter,
-of at least OWN_UNIT_ELEMS elements, that no other module has: another use of a tied weight would be outside of the
-module. A bias would make a head's output a view, with which FSDP2 may miss the backward.
+A declaration counts if the class's `forward` comes from the same package as these methods. A class that replaces only
+the forward (a subclass, a patch that fuses head and loss) may read weights that the methods do not cover. Modules
+between the model and the embedding or head must have declarations that count, or come from that package. The embedding
+or head must have a single parameter, of at least OWN_UNIT_ELEMS elements, that no other module has: another use of a
+tied weight would be outside of the module. A bias would make a head's output a view, with which FSDP2 may miss the
+backward.
 
 The selection depends on the model alone, not on the mesh, stage or rank.
 """
@@ -84,7 +84,7 @@ def find_units(
 
 
 def unit_around(name: str, others: Sequence[str]) -> str:
-    """Return the one of `others`, the root last, in which the unit `name` is nested."""
+    """Return the name in `others`, the root last, of the unit around the unit `name`."""
     return next((each for each in others if any(name.startswith(f"{one}.") for one in each.split("+"))), others[-1])
 
 
@@ -118,7 +118,7 @@ def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
-    """Return name and module that `method` of a model gives, or None if it or a module between does not vouch."""
+    """Return the name and module that `method` of a model declares, or None if the declaration does not count."""
     package = _vouches(model)
     if package is None:
         return None
@@ -138,13 +138,13 @@ def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
 
 
 def _vouches(module: nn.Module) -> str | None:
-    """Return the package of a module's class if its forward and both methods come from there; otherwise None."""
+    """Return the package that the forward and both methods of a module's class come from, or None if they differ."""
     packages = {_package_of(module, name) for name in (INPUT, OUTPUT, "forward")}
     return packages.pop() if len(packages) == 1 and None not in packages else None
 
 
 def _package_of(module: nn.Module, method: str) -> str | None:
-    """Return the top-level package of a method of a module's class; None if it has none, or one of its own."""
+    """Return the top-level package of a method of a module's class; None if it is missing, or set on the module."""
     function = getattr(type(module), method, None)
     if function is None or method in vars(module):
         return None
@@ -199,7 +199,7 @@ def units_of_roots(
     is_unit: Callable[[nn.Module], bool] | None,
     experts: Mapping[str, nn.Module] | None,
 ) -> Units:
-    """Return the units of every root, the root itself after those inside."""
+    """Return the units of every root, each root after the units inside it."""
     roots = roots_of(model, parts)
     units: Units = []
     for number, root in enumerate(roots):
@@ -237,10 +237,7 @@ def slots_by_unit(
 ) -> dict[str, list[ParamSlot]]:
     """Return the location of each floating-point parameter, trained or frozen, under the first unit that has it.
 
-    Args:
-        model: The model.
-        units: Its units, with the root.
-        aliases: Replacements for parameter names.
+    `aliases` replaces parameter names.
 
     Raises:
         ValueError: If a parameter is complex, or the model has no parameters.

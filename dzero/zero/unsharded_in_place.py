@@ -1,4 +1,4 @@
-"""Parameters that a single rank has are used in place, without FSDP2's copy before each use.
+"""Use of parameters in place, without FSDP2's copies, where the shard axis has one rank.
 
 At stage 0, and wherever the shard axis has one rank, a unit's shards are its whole parameters. FSDP2 has no such case,
 and fills the output of an all-gather. `use_shards` makes the shard itself that output, so that nothing is copied or
@@ -18,7 +18,7 @@ from dzero.zero.deferred_grads import groups_of
 
 
 def use_shards(module: FSDPModule) -> None:
-    """Use the shards of a module in place, which `fully_shard` was applied to with one rank; call this once."""
+    """Use the shards of `module` in place; call this once, after `fully_shard` over one rank."""
     for group in groups_of(module):
         for held in group.fsdp_params:
             if type(held._sharded_param_data) is torch.Tensor:  # else it is brought to the device for each use

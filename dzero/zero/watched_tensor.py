@@ -61,7 +61,7 @@ class WatchedTensor(torch.Tensor):
             changed = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
         for tensor in changed:
             tensor.open()
-        for tensor in tree_leaves((args, kwargs)):  # before views too, which a later write would invalidate
+        for tensor in tree_leaves((args, kwargs)):  # for views too, which a later write would invalidate
             if isinstance(tensor, cls):
                 tensor.seen()
         if any(argument.is_out for argument in func._schema.arguments):
