@@ -132,7 +132,7 @@ def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0
 
     Data-parallel ranks gather one sum of squares per trained parameter, and a checksum. Beyond `SUMS_BYTES`, they
     instead exchange slices of the sums, each with a checksum, and gather the totals of the slices (optim/grad_norm.py).
-    Axes that cut the model gather the totals of all parameters; the pipeline axis, those of the whole model.
+    Axes that cut the model gather the totals of all parameters. The pipeline axis gathers the whole model's.
 
     Args:
         layout: Layout of the model.

@@ -1,9 +1,9 @@
 """Access to FSDP2's private state, and gradients that are computed after the backward of the inputs.
 
-Zero-bubble pipelines compute the gradients of parameters later than those of inputs, but FSDP2 looks for a unit's
-gradients when those of its inputs are ready. Later gradients are in `.grad` of the unsharded parameters, even after
-these were freed. `collect` makes FSDP2 look again. This module uses private attributes of FSDP2, as
-torch.distributed.pipelining does for the same purpose.
+FSDP2 looks for the gradients of a unit's parameters when the gradients of the unit's inputs are ready. Zero-bubble
+pipelines compute parameter gradients later, and leave them in `.grad` of the unsharded parameters, even if these were
+freed. `collect` makes FSDP2 look again. This module uses private attributes of FSDP2, as torch.distributed.pipelining
+does for the same purpose.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def has_failed(root: FSDPModule) -> bool:
 
 
 def unreduced(params: Iterable[Any]) -> list[Any]:
-    """Return those FSDP2 parameters that have an unreduced gradient; a single loop, because every step runs it."""
+    """Return the FSDP2 parameters in `params` with an unreduced gradient; one loop, because every step runs it."""
     return [
         held
         for held in params

@@ -23,7 +23,7 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
     def show(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
         """Show offloaded shards as host tensors, after `state_dict()`.
 
-        Those in host memory are not copied. Those on disk are read when they are used, tensor by tensor.
+        Shards in host memory are not copied. Shards on disk are read when they are used, tensor by tensor.
         """
         unit.await_update()
         for key, value in state_dict.items():

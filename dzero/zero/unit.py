@@ -82,7 +82,7 @@ class Unit:
     Attributes:
         shape: Unsharded shapes.
         layout: Layout of the unit, which for shared experts differs from the model's.
-        mesh: Data-parallel mesh of the unit, likewise.
+        mesh: Data-parallel mesh of the unit, which also differs for shared experts.
         modules: Modules of the unit.
         params: Sharded parameters by name in the model, each a DTensor over the shard axis.
         average: Average over the replicas; None for one replica.

@@ -1,7 +1,7 @@
 """Unsharded shapes, from which sizes and schedules are derived.
 
-They are unsharded along the data-parallel axes. If other axes cut the model too (tensor parallelism), they are what the
-ranks of one data-parallel group hold together, and `Split` is the place of that in the whole.
+Shapes are unsharded along the data-parallel axes. If another axis cuts the model too (tensor parallelism), they are the
+shapes that the ranks of one data-parallel group hold together, and `Split` locates them in the whole parameter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ParamShape:
         name: Name in the model.
         shape: Size along each dimension.
         trainable: Whether it is trained.
-        split: Its place in the whole parameter, if another axis cuts or replicates that; otherwise None.
+        split: Place in the whole parameter, if another axis cuts or replicates it; otherwise None.
         fused: Whether its last two dimensions are one in the model as built, with several results side by side
             (parallel/tensor/conv1d.py).
     """
@@ -76,7 +76,7 @@ class ParamShape:
     def shard_elems(self, ranks: int, shares: int = 1) -> int:
         """Return the elements of the largest of `ranks` shards over dim 0, to which FSDP2 pads every shard.
 
-        With `shares`, return those of the largest of so many replica shards of it.
+        With several `shares`, return the elements of the largest of that many replica shards instead.
         """
         rows = -(-self.shape[0] // ranks)
         return -(-rows // shares) * self.row_elems

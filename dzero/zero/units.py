@@ -65,7 +65,7 @@ def find_units(
         model: The model, or one pipeline stage.
         class_names: Classes whose modules are units.
         is_unit: Predicate that selects units; excludes `class_names`.
-        experts: Shared experts by name, of which the model may have some.
+        experts: Shared experts by name; those outside of `model` are ignored.
 
     Raises:
         ValueError: If no unit has one of `class_names`, or if a tied parameter was tiled.
