@@ -9,9 +9,9 @@
 With `zero.states_over=all`, master and moments are `Shard(0)` over the replicate axis too: each replica of a shard owns
 a part of it, its replica shard (zero/replica_shards.py).
 
-Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so no other code branches on
-the stage. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts are all derived
-from `Layout`. This module has no tensors and no communication.
+Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so code that uses a `Layout`
+does not branch on the stage. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts
+are all derived from it. This module has no tensors and no communication.
 """
 
 from __future__ import annotations
