@@ -29,7 +29,17 @@ def main() -> None:
     while files and time.monotonic() + longest_s < until_s:
         began_s, now, files = time.monotonic(), files[:AT_ONCE], files[AT_ONCE:]
         print("full:", *(Path(each).name for each in now), flush=True)
-        pytest = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "full and not slow and not gpu"]
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "2",
+            "--dist",
+            "loadfile",
+            "-m",
+            "full and not slow and not gpu",
+        ]
         code = subprocess.run([*pytest, *now], cwd=ROOT, check=False).returncode
         failed |= code not in (0, NOTHING_COLLECTED)
         longest_s = max(longest_s, time.monotonic() - began_s)

@@ -1,13 +1,14 @@
-"""Streams and events of a device: the only file that makes, records, or waits for them.
+"""Streams and events of a device; no other file creates, records, or waits for them.
 
-    call                 who waits, and for what
-    wait_event           a stream waits for an event; the host goes on
-    wait_stream          a stream waits for all that another was given so far; the host goes on
-    synchronize          the host waits for an event
-    record_stream        the allocator waits: a tensor's memory is given away only when a stream has come this far
+    call             effect
+    wait_event       the current stream waits for an event; the host continues
+    wait_stream      the current stream waits for all work enqueued on another stream so far; the host continues
+    synchronize      the host waits for an event
+    record_stream    the allocator reuses a tensor's memory only after the current stream has reached this point
 
-A CPU has no streams: what is asked for then is None, and None may be passed wherever a stream or an event is taken, as
-a wait for what has ended already. Tests let a CPU have simulated streams by replacing `device_module`.
+A CPU has no streams. There, functions that return a stream or an event return None. None is accepted in place of any
+stream or event, as a wait for work that has already ended. Tests simulate streams on a CPU by replacing
+`device_module`.
 """
 
 from __future__ import annotations
@@ -20,56 +21,62 @@ from typing import Any, NamedTuple, cast
 import torch
 
 Stream = Any
-"""`torch.Stream` of a device, or None. The classes of torch.cuda are not those of torch.Stream in every release."""
+"""`torch.Stream` of a device, or None. Typed as Any: in some releases, torch.cuda.Stream is not a subclass of it."""
 Event = Any
 """`torch.Event`, or None."""
 
 
 def device_module(device: torch.device) -> Any | None:
-    """Return the module of torch that has a device's streams (torch.cuda), or None for a device without streams."""
+    """Return the torch module with the streams of `device`, such as torch.cuda, or None if it has no streams."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
 
 
 def exist(device: torch.device) -> bool:
-    """Return whether work on `device` is enqueued on streams, so that it may still run when a call returns."""
+    """Return whether work on `device` is enqueued on streams, so that it may still be running when a call returns."""
     return device_module(device) is not None
 
 
 def new_stream(device: torch.device) -> Stream:
-    """Make a stream, which runs beside all others."""
+    """Return a new stream, which runs concurrently with all others."""
     module = device_module(device)
     return None if module is None else module.Stream(device=device)
 
 
 def current_stream(device: torch.device) -> Stream:
-    """Return the stream on which this thread enqueues work now."""
+    """Return the current stream of this thread."""
     module = device_module(device)
     return None if module is None else module.current_stream(device)
 
 
 def use_stream(stream: Stream, device: torch.device) -> AbstractContextManager[Any]:
-    """Enqueue what this thread does inside on `stream`."""
+    """Make `stream` the current stream of this thread within the context."""
     module = device_module(device)
     return nullcontext() if module is None or stream is None else module.stream(stream)
 
 
 def this_device(device: torch.device) -> torch.device:
-    """Return `device` with its number: where it has none, that of the device that this thread uses."""
+    """Return `device` with an index, which by default is that of this thread's current device."""
     module, index = device_module(device), cast("int | None", device.index)
     return device if module is None or index is not None else torch.device(device.type, module.current_device())
 
 
 def set_device(device: torch.device) -> None:
-    """Let this thread use `device`, which has a number. Else it would use the first, and take memory there."""
+    """Make `device`, which must have an index, this thread's current device.
+
+    A thread otherwise uses the first device, and allocates memory there.
+    """
     module = device_module(device)
     if module is not None:
         module.set_device(device)
 
 
 def record_event(device: torch.device, *, sleeps: bool = False) -> Event:
-    """Return an event behind all that the current stream was given so far.
+    """Record and return an event after all work that was enqueued on the current stream so far.
 
-    sleeps: whether a host that synchronizes with it sleeps meanwhile, and leaves its core to others; else it spins.
+    Args:
+        device: Device of the stream.
+        sleeps: Whether the host sleeps while it synchronizes with the event, which leaves its core to other threads.
+            By default it spins.
     """
     module = device_module(device)
     if module is None:
@@ -80,51 +87,56 @@ def record_event(device: torch.device, *, sleeps: bool = False) -> Event:
 
 
 def wait_event(event: Event, device: torch.device) -> None:
-    """Let the current stream wait for `event`."""
+    """Make the current stream wait for `event`."""
     module = device_module(device)
     if module is not None and event is not None:
         module.current_stream(device).wait_event(event)
 
 
 def wait_stream(stream: Stream, device: torch.device) -> None:
-    """Let the current stream wait for what `stream` was given so far."""
+    """Make the current stream wait for all work that was enqueued on `stream` so far."""
     module = device_module(device)
     if module is not None and stream is not None:
         module.current_stream(device).wait_stream(stream)
 
 
 def synchronize(event: Event, holding: Iterable[torch.Tensor] = ()) -> None:
-    """Return when the device has come to `event`. `holding` is what the caller keeps from being freed until then."""
-    del holding  # named for the reader, and for tests that leave it out
+    """Block the host until the device has reached `event`.
+
+    Args:
+        event: Event to wait for.
+        holding: Tensors that the caller must keep alive until then.
+    """
+    del holding  # documents the lifetime at the call site; tests replace this function and check it
     if event is not None:
         event.synchronize()
 
 
 def pin_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `tensor`, from the host, in page-locked memory, so that a copy to `device` need not block.
+    """Return `tensor`, which is on the host, in page-locked memory, so that copies to `device` need not block.
 
-    Its memory is given to others only when the copies from it are over: torch's allocator of it sees to that.
+    torch's allocator of page-locked memory reuses it only after the copies from it have ended.
     """
     return tensor if device_module(device) is None else tensor.pin_memory()
 
 
 def is_over(event: Event) -> bool:
-    """Return whether the device has come to `event`. From any thread."""
+    """Return whether the device has reached `event`; any thread may call this."""
     return event is None or bool(event.query())
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Return when all streams of `device` have come to their ends."""
+    """Block the host until all streams of `device` have finished."""
     module = device_module(device)
     if module is not None:
         module.synchronize(device)
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of `tensor`, once it is freed, from others until the current stream has come this far.
+    """Delay the reuse of the memory of `tensor`, once it is freed, until the current stream has reached this point.
 
-    Needed where a tensor is used on another stream than the one that was current when it was made, and freed without
-    a wait between the two.
+    This is needed if a tensor is used on another stream than the one that it was allocated on, and is freed without a
+    wait between the two.
     """
     module = device_module(tensor.device)
     if module is not None:
@@ -132,7 +144,7 @@ def record_stream(tensor: torch.Tensor) -> None:
 
 
 class Loan(NamedTuple):
-    """A tensor made on stream `home`, and the event on another stream behind what reads it there."""
+    """Tensor that was allocated on stream `home`, and the event after its use on another stream."""
 
     tensor: torch.Tensor
     event: Event
@@ -140,12 +152,13 @@ class Loan(NamedTuple):
 
 
 class Loans:
-    """Tensors that are held until the stream they were made on has waited for those who read them on another.
+    """Tensors that are kept alive until the stream they were allocated on has waited for their use on another stream.
 
-    Freed before, their memory would go to the next tensor of that stream, which may be written while they are read. As
-    FSDP2 does with its own buffers, that stream is made to wait, so that it is known when memory comes back;
-    `record_stream` leaves that to when the host looks, and a host that runs ahead takes new memory each time. The last
-    loan is not waited for: what reads it runs beside what is made next.
+    If such a tensor were freed earlier, the next tensor of the allocating stream could take its memory and overwrite
+    it while it is read. Like FSDP2 for its own buffers, `make` inserts the wait into the allocating stream, so that
+    memory is reused at a known point. With `record_stream`, memory would be reused once the host finds that its use has
+    ended, so a host that runs ahead would allocate new memory each time. `make` does not wait for the last loan, whose
+    use overlaps with the next tensor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,7 +167,7 @@ class Loans:
         self._loans: deque[Loan] = deque()
 
     def make(self) -> None:
-        """Take back what is due, before a tensor is made on the current stream."""
+        """Wait for, and release, all loans but the last; call this before an allocation on the current stream."""
         if not exist(self._device):
             return
         self._home = current_stream(self._device)
@@ -162,10 +175,14 @@ class Loans:
             wait_event(self._loans.popleft().event, self._device)
 
     def clear(self) -> None:
-        """Drop all loans, where the current stream, for which their home waits first, has waited for those who read."""
+        """Release all loans without a wait.
+
+        The current stream must have waited for all uses. Before its next allocation, the allocating stream must wait
+        for the current stream.
+        """
         self._loans.clear()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor, made after the last call of `make`, that the current stream was given work on."""
+        """Hold a tensor, which was allocated after the last `make`, until the current stream has used it."""
         if exist(self._device):
             self._loans.append(Loan(tensor, record_event(self._device), self._home))

@@ -31,7 +31,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from dzero.comm.collective_log import CollectiveLog
-from dzero.errors import RankLost, RunError, ReportedElsewhere
+from dzero.errors import RankLost, ReportedElsewhere, RunError
 from dzero.rendezvous import rendezvous
 
 BEAT_S = 1.0

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from dzero.errors import RunError, ReportedElsewhere, user_errors
+from dzero.errors import ReportedElsewhere, RunError, user_errors
 from dzero.hardware import available_cores
 from dzero.launch.config import LauncherConfig
 from dzero.launch.devices import device_type

@@ -1,4 +1,4 @@
-"""Settings of the table: what is sharded, and in which dtypes. No torch, so that a command line is checked at once."""
+"""Settings of the ZeRO stage, sharding and dtypes; without torch, so that command lines are checked at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ UNUSED = ("agree", "zeros")
 
 
 def is_exact(reduction: str, device_type: str) -> bool:
-    """`auto` is `exact` for CPU tensors (over gloo it is also the faster one) and `native` for CUDA tensors (nccl)."""
+    """Return whether gradients are summed exactly.
+
+    "auto" is exact on the CPU, where exact sums are also faster over gloo, and native on CUDA devices (nccl).
+
+    Raises:
+        ValueError: If `reduction` is not one of `REDUCTIONS`.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(f"zero.reduction={reduction!r}: choose one of {list(REDUCTIONS)}")
     return reduction == "exact" or (reduction == "auto" and device_type == "cpu")
@@ -23,22 +29,22 @@ def is_exact(reduction: str, device_type: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
-    """The stage, and how states are sharded."""
+    """ZeRO stage, and sharding of model states."""
 
     stage: int = 2
-    """What is sharded: 0 nothing, 1 master and moments, 2 and gradients, 3 and parameters."""
+    """States that are sharded: 0 none, 1 master parameters and moments, 2 also gradients, 3 also parameters."""
     reshard_after_forward: bool | int = True
-    """Stage 3: true frees a unit after forward, but for head and root, with which backward begins; false keeps it, N
-    reshards it over N ranks (hpZ)."""
+    """Stage 3: true frees a unit after forward, except head and root, which backward needs first; false keeps it until
+    backward; N reshards it over N ranks (hpZ)."""
     units: Any = None
     """Class names of modules that are sharded and gathered together, or in Python a predicate of modules. null: blocks,
     large embedding and head."""
     reduction: str = "auto"
-    """exact (fp32 sums in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
+    """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
     states_over: str = "shard"
-    """Ranks that masters and moments are cut over: shard, or all (also over the replicate axis)."""
+    """Ranks that master parameters and moments are sharded over: shard, or all (the replicate axis too)."""
     unused: str = "agree"
-    """Parameters that a backward does not reach: agree (on all ranks, else refused) or zeros (count as gradients)."""
+    """Parameters that backward does not reach: agree (on all ranks, else an error) or zeros (their gradients are 0)."""
 
     def __post_init__(self) -> None:
         if self.states_over not in STATES_OVER:
@@ -52,7 +58,7 @@ class ZeroConfig:
         is_names = isinstance(self.units, Sequence) and all(isinstance(each, str) for each in self.units)
         if self.units is not None and not is_names and not callable(self.units):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, or in Python a predicate of modules")
-        is_exact(self.reduction, "cpu")  # raises for an unknown one
+        is_exact(self.reduction, "cpu")  # raises ValueError for an unknown reduction
         if self.reshard_after_forward is not True and self.stage != 3:
             raise ValueError(
                 f"zero.reshard_after_forward={self.reshard_after_forward} has no effect at zero.stage={self.stage}, "
@@ -62,18 +68,19 @@ class ZeroConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of the table."""
+    """Dtypes of model states, compute and communication."""
 
     param: str = "bf16"
     """Parameters and compute: fp32, bf16 or fp16."""
     reduce: str = "auto"
-    """Payload of the gradient reduction: fp32, bf16, fp16, or auto (that of param; fp32 where native sums it)."""
+    """Payload of the gradient reduction: fp32, bf16, fp16, or auto (that of param; that of grad for native sums)."""
     grad: str = "auto"
-    """Stored gradients: fp32, or auto (that of param; fp32 with several microbatches, two hops or an fp32 payload)."""
+    """Stored gradients: that of param, fp32, or auto (fp32 with several microbatches, hybrid sharding, or native sums
+    with reduce=auto; otherwise that of param)."""
     master: str = "fp32"
-    """fp32, or remainder: the 16 bits that bf16 lacks, the same bits in 2 bytes less."""
+    """Master parameters: fp32, or remainder (the 16 bits that bf16 parameters lack; the same bits in 2 bytes less)."""
     moments: str = "fp32"
-    """fp32, bf16 (rounded stochastically) or int8 (torchao's block-wise 8 bits)."""
+    """Moments: fp32, bf16 (rounded stochastically) or int8 (torchao's block-wise 8 bits)."""
 
     def __post_init__(self) -> None:
         for key, value, allowed in (

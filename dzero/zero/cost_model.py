@@ -1,19 +1,20 @@
-"""What the table costs: collectives per optimizer step and bytes per rank, exact up to FSDP2's padding.
+"""Cost of a layout: collectives per optimizer step, and bytes per rank, exact up to FSDP2's padding.
 
-With M microbatches, n ranks on the shard axis, r on the replicate axis, for every unit (DESIGN of the table):
+With M microbatches, n ranks on the shard axis, and r on the replicate axis, each unit takes per step:
 
-    stage   all_gather                    reduce_scatter   all_reduce
-    0       none (n = 1)                  none             1
-    1       1                             1                1 if r > 1
-    2       1                             M                1 if r > 1
-    3       2 M, or M if it stays         M                1 if r > 1
+    stage   all-gather                             reduce-scatter   all-reduce
+    0       none (n = 1)                           none             1
+    1       1                                      1                1 if r > 1
+    2       1                                      M                1 if r > 1
+    3       2 M, or M if it stays gathered         M                1 if r > 1
 
-At stage 3 a unit stays gathered from forward to backward if it closes forward (head and root), and all do with
-`zero.reshard_after_forward=false`: of L units, c of which close forward, 2 M L - M c all-gathers.
+At stage 3, a unit that closes forward (head and root) stays gathered from forward to backward. With
+`zero.reshard_after_forward=false` all units do. L units, c of which close forward, take 2 M L - M c all-gathers.
 
-With `zero.states_over=all` the all_reduce over r is a reduce_scatter and, of updated parameters, an all_gather.
+With `zero.states_over=all`, a reduce-scatter of gradients and an all-gather of updated parameters replace the
+all-reduce over r.
 
-Bytes follow `comm/ledger.py`. The counts hold for units all of whose parameters are trained; FSDP2 skips the
+Bytes are counted as in `comm/ledger.py`. The counts hold for units whose parameters are all trained: FSDP2 skips the
 backward gather of a leading unit whose input and parameters need no gradient.
 """
 
@@ -35,9 +36,13 @@ KINDS = ("param", "grad", "master", "moments")
 
 
 def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collection[str] = ()) -> dict[Entry, Traffic]:
-    """Calls and bytes sent per rank for one optimizer step, by the ledger's entries: unshard, reduce, update.
+    """Return the calls and bytes sent per rank in one optimizer step, by ledger entry (phases unshard, reduce, update).
 
-    shared: names of tied parameters that the other end of a pipeline has as well."""
+    Args:
+        layout: Layout of the model.
+        units: Shapes of its units.
+        shared: Names of tied parameters that the other end of the pipeline also has.
+    """
     totals: defaultdict[Entry, Traffic] = defaultdict(Traffic)
 
     def add(
@@ -73,8 +78,10 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
 
 
 def copies_of(layout: Layout, unit: UnitShape) -> Traffic:
-    """Of one reduction of a unit: gradients of which every rank of an axis that cuts the model has a part, and all are
-    to have the sum. An all_reduce for each."""
+    """Return the traffic of one reduction of a unit's replicated parameters over the axis that cuts the model.
+
+    Each rank of the axis has a partial gradient of such a parameter. One all-reduce per parameter sums them.
+    """
     ranks, size = layout.model_ranks, copied_dtype(layout).itemsize
     cut = [(param, param.split) for param in unit.params if param.trainable and param.split is not None]
     summed = [param for param, split in cut if split.dim is None and split.summed]
@@ -82,13 +89,13 @@ def copies_of(layout: Layout, unit: UnitShape) -> Traffic:
 
 
 def copied_dtype(layout: Layout) -> torch.dtype:
-    """In which those are added: as the unit's backward made them, or what was added over microbatches."""
+    """Return the dtype of the all-reduces in `copies_of`: as backward made the gradients, or as accumulated."""
     whole = layout.microbatches > 1 and not layout.grad.sharded
     return layout.grad.dtype if whole else layout.param.dtype
 
 
 def expected_copies(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, Traffic]:
-    """The same in a step, of all units, by the ledger's entries (phase tensor)."""
+    """Return the traffic of `copies_of` for all units in one step, by ledger entry (phase tensor)."""
     reductions = layout.microbatches if layout.grad.sharded else 1
     each = [copies_of(layout, unit) for unit in units]
     calls, sent = (reductions * sum(figures) for figures in zip(*((t.calls, t.sent_bytes) for t in each), strict=True))
@@ -97,8 +104,11 @@ def expected_copies(layout: Layout, units: Sequence[UnitShape]) -> dict[Entry, T
 
 
 def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
-    """Return the calls and bytes sent per rank and step for what all ranks agree on: the decision, and the loss, of
-    which every axis gathers four numbers in fp64. names: see `expected_decision`."""
+    """Return the calls and bytes sent per rank and step for values that all ranks agree on.
+
+    These are the decision about the step, and the loss, for which every axis gathers four fp64 numbers. The
+    arguments are those of `expected_decision`.
+    """
     totals = expected_decision(layout, units, names)
     gathers = [entry for entry in totals if entry.kind == "all_gather"]
     ranks = {REPLICATE: layout.replicate, SHARD: layout.shard, **_model_axes(layout, units)}
@@ -106,21 +116,28 @@ def expected_control(layout: Layout, units: Sequence[UnitShape], names: int = 0)
 
 
 SUMS_BYTES = 4 << 20
-"""Of all ranks' sums of squares that one gather may bring to each rank. Below, one latency counts for more than bytes,
-and nccl needs no connection between every pair of ranks; above, sums travel in slices."""
+"""Largest size of all ranks' sums of squares that one gather brings to each rank.
+
+Below, latency outweighs the bytes, and nccl needs no connection between every pair of ranks. Above, sums are exchanged
+in slices."""
 
 
 def sums_are_sliced(params: int, ranks: int) -> bool:
-    """Whether the sums of squares of so many parameters, fp64, travel in slices between so many ranks."""
+    """Return whether `ranks` ranks exchange the fp64 sums of squares of `params` parameters in slices."""
     return ranks * (1 + params) * 8 > SUMS_BYTES
 
 
 def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0) -> dict[Entry, Traffic]:
-    """Return the calls and bytes sent per rank to decide upon a step's gradients, all in fp64.
+    """Return the calls and bytes sent per rank to decide on a step from its gradients, all in fp64.
 
-    The data-parallel ranks gather their sums, one per trained parameter, and a checksum; or, where that is much,
-    exchange slices of them, a checksum with each, and gather the totals of the slices (optim/grad_norm.py). Axes that
-    cut the model gather the totals of all parameters, a pipeline those of all `names` of the model.
+    Data-parallel ranks gather one sum of squares per trained parameter, and a checksum. Beyond `SUMS_BYTES`, they
+    instead exchange slices of the sums, each with a checksum, and gather the totals of the slices (optim/grad_norm.py).
+    Axes that cut the model gather the totals of all parameters. The pipeline axis gathers the whole model's.
+
+    Args:
+        layout: Layout of the model.
+        units: Shapes of the units on this rank.
+        names: Number of parameters of the whole model, in all pipeline stages.
     """
     params = sum(p.trainable for unit in units for p in unit.params)
     copies, shards = layout.replicate, layout.shard
@@ -147,7 +164,7 @@ def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0
 
 
 def _model_axes(layout: Layout, units: Sequence[UnitShape]) -> dict[str, int]:
-    """Return the number of ranks along each axis that cuts the model, experts aside."""
+    """Return the number of ranks along each axis that cuts the model, except the experts' axis."""
     cut = (param.split for unit in units if unit.shared_by == 1 for param in unit.params)
     axes = {split.axis: split.count for split in cut if split is not None}
     return axes | ({PIPELINE: layout.pipeline_ranks} if layout.pipeline_ranks > 1 else {})
@@ -164,14 +181,15 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds."""
         return self.param + self.grad + self.master + self.moments
 
 
 def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
-    """Between steps, with shards padded to the largest: FSDP2's registered shards, masters, moments, no gradients.
+    """Return the bytes of states between steps, with shards padded to the largest.
 
-    8-bit moments take one code per element and one fp32 scale per started block of 256, per parameter.
+    They are FSDP2's registered shards, masters and moments, but no gradients. 8-bit moments take one byte per element,
+    and one fp32 scale per started block of 256 elements of a parameter.
     """
     shards = [(unit, layout.of_unit(unit).shard) for unit in units]
     trained = [p.shard_elems(n, layout.shares) for unit, n in shards for p in unit.params if p.trainable]
@@ -188,10 +206,11 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
 
 
 def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
-    """At the end of the last backward, just before the update, without the unsharded unit in flight.
+    """Return the bytes of states at the end of the last backward, just before the update.
 
-    Stages 1-2 hold the unsharded copy beside FSDP2's shards until then; gradients that wait for the last microbatch
-    are whole. This is DESIGN's second column: 2Ψ + 16Ψ/N at stage 2 with bf16 and fp32 masters.
+    The unsharded unit in flight is not counted. Until the update, stages 1 and 2 hold the unsharded parameters in
+    addition to FSDP2's shards. Gradients that wait for the last microbatch are unsharded. With bf16 parameters and fp32
+    masters, stage 2 takes 2Ψ + 16Ψ/N bytes for Ψ parameters on N ranks.
     """
     rest, whole, trained = resting_bytes(layout, units), 0, 0
     for unit in units:
@@ -209,9 +228,10 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
 
 
 def paper_bytes(layout: Layout, elems: int) -> StateBytes:
-    """ZeRO's own formulas (Rajbhandari et al. 2020, section 5) for `elems` parameters: 2 + 2 + 4 + 8 bytes, cut by N.
+    """Return the bytes of ZeRO's own formulas (Rajbhandari et al. 2020, section 5) for `elems` parameters.
 
-    They count neither FSDP2's registered shards nor the unit in flight, and assume 16-bit gradients.
+    They are 2 + 2 + 4 + 8 bytes per parameter, each divided by the ranks if its kind is sharded. The formulas count
+    neither FSDP2's registered shards nor the unit in flight, and assume 16-bit gradients.
     """
     n = layout.shard
 

@@ -1,8 +1,9 @@
-"""Gradients of parameters that are made after the backward of their inputs, as zero-bubble pipelines make them.
+"""Access to FSDP2's private state, and gradients that are computed after the backward of the inputs.
 
-FSDP2 looks for gradients when those of a unit's inputs are there. What comes later lies in `.grad` of its unsharded
-parameters, also after they were freed; `collect` makes it look again. Both need what FSDP2 keeps to itself, as
-torch.distributed.pipelining does for the same purpose.
+FSDP2 looks for the gradients of a unit's parameters when the gradients of the unit's inputs are ready. Zero-bubble
+pipelines compute parameter gradients later, and leave them in `.grad` of the unsharded parameters, even if these were
+freed. `collect` makes FSDP2 look again. This module uses private attributes of FSDP2, as torch.distributed.pipelining
+does for the same purpose.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def unsharded_params(root: FSDPModule) -> list[nn.Parameter]:
-    """What the last forward of all units below `root` computed with, trained parameters alone."""
+    """Return the unsharded, trained parameters that the last forward of all units below `root` used."""
     held = [each for group in groups_below(root) for each in group.fsdp_params]
     return [each.unsharded_param for each in held if each.unsharded_param.requires_grad]
 
 
 def follow_root(module: nn.Module, root: FSDPModule) -> None:
-    """Let a unit without modules inside, as an embedding, be called before the model is; called once.
+    """Allow a unit without child modules, such as an embedding, to be called before the model; call this once.
 
-    FSDP2 would take it for a model of its own, and refuse the whole one later.
+    FSDP2 would take the unit for a root, and later reject the root of the whole model.
     """
 
     def before(*_: object) -> None:
@@ -35,20 +36,20 @@ def follow_root(module: nn.Module, root: FSDPModule) -> None:
 
 
 def collect(root: FSDPModule) -> None:
-    """As at the end of a backward: of all units below `root`, the last first, accumulate or reduce, and free."""
+    """Accumulate or reduce gradients, and free parameters, of all units below `root`, as at the end of backward."""
     for group in reversed(groups_below(root)):
         group.post_backward()
     state_of(root)._root_post_backward_final_callback()
 
 
 def has_failed(root: FSDPModule) -> bool:
-    """Whether the last backward raised, and left FSDP2 in the middle of it; asked outside of any."""
+    """Return whether the last backward raised and left FSDP2 in the middle of it; call this outside of backward."""
     failed: bool = state_of(root)._state_ctx.post_backward_final_callback_queued
     return failed
 
 
 def unreduced(params: Iterable[Any]) -> list[Any]:
-    """Return those of FSDP2's parameters that have a gradient which is not reduced yet; one loop, run in every step."""
+    """Return the FSDP2 parameters in `params` with an unreduced gradient; one loop, because every step runs it."""
     return [
         held
         for held in params
@@ -58,7 +59,7 @@ def unreduced(params: Iterable[Any]) -> list[Any]:
 
 
 def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:
-    """Whether the forward of a unit that has just ended is in no other's, nor recomputed in a backward."""
+    """Return whether the unit's forward that just ended is neither inside another's nor recomputed in backward."""
     context = state_of(module)._state_ctx
     is_inside: bool = context.post_backward_final_callback_queued or (
         not is_root and context.iter_forward_root is not None
@@ -67,22 +68,22 @@ def is_outermost(module: FSDPModule, *, is_root: bool) -> bool:
 
 
 def state_of(module: Any) -> Any:
-    """FSDP2's state of a module that it cut."""
+    """Return FSDP2's state of a module that `fully_shard` was applied to."""
     return module._get_fsdp_state()
 
 
 def states_below(root: Any) -> list[Any]:
-    """Those of every unit, in the order of the model; torch 2.11 has that of several modules several times."""
+    """Return FSDP2's state of every unit once, in the order of the model; torch 2.11 repeats it for each module."""
     return [*dict.fromkeys(state_of(root)._state_ctx.all_states)]
 
 
 def groups_of(module: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters of one unit, none where it has none; torch 2.11 has one at most."""
+    """Return FSDP2's parameter groups of a unit; at most one in torch 2.11, and none without parameters."""
     return _of_state(state_of(module))
 
 
 def groups_below(root: FSDPModule) -> list[Any]:
-    """Those of every unit, in the order of the model."""
+    """Return FSDP2's parameter groups of all units, in the order of the model."""
     return [group for state in states_below(root) for group in _of_state(state)]
 
 

@@ -1,4 +1,4 @@
-"""Between a DTensor and what this rank has of it."""
+"""Conversion between DTensors and the local tensors of this rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local shard, without a graph; any other tensor itself.
+    """Return the local shard of a DTensor without recording gradients, or any other tensor itself.
 
-    That is `to_local` where no gradients are recorded, at a tenth of its time; of a watched tensor the plain one.
+    Where no gradients are recorded, this equals `to_local` in a tenth of the time. Of a watched tensor, it returns the
+    plain one.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local if type(local) is torch.Tensor else getattr(local, "plain", local)
@@ -27,9 +28,13 @@ def placed_like(
     mesh: DeviceMesh | None = None,
     placements: tuple[Placement, ...] | None = None,
 ) -> DTensor:
-    """`local` [rows of `like`, any dtype] as a DTensor placed as `like` is. mesh, placements: its own, e.g. the host's.
+    """Return a DTensor with the local tensor `local`, placed like another one.
 
-    Without placements of its own it has the rows of like's local shard.
+    Args:
+        local: Local tensor, of any dtype, with as many elements as the local shard of `like` unless placed otherwise.
+        like: DTensor that determines the global shape, the mesh and the placements.
+        mesh: Other mesh to use, such as the host's.
+        placements: Other placements to use.
     """
     assert isinstance(like, DTensor)
     rows, *rest = local_of(like).shape
@@ -44,7 +49,7 @@ def placed_like(
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator `func` writes into, by its schema."""
+    """Return the tensors that the operator `func` writes into, according to its schema."""
     by_name = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
     into = [by_name.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
     return [leaf for leaf in tree_leaves(into) if isinstance(leaf, torch.Tensor)]

@@ -1,10 +1,12 @@
-"""What a model does not take once it is cut, noticed where it happens and said in one line.
+"""Errors and warnings for uses that a sharded model does not support, raised where they happen.
 
-shard() of a model that is already cut           refused
-parameters tied by .data, modules added later    refused
-load_state_dict(assign=True)                     copied, with a warning; refused for parameters on meta
-a module of the root called outside its forward  refused unless a forward left its parameters gathered
-a unit that writes into an argument (dict, list)  refused where FSDP2 gave it a copy that it does not return
+The checks are:
+
+    shard() of a model that is already sharded          error
+    parameters tied by .data, modules added later       error
+    load_state_dict(assign=True)                        copies, with a warning; error for parameters on meta
+    a module of the root called outside its forward     error, unless a forward left its parameters gathered
+    a unit that writes into a dict or list argument     error if FSDP2 gave it a copy that it does not return
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ from dzero.zero.unit import Unit, as_module
 
 
 def refuse_cut(model: nn.Module) -> None:
-    """Raises ValueError for a model that `fully_shard` or `shard` has cut, or a module of it; and for parameters that
-    are tied by their memory alone."""
+    """Raise ValueError if `model` or a module of it is sharded, or if its parameters are tied only by their memory."""
     cut = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if cut is not None:
         raise ValueError(
@@ -51,7 +52,7 @@ def refuse_cut(model: nn.Module) -> None:
 
 
 def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
-    """Raises RuntimeError for a model that has trained parameters besides those `known` to units."""
+    """Raise RuntimeError if the model has trained parameters other than the units' parameters `known`."""
     units = set(known)
     for name, param in model.named_parameters():
         if param.requires_grad and param not in units:
@@ -62,7 +63,7 @@ def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
 
 
 def copy_assigned(model: nn.Module) -> None:
-    """Let `load_state_dict(assign=True)` copy into the shards, which optimizer and units refer to."""
+    """Make `load_state_dict(assign=True)` copy into the shards, which the optimizer and the units reference."""
     for module in model.modules():
         if module._parameters:
             module.register_load_state_dict_pre_hook(_copy)  # type: ignore[no-untyped-call]
@@ -84,9 +85,9 @@ def _copy(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[
 
 
 def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:
-    """Let a module whose parameters are the root's tell who calls it where they are not gathered.
+    """Make calls of modules that have parameters of the root fail while these are not gathered.
 
-    Where a forward left them gathered, for its backward or the next forward, the call computes with those.
+    If a forward left them gathered, for its backward or the next forward, the call uses them.
     """
     inside = {module for unit in others for each in unit.modules for module in as_module(each).modules()}
     cut = set(root.params.values())
@@ -114,10 +115,10 @@ def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Mo
 
 
 def refuse_lost_writes(name: str, module: nn.Module) -> None:
-    """Let a unit tell where it writes into a dict or list among its arguments and does not return that.
+    """Make a unit fail if it writes into a dict or list among its arguments and does not return it.
 
-    FSDP2 gives a unit copies of them, so the caller would not see what was written. Units that are compiled are not
-    looked at. Called after `fully_shard`.
+    FSDP2 gives a unit copies of these, so the caller would not see what was written. Compiled units are not checked.
+    Call this after `fully_shard`.
     """
     if module._compiled_call_impl is None:
         given = _Given(name)
@@ -127,7 +128,7 @@ def refuse_lost_writes(name: str, module: nn.Module) -> None:
 
 
 class _Given:
-    """The containers among the arguments of a unit's call: the caller's, then the unit's own and what is in them."""
+    """Containers among the arguments of a unit's call: the caller's, and FSDP2's copies with their items."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -159,7 +160,7 @@ class _Given:
 
 
 def _containers(values: Iterable[Any]) -> Iterator[Any]:
-    """The dicts and lists among `values`, and in them."""
+    """Yield the dicts and lists among `values`, including nested ones."""
     for value in values:
         if isinstance(value, (dict, list, tuple)):
             if not isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""First values on disk, from shard() until an optimizer takes them: parameters, and fp32 origins, that live there.
+"""Initial values on disk: offloaded parameters and fp32 origins, from `shard` until an optimizer takes them.
 
-One file without a name per rank: it ends with its last tensor, and the kernel has it gone when the process ends. All
-its space is reserved before the first tensor, and what is read is verified, as on the disk tier itself.
+Each rank has one unnamed file. It is closed with the last tensor in it, and the kernel removes it when the process
+ends. All its space is reserved before the first tensor is written, and reads are verified as on the disk tier.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ from dzero.zero.units import ParamSlot
 
 
 class InitSpillFile:
-    """`needed_bytes` of the directory `path`. Raises DiskError where it is none, or has too little space."""
+    """Unnamed file of reserved size for initial values.
+
+    Args:
+        path: Directory of the file.
+        needed_bytes: Size to reserve.
+
+    Raises:
+        DiskError: If `path` is not a directory, or has too little space.
+    """
 
     def __init__(self, path: str, needed_bytes: int) -> None:
         os.close(open_path(path))
         self.path, self._end = os.path.abspath(path), 0
         what = f"{format_bytes(needed_bytes)} of scratch space for first values, which states take over afterwards"
         with reported_as_disk_error(self.path, what):
-            file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (it lives as long as this)
+            file = tempfile.TemporaryFile(dir=self.path)  # noqa: SIM115 (closed with this object)
             weakref.finalize(self, file.close)
             self.fd = file.fileno()
             if needed_bytes:
@@ -47,7 +55,7 @@ class InitSpillFile:
         *,
         rank: int,
     ) -> InitSpillFile | None:
-        """For what of units' `slots` lives on disk; None where nothing does. Every rank tries all paths first."""
+        """Return a file for the values of `slots` on disk, or None if there are none; every rank checks all paths."""
         paths = layout.offload.disk.paths
         on_disk = {kind for kind, (tier, _) in layout.tiers.items() if tier == "disk"}
         for path in paths if on_disk or layout.offload.activations == "disk" else ():
@@ -64,7 +72,7 @@ class InitSpillFile:
         return cls(paths[rank % len(paths)], needed)
 
     def keep(self, name: str, tensor: torch.Tensor) -> SpilledTensor:
-        """Write `tensor`; whoever holds what is returned holds the room."""
+        """Write `tensor` and return its storage, which keeps the file open."""
         cold = SpilledTensor(self, name, self._end, tensor.shape, tensor.dtype)
         self._end += tensor.nbytes
         cold.put(tensor)
@@ -73,7 +81,7 @@ class InitSpillFile:
 
 @dataclass
 class SpilledTensor:
-    """The home (offloaded_param.py) of a tensor in a `InitSpillFile`."""
+    """`TensorStorage` (offloaded_param.py) of a tensor in an `InitSpillFile`."""
 
     room: InitSpillFile
     name: str
@@ -83,7 +91,7 @@ class SpilledTensor:
     digest: int = 0
 
     def get(self) -> torch.Tensor:
-        """A copy. Raises DiskError, with errno EBADMSG where it is not what was written."""
+        """Return a copy of the values; raise DiskError, with errno EBADMSG if they are not what was written."""
         found = torch.empty(self.shape, dtype=self.dtype)
         data = _bytes(found)
         done = 0
@@ -99,7 +107,7 @@ class SpilledTensor:
         return found
 
     def put(self, flat: torch.Tensor) -> None:
-        """Written, and its checksum kept in memory."""
+        """Write the values, and keep their checksum in memory."""
         data, done = _bytes(flat.detach().cpu().contiguous()), 0
         with reported_as_disk_error(self.room.path, f"writing the first values of {self.name}"):
             while done < len(data):

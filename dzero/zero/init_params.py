@@ -1,4 +1,4 @@
-"""Values before the cut: equal on every rank, on the device, rounded to the working dtype."""
+"""Parameter values before sharding: equal on all ranks, on the device, and rounded to the working dtype."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ Groups = Mapping[str, dist.ProcessGroup]
 
 
 class ParamInit:
-    """Gives a unit its values; on meta none. `groups`, here: those of the axes over which they must agree. ends: the
-    group of a pipeline, and the names of parameters that its first rank and its last have both."""
+    """Initialization of units; if the device is meta, parameters get no values.
+
+    In its methods, `groups` are the process groups of the axes along which values must agree.
+
+    Args:
+        layout: Layout of the model.
+        device: Device of the values.
+        materialise: Function that initializes a module. None: rank 0's values are broadcast.
+        ends: The group of the pipeline, and the names of parameters that both its first and its last rank have.
+    """
 
     def __init__(
         self,
@@ -34,7 +42,7 @@ class ParamInit:
         self._blank = device.type == "meta"
 
     def equalise_buffers(self, model: nn.Module, groups: Groups) -> None:
-        """Rank 0's buffers for all, unless they are drawn; as bytes, since not every backend moves every dtype."""
+        """Broadcast rank 0's buffers, unless `materialise` makes them; as bytes, which every backend supports."""
         if self._materialise is not None:
             return
         for buffer in model.buffers():
@@ -43,7 +51,7 @@ class ParamInit:
                 _broadcast(buffer.data.view(-1).view(torch.uint8), groups)
 
     def fill(self, modules: list[nn.Module], slots: list[ParamSlot], groups: Groups) -> None:
-        """Parameters drawn by `materialise`, or rank 0's. Raises ValueError for one that stays on meta."""
+        """Initialize parameters by `materialise` or from rank 0; raise ValueError for one that stays on meta."""
         for module in modules:
             if self._materialise is not None:
                 self._materialise(module)
@@ -62,9 +70,15 @@ class ParamInit:
     def round(
         self, modules: list[nn.Module], slots: list[ParamSlot], cuts: Sequence[tuple[int, int]]
     ) -> dict[str, torch.Tensor]:
-        """Round parameters to the working dtype; of those that lost anything the fp32 rows of this rank's masters.
+        """Round parameters to the working dtype, and return the rows of this rank's masters before rounding.
 
-        cuts: which those are (shapes.rows_of).
+        Args:
+            modules: Modules of the unit.
+            slots: Locations of its parameters.
+            cuts: Cuts of the masters, as (rank, ranks) pairs for `unit_shapes.rows_of`.
+
+        Returns:
+            fp32 rows by name of the trained parameters that had another dtype.
         """
         rows: dict[str, torch.Tensor] = {}
         placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -73,9 +87,9 @@ class ParamInit:
             param = slot.param
             if param.dtype == working:
                 continue
-            unsharded = local_of(param).detach().float()  # no alias: `data` below would change it
+            unsharded = local_of(param).detach().float()  # a separate object, so setting `param.data` keeps it
             rounded = to_working(unsharded, working)
-            if isinstance(param, DTensor):  # its dtype is its own; `data` changes that of a plain tensor alone
+            if isinstance(param, DTensor):  # setting `data` cannot change the dtype of a DTensor
                 placed[param] = nn.Parameter(placed_like(rounded, param), param.requires_grad)
             else:
                 param.data = rounded
@@ -92,7 +106,7 @@ def _broadcast(tensor: torch.Tensor, groups: Groups) -> None:
 
 
 def _broadcast_to_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """From the group's first rank; no other rank takes part."""
+    """Send from the group's first rank to its last; only these two call this."""
     last = group.size() - 1
     if group.rank() == 0:
         dist.send(tensor, dist.get_global_rank(group, last), group=group)

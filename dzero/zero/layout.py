@@ -1,17 +1,17 @@
-"""The one table of ZeRO: where each kind of model state is cut, in which dtype and on which tier it is stored.
+"""Layout of model states: how each kind is sharded, its dtype, and its tier.
 
-    row       over the shard axis                            dtype                         bytes per element
-    param     stage 0-2 whole, stage 3 Shard(0)              fp32 | bf16 | fp16            2 (4)
-    grad      stage 0-1 whole, stage 2-3 Shard(0)            that of param, or fp32        2 or 4
-    master    stage 0 whole, stage 1-3 Shard(0)              fp32 | 16-bit remainder       4 or 2 (none for fp32)
-    moments   stage 0 whole, stage 1-3 Shard(0)              fp32 | bf16 | int8            8, 4 or about 2
+    row       over the shard axis                        dtype                        bytes per element
+    param     stages 0-2 unsharded, stage 3 Shard(0)     fp32 | bf16 | fp16           2 (4)
+    grad      stages 0-1 unsharded, 2-3 Shard(0)         that of param, or fp32       2 or 4
+    master    stage 0 unsharded, 1-3 Shard(0)            fp32 | 16-bit remainder      4 or 2 (none for fp32)
+    moments   stage 0 unsharded, 1-3 Shard(0)            fp32 | bf16 | int8           8, 4 or about 2
 
-With `zero.states_over=all` master and moments are `Shard(0)` over the replicate axis too: each copy of a shard owns a
-part of it (zero/replica_shards.py).
+With `zero.states_over=all`, master and moments are `Shard(0)` over the replicate axis too: each replica of a shard owns
+a part of it, its replica shard (zero/replica_shards.py).
 
-Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), which is why no row needs to
-ask for the stage again: `Layout` is the table filled in, and the FSDP2 switches, the cadence of microbatches, the
-collectives and the bytes below are all derived from it. Pure: no tensors, no communication.
+Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so code that uses a `Layout`
+does not branch on the stage. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts
+are all derived from it. This module has no tensors and no communication.
 """
 
 from __future__ import annotations
@@ -32,9 +32,14 @@ from dzero.zero.unit_shapes import UnitShape
 
 @dataclass(frozen=True)
 class TableRow:
-    """One kind of state: cut over the shard axis or whole, the dtype it is stored in, and where (zero/tiers.py).
+    """Layout of one kind of state.
 
-    over_copies: what a rank would have of it is cut once more, over the replicate axis.
+    Attributes:
+        sharded: Whether the kind is sharded over the shard axis.
+        dtype: Dtype in which it is stored.
+        tier: Tier on which it is stored (zero/tiers.py).
+        fraction: Fraction of the elements on `tier`; the others are on the device.
+        over_copies: Whether it is sharded over the replicate axis too.
     """
 
     sharded: bool
@@ -45,13 +50,13 @@ class TableRow:
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
-        """DTensor placements over (replicate, shard); where both cut, the shard axis does so first."""
+        """DTensor placements over (replicate, shard); if both are sharded, the shard axis comes first."""
         return Shard(0) if self.over_copies else Replicate(), Shard(0) if self.sharded else Replicate()
 
 
 @dataclass(frozen=True)
 class GradSyncPolicy:
-    """What FSDP2 does at the end of one microbatch's backward."""
+    """Whether FSDP2 reduces gradients and reshards parameters at the end of a microbatch's backward."""
 
     reduce: bool
     reshard: bool
@@ -59,7 +64,7 @@ class GradSyncPolicy:
 
 @dataclass(frozen=True)
 class Layout:
-    """The table, filled in for a mesh of `replicate` x `shard` ranks and `microbatches` per optimizer step."""
+    """Layout of all states on a mesh of `replicate` x `shard` ranks, with `microbatches` per optimizer step."""
 
     stage: int
     replicate: int
@@ -70,18 +75,18 @@ class Layout:
     master: TableRow
     moments: TableRow
     wire: torch.dtype
-    """Payload of the gradient reduction within the shard axis (stage 0: within the replicate axis)."""
+    """Dtype of gradients in the reduction over the shard axis (at stage 0, over the replicate axis)."""
     remainder: bool
     reshard_after_forward: bool | int
     exact: bool
     offload: OffloadConfig
-    """How the rows' tiers are served (zero/tiers.py)."""
+    """Settings of the tiers (zero/tiers.py)."""
     model_ranks: int = 1
-    """Ranks that share every matrix of one data-parallel rank (tensor parallelism)."""
+    """Tensor-parallel ranks, which share every matrix of one data-parallel rank."""
     pipeline_ranks: int = 1
-    """Ranks that share its layers."""
+    """Ranks of the pipeline, which share the layers."""
     unused: str = "agree"
-    """`ZeroConfig.unused`."""
+    """Setting `ZeroConfig.unused`."""
 
     @classmethod
     def of(
@@ -98,9 +103,23 @@ class Layout:
         pipeline_ranks: int = 1,
         expert_ranks: int = 1,
     ) -> Layout:
-        """Fill the table. expert_ranks: those that share experts, of which `of_unit` makes a table.
+        """Derive a layout from settings.
 
-        Raises ValueError for combinations that cannot take effect."""
+        Args:
+            zero: ZeRO stage and sharding.
+            precision: Dtypes.
+            offload: Tiers. None: all states are on the device.
+            replicate: Ranks along the replicate axis.
+            shard: Ranks along the shard axis.
+            microbatches: Microbatches per optimizer step.
+            exact: Whether gradients are summed in fp32 in rank order.
+            model_ranks: Tensor-parallel ranks.
+            pipeline_ranks: Ranks of the pipeline.
+            expert_ranks: Ranks that share experts, whose layout comes from `of_unit`.
+
+        Raises:
+            ValueError: For combinations that cannot take effect.
+        """
         offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
         _check_stage(zero, shard)
@@ -115,7 +134,7 @@ class Layout:
         if expert_ranks > 1:
             expert_degrees(replicate, shard, expert_ranks, model_ranks)
         param = dtype_of(precision.param)
-        # Exact sums are in fp32 whatever travels; the backend's own are in the dtype that travels, hop after hop.
+        # Exact sums are fp32 whatever the wire dtype. The backend's sums are rounded to the wire dtype at each hop.
         summed_on_wire = not exact and replicate * shard > 1
         wide = microbatches > 1 or hybrid or (precision.reduce == "auto" and summed_on_wire)
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and wide)
@@ -144,7 +163,7 @@ class Layout:
             moments=row("moments", 1, moments),
             wire=wire,
             remainder=remainder,
-            # A shard axis of one rank: nothing is gathered, and what was brought to the device goes as soon as it may.
+            # With one rank, nothing is gathered, and parameters fetched to the device are freed as early as possible.
             reshard_after_forward=zero.reshard_after_forward if zero.stage >= 3 else shard == 1,
             exact=exact,
             offload=offload,
@@ -154,10 +173,10 @@ class Layout:
         )
 
     def of_unit(self, unit: UnitShape) -> Layout:
-        """Return the table of one unit.
+        """Return the layout of one unit.
 
-        What ranks share of experts is copied and cut over the other ranks only. A unit that closes forward stays
-        gathered for backward, which begins with it, unless it is to be cut over fewer ranks meanwhile.
+        Experts that ranks share are replicated and sharded over the remaining ranks. A unit that closes forward stays
+        gathered for backward, which begins with it, unless it is resharded over fewer ranks in between.
         """
         if unit.shared_by > 1:
             replicate, shard = expert_degrees(self.replicate, self.shard, unit.shared_by, self.model_ranks)
@@ -169,41 +188,44 @@ class Layout:
 
     @property
     def gathers_again(self) -> bool:
-        """Whether parameters are gathered, or brought to the device, for backward as they are for forward."""
+        """Whether parameters are gathered, or fetched to the device, for backward as well as for forward."""
         return self.reshard_after_forward is not False
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks, which is also the number of chunks that norms are summed in."""
+        """Number of data-parallel ranks, which is also the number of chunks in which norms are summed."""
         return self.replicate * self.shard
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.ranks * self.model_ranks * self.pipeline_ranks
 
     @property
     def hybrid(self) -> bool:
-        """Sharded inside, replicated across: gradients take two hops, with fp32 between them."""
+        """Whether both axes have several ranks; gradients are then reduced in two steps, with fp32 in between."""
         return self.replicate > 1 and self.shard > 1
 
     @property
     def shares(self) -> int:
-        """Of a shard, each with the masters and moments of one of its copies."""
+        """Number of replica shards of a shard, each with its own masters and moments."""
         return self.replicate if self.master.over_copies else 1
 
     @property
     def replicate_wire(self) -> torch.dtype:
-        """Payload of the hop over the replicate axis."""
+        """Dtype of gradients in the reduction over the replicate axis."""
         return torch.float32 if self.hybrid else self.wire
 
     @property
     def tiers(self) -> dict[str, tuple[str, float]]:
-        """(tier, fraction) of each kind of state."""
+        """Tier and fraction of each kind of state."""
         return {kind: (row.tier, row.fraction) for kind in KINDS for row in [getattr(self, kind)]}
 
     def cadence(self, is_last: bool) -> GradSyncPolicy:
-        """Whole gradients wait for the last microbatch; whole parameters stay gathered until then."""
+        """Return what FSDP2 does after a microbatch.
+
+        Unsharded gradients are reduced after the last microbatch. Until then, unsharded parameters stay gathered.
+        """
         return GradSyncPolicy(
             reduce=is_last or self.grad.sharded,
             reshard=is_last or self.param.sharded or self.shard == 1,

@@ -1,4 +1,4 @@
-"""The microbatches of a step, counted, so that a loop which forgets one is told instead of trained wrongly."""
+"""Count of a step's microbatches, which detects a loop that omits one before it trains wrongly."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from dzero.zero.layout import Layout
 
 
 class MicrobatchCount:
-    """Those since the last optimizer step."""
+    """Counter of the microbatches since the last optimizer step."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._made, self._ended = 0, False
 
     def begin(self, is_last: bool) -> None:
-        """One more; `is_last`: of its step."""
+        """Count a microbatch, and record whether it is the last of its step."""
         self._made, self._ended = self._made + 1, is_last
 
     def add_last(self) -> None:
-        """A backward outside of `microbatch` was the last one of a step whose others were inside."""
+        """Count a backward outside of `microbatch` as the last one, if the step's other ones were inside."""
         if self._made and not self._ended:
             self.begin(is_last=True)
 
     def abandon(self) -> None:
-        """They are not to count."""
+        """Discard the counted microbatches."""
         self._made, self._ended = 0, False
 
     def end(self) -> None:
-        """The optimizer steps. Raises RuntimeError for microbatches that the layout was not made for."""
+        """Reset the count at an optimizer step; raise RuntimeError if the layout is for other microbatches."""
         made, ended, self._made, self._ended = self._made, self._ended, 0, False
         if made and not ended:
             raise RuntimeError(

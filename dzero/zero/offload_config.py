@@ -1,4 +1,4 @@
-"""Settings of the tiers: where each kind of state lives, how the host's work overlaps, and the scratch disks."""
+"""Settings of offload: the tier of each kind of state, the overlap of host updates, and the scratch disks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ WEIGHT = positive(1e18)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """Where scratch data goes, and how."""
+    """Scratch files on disk."""
 
     paths: list[str] = field(default_factory=lambda: ["."])
-    """Directories for scratch files, one per disk; the last folder of each is made where it is missing."""
+    """Directories for scratch files, one per disk; the last folder of each is created if it is missing."""
     weights: list[float] | None = None
-    """Bandwidths of the paths, in any unit, by which data is dealt to them. null: measured."""
+    """Bandwidths of the paths, in any common unit, by which data is distributed over them. null: measured."""
     block_bytes: int = 16 << 20
-    """Bytes of one transfer."""
+    """Size of one transfer in bytes."""
     threads: int = 8
-    """Transfers at a time, per path and direction."""
+    """Concurrent transfers per path and direction."""
     direct: bool = True
-    """Bypass the page cache, where the file system can."""
+    """Bypass the page cache where the file system supports it."""
     checksum: bool = True
-    """Verify what is read."""
+    """Verify data that is read."""
 
     def __post_init__(self) -> None:
         if not self.paths or not all(self.paths):
@@ -55,45 +55,45 @@ class DiskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """The tier of each kind of state, and how the host's updates overlap with the device's work.
+    """Tiers of model states, and overlap of host updates with work on the device.
 
-    A fraction counts elements and takes whole parameters: the root's first, then the last units'.
-    `overlap`, all but `delayed` with the same bits:
+    A fraction counts elements and selects whole parameters: the root's first, then those of the last units.
+    All values of `overlap` except `delayed` give the same bits:
         step      the optimizer's step waits for all updates
-        forward   it returns once the step is decided; each unit waits for its own update when it is next gathered
-        backward  as forward, and units are updated before the step is decided, undone where it is decided otherwise
-        delayed   updates have a whole step's time: weights are one step older than usual (ZeRO-Offload, section 5.2)
-        auto      forward: the fastest with the same bits that takes no more memory
+        forward   the step returns after the decision on its gradients; a unit's next gather waits for its update
+        backward  like forward, but units are updated before the decision, and rolled back if necessary
+        delayed   updates may take a whole step; weights are one step older than usual (ZeRO-Offload, section 5.2)
+        auto      forward, the fastest with the same bits that needs no additional memory
     """
 
     param: str = "device"
-    """Tier of the working copies: device, host or disk (stage 3); each unit is fetched ahead of its use."""
+    """Tier of parameters in the working dtype: device, host or disk (stage 3); units are prefetched."""
     grad: str = "device"
-    """Tier of the reduced gradients: device, host or disk."""
+    """Tier of reduced gradients: device, host or disk."""
     master: str = "device"
-    """Tier of the masters, where updates run: device, host or disk."""
+    """Tier of master parameters, where updates run: device, host or disk."""
     moments: str = "device"
-    """Tier of the moments: device, host or disk."""
+    """Tier of moments: device, host or disk."""
     param_fraction: float = 1.0
-    """Part of the working copies that leaves the device, in (0, 1]."""
+    """Fraction of the parameters that is offloaded, in (0, 1]."""
     grad_fraction: float = 1.0
-    """Part of the gradients that leaves the device, in (0, 1]."""
+    """Fraction of the gradients that is offloaded, in (0, 1]."""
     master_fraction: float = 1.0
-    """Part of the masters that leaves the device, in (0, 1]."""
+    """Fraction of the master parameters that is offloaded, in (0, 1]."""
     moments_fraction: float = 1.0
-    """Part of the moments that leaves the device, in (0, 1]."""
+    """Fraction of the moments that is offloaded, in (0, 1]."""
     overlap: str = "auto"
     """When host updates run: step, forward, backward, delayed (one step stale), or auto (forward)."""
     undo_bytes: int = 1 << 30
-    """Host memory per rank that overlap=backward may use to undo updates."""
+    """Host memory per rank, in bytes, with which overlap=backward may roll back updates."""
     delay_warmup_steps: int = 40
-    """Steps before overlap=delayed begins to delay."""
+    """Steps before overlap=delayed begins to delay updates."""
     activations: str = "device"
-    """Tier of what checkpointed blocks keep of their inputs: device, host or disk."""
+    """Tier of the inputs that checkpointed blocks keep for backward: device, host or disk."""
     prefetch_units: int = 2
-    """Units' parameters, and blocks' activations, that are loaded from disk ahead of their use."""
+    """Number of units (parameters) and blocks (activations) that are loaded from disk ahead of their use."""
     disk: DiskConfig = field(default_factory=DiskConfig)
-    """Scratch files behind tier disk."""
+    """Scratch files of tier disk."""
 
     def __post_init__(self) -> None:
         for kind in KINDS:
@@ -143,20 +143,20 @@ class OffloadConfig:
 
     @property
     def mode(self) -> str:
-        """The overlap that `auto` stands for, or the one that was chosen."""
+        """Overlap that is in effect, with `auto` resolved."""
         return "forward" if self.overlap == "auto" else self.overlap
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything waits in scratch files."""
+        """Whether any states or activations are on disk."""
         return "disk" in {self.activations, *map(self.tier, KINDS)}
 
     def tier(self, kind: str) -> str:
-        """Of "param", "grad", "master" or "moments"."""
+        """Return the tier of "param", "grad", "master" or "moments"."""
         return str(getattr(self, kind))
 
     def fraction(self, kind: str) -> float:
-        """Of the kind's elements that are on `tier(kind)`."""
+        """Return the fraction of the kind's elements that is on `tier(kind)`."""
         return float(getattr(self, f"{kind}_fraction"))
 
 

@@ -1,17 +1,16 @@
-"""Parameters that live in host memory or on disk (offload.param), as FSDP2's extension point wants them.
+"""Parameters in host memory or on disk (offload.param), as tensor subclasses that FSDP2 shards and gathers.
 
-A `OffDeviceShard` says it is a tensor on the mesh's device, as `fully_shard` asks, while its elements lie in a
-`OffDeviceTensor`, or behind it on disk. FSDP2 asks each shard for its all-gather input right before it gathers the
-unit: that is where the unit is brought to the device (`Unit.bring`), and the one place that has to wait for an update
-in flight.
+An `OffDeviceShard` reports the mesh's device, as `fully_shard` requires, while its elements are in the storage of an
+`OffDeviceTensor`. FSDP2 requests the all-gather input of each shard right before it gathers the unit. `Unit.bring` then
+fetches the unit to the device. A gather is thus the only step of training that waits for an update in flight.
 
-    operation on a HostShard             what happens
-    a view of it                         another HostShard of the same memory, also of another dtype
-    one that writes into it              runs in host memory, from where the result goes back to where it lives
-    new_zeros                            a new HostMemory (FSDP2 pads shards with it)
-    any other                            reads a copy on the device
+    operation on an OffDeviceShard     effect
+    view                               another OffDeviceShard of the same memory, also of another dtype
+    operator that writes into it       runs in host memory; the result is written back to the storage
+    new_zeros                          a new OffDeviceTensor in host memory (FSDP2 pads shards with it)
+    any other                          reads a copy on the device
 
-So ordinary code sees an ordinary, if slow, tensor; and whoever reads or writes waits for the unit's update first.
+Other code thus sees an ordinary, if slow, tensor. Its reads and writes wait for the unit's update first.
 """
 
 from __future__ import annotations
@@ -32,50 +31,56 @@ from dzero.zero.units import swap
 
 
 class ParamHooks(Protocol):
-    """The unit of a parameter."""
+    """Callbacks of an offloaded parameter, which its unit implements."""
 
     def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
-        """The parameter's padded shard [elems] on the device."""
+        """Return the parameter's padded shard [elems] on the device."""
 
     def await_update(self) -> None:
-        """Somebody is about to read or write host memory past FSDP2: wait for updates, forget what was fetched."""
+        """Wait for updates and drop fetched shards, before host memory is accessed other than by FSDP2's gathers."""
 
     def write(self) -> None:
-        """Somebody is about to write: masters must follow."""
+        """Record that the parameter is about to be written, so that its master follows."""
 
 
 class TensorStorage(Protocol):
-    """Where the elements of a `OffDeviceTensor` lie."""
+    """Storage of the elements of an `OffDeviceTensor`."""
 
     def get(self) -> torch.Tensor:
-        """The elements [elems] in host memory: in place, or a copy of what lies elsewhere."""
+        """Return the elements [elems] in host memory, in place or as a copy."""
 
     def put(self, flat: torch.Tensor) -> None:
-        """Take the elements of `flat` [elems]; it may be what `get` gave."""
+        """Store the elements of `flat` [elems], which may be the tensor that `get` returned."""
 
 
 @dataclass
 class HostStorage:
-    """The home of elements that are simply there, in `flat` [elems]."""
+    """Storage of elements in the tensor `flat` [elems]."""
 
     flat: torch.Tensor
 
     def get(self) -> torch.Tensor:
-        """In place."""
+        """Return the tensor itself."""
         return self.flat
 
     def put(self, flat: torch.Tensor) -> None:
-        """Copied, unless it is there already."""
+        """Copy the elements of `flat`, unless it is the tensor itself."""
         if flat is not self.flat:
             self.flat.copy_(flat)
 
 
 @dataclass(eq=False)
 class OffDeviceTensor:
-    """One tensor of `elems` elements of `dtype` that is not on `device` and yet said to be there.
+    """Flat tensor that reports a device but is stored elsewhere.
 
-    Every HostShard of it is a view, so its `home` may change. door: None until it is part of a sharded unit. Weak:
-    tensors are held by hooks in C++, where the garbage collector sees no cycle.
+    Attributes:
+        name: Name of the parameter.
+        home: Storage of the elements. It may be replaced, since every OffDeviceShard is only a view.
+        dtype: Dtype of the elements.
+        elems: Number of elements.
+        device: Device that its views report.
+        hooks: Callbacks of the unit; None until the tensor is part of one. The reference is weak because C++ hooks
+            hold tensors, so the garbage collector would not find the reference cycle.
     """
 
     name: str
@@ -89,39 +94,39 @@ class OffDeviceTensor:
     def of(
         cls, name: str, flat: torch.Tensor, device: torch.device, hooks: weakref.ref[ParamHooks] | None = None
     ) -> OffDeviceTensor:
-        """That of `flat` [elems], where it is."""
+        """Return one whose storage is `flat` [elems] itself."""
         return cls(name, HostStorage(flat), flat.dtype, flat.numel(), device, hooks)
 
     @property
     def flat(self) -> torch.Tensor:
-        """The elements [elems]; see `TensorStorage.get`."""
+        """Elements [elems], in host memory; `TensorStorage.get`."""
         return self.home.get()
 
     def await_update(self) -> None:
-        """See `ParamHooks.await_update`."""
+        """Call `ParamHooks.await_update`, if there are hooks."""
         if self.hooks is not None and (hooks := self.hooks()) is not None:
             hooks.await_update()
 
     def write(self) -> None:
-        """See `ParamHooks.write`."""
+        """Call `ParamHooks.write`, if there are hooks."""
         if self.hooks is not None and (hooks := self.hooks()) is not None:
             hooks.write()
 
     def move_to(self, home: TensorStorage) -> None:
-        """Live there from now on."""
+        """Move the elements to another storage."""
         home.put(self.home.get())
         self.home = home
 
 
 class OffDeviceShard(torch.Tensor):
-    """A tensor on `memory.device` by its own account, in truth elsewhere."""
+    """View of `memory` that reports `memory.device`, although its elements are elsewhere."""
 
     memory: OffDeviceTensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, memory: OffDeviceTensor, like: torch.Tensor) -> OffDeviceShard:
-        """`like`: its outline, on meta."""
+        """Create a view with the shape, strides, offset and dtype of `like`, a meta tensor."""
         made: OffDeviceShard = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
@@ -135,62 +140,62 @@ class OffDeviceShard(torch.Tensor):
 
     @classmethod
     def of(cls, memory: OffDeviceTensor, size: Sequence[int]) -> OffDeviceShard:
-        """The first elements of `memory`, as a contiguous tensor."""
+        """Return a contiguous view of the first elements of `memory`."""
         return cls(memory, torch.empty(size, dtype=memory.dtype, device="meta"))
 
     @property
     def outline(self) -> torch.Tensor:
-        """Shape, strides and offset, without elements."""
+        """Meta tensor with the shape, strides and offset of this view."""
         flat = torch.empty(self.memory.elems, dtype=self.memory.dtype, device="meta")
         return self.within(flat)
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of the memory's `flat` that this is a view of."""
+        """Return the same view of `flat`, the elements of the memory."""
         flat = flat if flat.dtype == self.dtype else flat.view(self.dtype)
         return flat.as_strided(self.size(), self.stride(), flat.storage_offset() + self.storage_offset())
 
     def read(self) -> torch.Tensor:
-        """The elements, as they are once updates in flight have ended."""
+        """Wait for updates in flight, and return the elements."""
         self.memory.await_update()
         return self.within(self.memory.flat)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"HostShard({self.memory.name}, {self.read()})"
+        return f"OffDeviceShard({self.memory.name}, {self.read()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary tensor."""
+        """Pickle as an ordinary tensor."""
         return self.read().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary tensor on the device."""
+        """Return an ordinary tensor on the device."""
         return _on_device(self)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the elements of a copy on the device; read-only, for what is written there would be lost."""
+        """Return an array of a copy on the device; it is read-only, because writes to it would be lost."""
         array = _on_device(self).numpy(force=force)
         array.flags.writeable = False
         return array
 
     def tolist(self) -> Any:
-        """As of any tensor."""
+        """Return the elements as nested lists."""
         return self.read().tolist()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Of a copy on the device."""
+        """Return a capsule of a copy on the device."""
         return _on_device(self).__dlpack__(**options)
 
     def share_memory_(self) -> OffDeviceShard:
-        """Refused: the memory belongs to the offload."""
+        """Raise NotImplementedError, because the memory belongs to the offload."""
         raise NotImplementedError("share_memory_ on a parameter in host memory: share a clone")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See the table above."""
+        """Run an operator as listed in the module's table."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if func.namespace == "c10d":  # writes into what it is given without saying so
+        if func.namespace == "c10d":  # writes into its arguments, which its schema does not declare
             raise NotImplementedError(f"{func} on a parameter in host memory: take full_tensor(), or a state dict")
         if isinstance(first, OffDeviceShard) and torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{func} on a parameter in host memory: change the shape of a view or a clone")
@@ -221,7 +226,7 @@ class OffDeviceShard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object
     ) -> tuple[tuple[torch.Tensor], None]:
-        """FSDP2 is about to gather: this parameter's padded shard, on the device."""
+        """Return the parameter's padded shard on the device, as FSDP2's input of the all-gather."""
         hooks = None if self.memory.hooks is None else self.memory.hooks()
         assert hooks is not None, f"{self.memory.name} is gathered, but belongs to no unit"
         rows = -(-outer_size[0] // mesh.size())
@@ -235,12 +240,12 @@ class OffDeviceShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[()]] | None:
-        """FSDP2 has gathered: the output is the parameter as it is."""
+        """Return the gathered parameter as it is."""
         return (all_gather_outputs[0], ()) if out is None else None
 
 
 def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> None:
-    """Wrap the parameters in `names` wherever `modules` have them: `fully_shard` then puts their shards on the host."""
+    """Replace the parameters in `names` throughout `modules`, so that `fully_shard` puts their shards on the host."""
     wrapped: dict[nn.Parameter, nn.Parameter] = {
         param: nn.Parameter(
             OffDeviceShard.of(OffDeviceTensor.of(name, param.detach().view(-1), param.device), param.shape),
@@ -252,7 +257,7 @@ def put_on_host(modules: Sequence[nn.Module], names: Mapping[nn.Parameter, str])
 
 
 def memory_of(param: torch.Tensor) -> OffDeviceTensor | None:
-    """The host memory of a sharded parameter, None for one that lives on the device."""
+    """Return the OffDeviceTensor of a sharded parameter, or None for a parameter on the device."""
     local = local_of(param)
     return local.memory if isinstance(local, OffDeviceShard) else None
 
@@ -268,7 +273,7 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
 def _on_host(
     opened: dict[OffDeviceTensor, torch.Tensor], copies: dict[torch.Tensor, torch.Tensor], tensor: torch.Tensor
 ) -> torch.Tensor:
-    """In `opened`: once for all views of one memory, which then see each other's changes. `copies`: of others."""
+    """Return `tensor` in host memory, from `opened` (one tensor for all views of a memory) or `copies` (of others)."""
     if not isinstance(tensor, OffDeviceShard):
         if tensor.device.type != "cpu" and tensor not in copies:
             copies[tensor] = tensor.cpu()

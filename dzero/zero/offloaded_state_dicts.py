@@ -1,4 +1,4 @@
-"""State dicts of a model with parameters off the device: DTensors over the host's mesh, both ways."""
+"""State dicts of a model with offloaded parameters: DTensors over the host's mesh, for saving and loading."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from dzero.zero.unit import Unit, as_module
 
 
 def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
-    """Hooks of the modules of a unit with parameters on the host. Collective where the mesh is not the CPU's."""
+    """Register the hooks of a unit with offloaded parameters; collective unless the mesh is a CPU mesh."""
     on_host = host_mesh(mesh)[SHARD]
 
     def show(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
-        """After `state_dict()`: what lies in host memory appears as that, without a copy; what is on disk is read by
-        whoever looks at it, tensor by tensor."""
+        """Show offloaded shards as host tensors, after `state_dict()`.
+
+        Shards in host memory are not copied. Shards on disk are read when they are used, tensor by tensor.
+        """
         unit.await_update()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, DTensor):
@@ -32,12 +34,12 @@ def hook_state_dicts(unit: Unit, mesh: DeviceMesh) -> None:
                     state_dict[key] = placed_like(_as_on_host(local), value, on_host)
 
     def take(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-        """Before `load_state_dict()` copies: FSDP2's parameters take tensors of the device's mesh only."""
+        """Wrap values before `load_state_dict()` copies them: FSDP2's parameters accept only their own mesh."""
         for name, param in module.named_parameters(remove_duplicate=False):
             value, memory = state_dict.get(prefix + name), memory_of(param)
             if memory is not None and isinstance(value, DTensor) and isinstance(param, DTensor):
                 local = value.to_local()
-                if not isinstance(local, OffDeviceShard):  # else the root's hook has wrapped it
+                if not isinstance(local, OffDeviceShard):  # otherwise the root's hook has already wrapped it
                     flat = local.contiguous().view(-1)
                     local = OffDeviceShard.of(OffDeviceTensor.of(name, flat, memory.device), local.shape)
                     state_dict[prefix + name] = placed_like(local, value, param.device_mesh)

@@ -1,10 +1,11 @@
-"""Python numbers of a DTensor of which this rank has a part: DTensor would give the part, without a word.
+"""Python numbers of DTensors that are sharded or partial, for which DTensor silently uses this rank's part.
 
-    if p.grad.isnan().any(): continue   ranks would go different ways       the whole's, for all ranks ask
-    p.grad.norm().item()                another number on every rank        refused: often rank 0 alone asks, to log it,
-                                                                            and would wait for the others
+    expression                          DTensor by itself               here
+    if p.grad.isnan().any(): continue   ranks may branch differently    the value of the whole, as all ranks call it
+    p.grad.norm().item()                another number on every rank    error: often only rank 0 calls it, to log it,
+                                                                        and would wait for the others
 
-This needs what DTensor keeps to itself.
+This module uses private attributes of DTensor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _meshes: WeakSet[DeviceMesh] = WeakSet()
 
 
 def watch_numbers(meshes: Iterable[DeviceMesh]) -> None:
-    """Do that from now on for DTensors on `meshes`."""
+    """Convert DTensors on `meshes` to Python numbers in this way from now on."""
     _meshes.update(meshes)
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
 

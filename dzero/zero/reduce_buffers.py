@@ -1,8 +1,9 @@
-"""A unit's reduced buffer holds all of its trained parameters, whichever got gradients on this rank; `.grad` are views.
+"""Reduction of all trained parameters of a unit in one buffer, whether or not they have gradients on this rank.
 
-FSDP2 leaves out those that got none, so ranks that ran other modules of a unit would add gradients of different
-parameters to each other, or wait for data of another size. Here zeros stand for what is missing; who takes the buffer
-is told which those are, and whether `.grad` is set. This needs what FSDP2 keeps to itself.
+FSDP2 leaves out parameters without a gradient. If ranks use different modules of a unit, they would then add gradients
+of different parameters, or wait for data of another size. Here, a missing gradient is reduced as zeros. The consumer of
+the buffer gets the names of these parameters, and decides whether to set `.grad`, a view of the buffer. This module
+uses private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from dzero.zero.unit import GradConsumer, Unit
 
 
 def reduce_whole(unit: Unit) -> None:
-    """Let FSDP2 reduce all trained parameters of `unit` together; called once, before its first forward."""
+    """Make FSDP2 reduce all trained parameters of `unit` together; call this once, before its first forward."""
     groups = [_Whole(unit, group) for group in groups_of(unit.modules[0])]
     unit.buffered = tuple(name for group in groups for name in group.names)
 
 
 class _Whole:
-    """FSDP2's `post_backward` of a group of parameters, called for each use and at the end of each backward."""
+    """Wrapper of a parameter group's `post_backward`, which FSDP2 calls per use and at the end of each backward."""
 
     def __init__(self, unit: Unit, group: Any) -> None:
         name_of = {param: name for name, param in unit.params.items()}
@@ -42,14 +43,14 @@ class _Whole:
 
     def __call__(self, *unused: Any) -> None:
         if not self._group.reduce_grads and "_unsharded_param" not in self._group.fsdp_params[0].__dict__:
-            return  # never gathered so far: FSDP2 would look for a parameter that is not there
+            return  # never gathered so far; FSDP2 would fail on the missing unsharded parameter
         missing = self._fill() if self._group.reduce_grads else []
         for held in self._scalars if self._group.reduce_grads else ():
             widen_gradient(held)
         self._unit.expect(frozenset(missing))
         without = [param for name in missing if (param := self._unit.params[name]).grad is None]
         self._consumer, layout = self._unit.attached, self._unit.layout
-        # FSDP2 rounds the reduced buffer to this, for `.grad`: an optimizer of ours takes it as it is.
+        # FSDP2 casts the reduced buffer to this dtype for `.grad`. Our optimizers take it in the layout's dtype.
         self._group._orig_dtype = layout.param.dtype if self._consumer is None else layout.grad.dtype
         self._run(*unused)
         self._unit.delivered()
@@ -60,19 +61,19 @@ class _Whole:
     def _as_grad(
         self, name: str, param: nn.Parameter, make: Callable[[torch.Tensor], DTensor], piece: torch.Tensor
     ) -> DTensor:
-        """FSDP2's `to_sharded_dtensor`, by which it makes `.grad` of a part of the reduced buffer."""
-        param.grad_dtype = None  # the table's, whatever the parameter's is
+        """Replace FSDP2's `to_sharded_dtensor`, which makes `.grad` from a part of the reduced buffer."""
+        param.grad_dtype = None  # allows a gradient in the layout's dtype, whatever the parameter's is
         shown = None if self._consumer is None else self._consumer.shown(name, piece)
         return make(piece) if shown is None else shown
 
     def _fill(self) -> list[str]:
-        """Give zeros to the parameters without gradient, where others have one; return their names."""
+        """Set missing gradients to zeros, if other parameters have one, and return the names of the missing."""
         found = unreduced(self._held)
         if not found or len(found) == len(self._held):
             return []
         missing = [index for index, held in enumerate(self._held) if held not in found]
         waiting = any(held.unsharded_accumulated_grad is not None for held in self._held)
-        for held in self._held if waiting else ():  # FSDP2 keeps those of earlier microbatches in the reduced dtype
+        for held in self._held if waiting else ():  # FSDP2 accumulates over microbatches in the reduction's dtype
             held.to_accumulated_grad_if_needed()
         for index in missing:
             held = self._held[index]

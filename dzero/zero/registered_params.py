@@ -1,20 +1,20 @@
-"""Outside of forward and backward a model's parameters are its shards, also where units stay gathered in between.
+"""Registration of parameters on modules: outside of forward and backward, shards, even if units stay gathered.
 
-FSDP2 leaves the gathered parameters of stages 1 and 2 on the modules from a forward until a backward ends: for good
-after one that has no backward, and at stage 1 until the last microbatch. So it does at stage 3 with those of units that
-stay for backward, which here are freed after a forward without gradients, and with the second shards of
-`zero.reshard_after_forward=<int>`. Whoever then edits, freezes or clips `model.parameters()` would do that to copies.
-So modules show
+In FSDP2, the unsharded parameters of stages 1 and 2 stay registered from a forward until the end of a backward:
+forever if there is no backward, and at stage 1 until the last microbatch. At stage 3 this holds for units that stay
+gathered for backward, and for the secondary shards of `zero.reshard_after_forward=<int>`. Code that edits, freezes or
+clips `model.parameters()` in that time would change temporary tensors. Here, modules register:
 
-    from                                     until its end
-    a unit's forward, or use in backward     gathered parameters; gathered anew where a shard was written since
-    the outermost forward, a backward        shards, while what stays gathered waits for backward or the next forward
+    from the start of a unit's forward or backward          unsharded parameters, gathered again if a shard was written
+    from the end of the outermost forward, or of backward   shards; gathered parameters are kept for the next use
 
-What autograd saved is not touched by that. Before each use the gathered parameters learn whether their shards were
-frozen meanwhile, and a parameter that was replaced, or whose `.data` was set (which a DTensor ignores), is refused. A
-backward over a forward whose parameters have changed since is refused, as torch does by its version
-counters, which gathered copies do not have; and one that is to be differentiated again, where they are freed. This
-needs what FSDP2 keeps to itself.
+After a forward without gradients, stage 3 frees the units that stay gathered for backward. Tensors that autograd saved
+are unaffected. Before each use, unsharded parameters are frozen like their shards, and an error is raised if a
+parameter was replaced, or its `.data` set, which a DTensor ignores. A backward raises an error if parameters have
+changed since its forward, which torch detects by version counters that gathered parameters lack. A backward with
+create_graph=True raises an error too, because sharded parameters are freed before it is differentiated.
+
+This module uses private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dzero.zero.unit import Unit, as_module
 
 
 def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> None:
-    """Let every unit show gathered parameters where it computes with them, and shards elsewhere; called once.
+    """Make every unit register unsharded parameters while it computes, and shards otherwise; call this once.
 
     Args:
-        units: All of a model.
-        roots: Its root; none for the parts of a pipeline, whose schedule ends with their shards.
-        layout: Its table, from which those of some units differ.
+        units: All units of the model.
+        roots: The root of the model; empty for pipeline stages, whose schedule ends with sharded parameters.
+        layout: Layout of the model, from which that of a unit may differ.
     """
     stays = [unit for unit in units if unit.layout.reshard_after_forward is not True]
     waits = [unit for unit in stays if layout.reshard_after_forward is True and unit.layout.param.sharded]
@@ -53,11 +53,11 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> 
                 group.pre_backward = partial(shown.before_backward, group.pre_backward)
         for module in map(as_module, unit.modules) if roots else ():
             is_root = any(module is root for root in roots)
-            if unit in stays or is_root:  # of the root in any case: forwards that raise leave units gathered
+            if unit in stays or is_root:  # the root in any case, because a forward that raises leaves units gathered
                 after = partial(_after_forward, unit, units, waits, is_root)
                 module.register_forward_hook(after, always_call=True)
 
-    # At the end of a backward FSDP2 calls this method of the unit that the backward reached first.
+    # At the end of a backward, FSDP2 calls this method of the unit that the backward reached first.
     for state in dict.fromkeys(map(state_of, [*roots, *(unit.modules[0] for unit in units)])) if roots else ():
         end = partial(_end_backward, units, state._root_post_backward_final_callback, bool(stays))
         state._root_post_backward_final_callback = end
@@ -72,7 +72,7 @@ def put_shards(units: Iterable[Unit]) -> None:
 
 
 def put_gathered(unit: Unit) -> bool:
-    """Register the gathered parameters of a unit that has them, as its forward left them; return whether it has."""
+    """Register the unsharded parameters of a unit if its forward left them valid, and return whether it did."""
     groups = groups_of(unit.modules[0])
     if unit.is_stale or not all(group.is_unsharded for group in groups):
         return False
@@ -82,7 +82,7 @@ def put_gathered(unit: Unit) -> bool:
 
 
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
-    """Forget whole gradients of `names` that wait for the last microbatch's, to be reduced with them."""
+    """Drop unsharded gradients of `names` that would be reduced with those of the last microbatch."""
     for unit in units:
         waiting = [held for group in groups_of(unit.modules[0]) for held in unreduced(group.fsdp_params)]
         name_of = {param: name for name, param in unit.params.items()} if waiting else {}
@@ -94,7 +94,7 @@ def drop_waiting(units: list[Unit], names: Container[str]) -> None:
 
 
 class _Shown:
-    """FSDP2's steps around each use of a group of a unit's parameters, with what its modules show."""
+    """Wrappers of FSDP2's steps around each use of a parameter group, which register its parameters."""
 
     def __init__(self, unit: Unit, group: Any, state: Any) -> None:
         self._unit, self._group, self._state = unit, group, state
@@ -102,11 +102,11 @@ class _Shown:
         self._data = [_data_of(held) for held in group.fsdp_params]
 
     def before_state_dict(self, *_: object) -> None:
-        """Refuse a state dict that would lack what `.data` was set to."""
+        """Raise RuntimeError if `.data` was set, because the state dict would lack the new values."""
         self._refuse_data()
 
     def _refuse_data(self) -> None:
-        """Raise RuntimeError for a parameter whose `.data` was set: its wrapper's storage is another, its shard not."""
+        """Raise RuntimeError if `.data` was set, which changes the storage of a parameter's wrapper, not its shard."""
         for index, held in enumerate(self._group.fsdp_params):
             (storage, shard), (old_storage, old_shard) = _data_of(held), self._data[index]
             if storage is old_storage and shard is old_shard:
@@ -116,31 +116,31 @@ class _Shown:
                     f"{_name_of(held)}.data was set to another tensor (vector_to_parameters does that too), which a "
                     "sharded parameter ignores: write param.data.copy_(tensor) instead"
                 )
-            self._data[index] = storage, shard  # the model was moved, or FSDP2 padded a shard anew
+            self._data[index] = storage, shard  # the model was moved, or FSDP2 padded the shard again
 
     def before_forward(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Show gathered parameters, gathered anew where a shard was written since, around FSDP2's `pre_forward`."""
+        """Run FSDP2's `pre_forward` with unsharded parameters, gathered again if a shard was written."""
         group, unit = self._group, self._unit
         self._refuse_data()
         _follow_frozen(group)
         if unit.is_stale and not group.is_sharded:
-            group._to_sharded()  # `reshard` does nothing in the middle of a forward, where one that raised left it
+            group._to_sharded()  # `reshard` has no effect in the forward state, which a forward that raised leaves
         elif group.is_unsharded:
             _put_gathered(group)
         unit.is_stale = False
         if not torch.is_inference_mode_enabled():
             return run(*args)
-        with torch.inference_mode(mode=False), torch.no_grad():  # memory that training goes on with
+        with torch.inference_mode(mode=False), torch.no_grad():  # training uses this memory later
             return run(*args)
 
     def after_forward(self, run: Callable[..., Any], module: Any, args: Any, output: Any) -> Any:
-        """Let the backward of this forward be refused where parameters change before it; FSDP2's `post_forward`."""
-        # What FSDP2 is about to register as the hook of the output's tensors, by which it notices the backward.
+        """Run FSDP2's `post_forward` so that the backward of this forward fails if parameters change before it."""
+        # FSDP2 is about to register this method as a hook of the output tensors, by which it detects the backward.
         self._state._pre_backward = partial(_unless_changed, self._unit, self._unit.version, self._pre_backward)
         return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
-        """Show what is gathered already, for modules that are computed again; FSDP2's `pre_backward`."""
+        """Run FSDP2's `pre_backward`, and register what is gathered already, for modules that are recomputed."""
         if torch.is_grad_enabled() and self._unit.layout.shard > 1:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: backward with create_graph=True, as gradient penalties need it, takes "
@@ -154,10 +154,10 @@ class _Shown:
 
 
 def _end_backward(units: list[Unit], run: Callable[[], None], stays: bool) -> None:
-    """FSDP2's end of a backward: reduce first what autograd left after a unit's reduction, and show shards at last.
+    """Reduce gradients that autograd made after their unit's reduction, end FSDP2's backward, and register shards.
 
-    That is left where a function of a weight is older than the forward that goes backward: a cast in the cache of
-    autocast, a parametrization in `cached()`. FSDP2 would leave it to the next backward, or forget it.
+    Such gradients exist if a function of a weight is older than the forward of this backward: a cast in the cache of
+    autocast, or a parametrization in `cached()`. FSDP2 would leave them to the next backward, or lose them.
     """
     for unit in units:
         for group in groups_of(unit.modules[0]):
@@ -172,7 +172,7 @@ def _end_backward(units: list[Unit], run: Callable[[], None], stays: bool) -> No
 def _unless_changed(
     unit: Unit, version: int, pre_backward: Callable[[torch.Tensor], torch.Tensor], grad: torch.Tensor
 ) -> torch.Tensor:
-    """FSDP2's `_pre_backward`, for a forward that saw the parameters in `version`."""
+    """Run FSDP2's `_pre_backward` unless parameters have changed since the forward, which used `version`."""
     if unit.version != version:
         raise RuntimeError(
             f"unit {unit.shape.name}: its parameters were changed after the forward that this backward belongs to, by "
@@ -183,7 +183,7 @@ def _unless_changed(
 
 def _after_forward(unit: Unit, units: list[Unit], waits: list[Unit], is_root: bool, *_: object) -> None:
     if is_outermost(unit.modules[0], is_root=is_root):
-        for each in waits if not torch.is_grad_enabled() else ():  # no backward will come
+        for each in waits if not torch.is_grad_enabled() else ():  # no backward follows
             for module in each.modules:
                 module.reshard()
         put_shards(units)
@@ -200,7 +200,7 @@ def _put_gathered(group: Any) -> None:
 
 
 def _data_of(held: Any) -> tuple[object, object]:
-    """Return what `.data =` changes of a sharded parameter, and what it does not: its storage, and its shard."""
+    """Return the storage of a sharded parameter, which setting `.data` changes, and its shard, which stays."""
     param = held.sharded_param
     return param.untyped_storage(), local_of(param)
 
@@ -210,12 +210,12 @@ def _name_of(held: Any) -> str:
 
 
 def _second_shard(held: Any) -> Any:
-    """Return what FSDP2 keeps from forward to backward with `zero.reshard_after_forward=<int>`."""
+    """Return the secondary shard, which FSDP2 keeps for backward with `zero.reshard_after_forward=<int>`."""
     return held.__dict__.get("_sharded_post_forward_param")
 
 
 def _follow_frozen(group: Any) -> None:
-    """Let gathered parameters be frozen as their shards are. Raises RuntimeError where a shard was replaced."""
+    """Freeze unsharded parameters like their shards; raise RuntimeError if a parameter was replaced."""
     for held in group.fsdp_params:
         shard, param, place = held.sharded_param, held.__dict__.get("_unsharded_param"), held._module_info
         shown = place.module._parameters.get(place.param_name)

@@ -1,18 +1,19 @@
-"""The states of a shard in shares, one on each of its copies (`zero.states_over=all`).
+"""Replica shards: the states of a shard, divided among its replicas (`zero.states_over=all`).
 
-    rank (c, s) of replicate x shard has           of a parameter's rows, as Shard(0) cuts them
-    parameters, gradients before the second hop    the s-th of `shard`: its shard
-    gradients after it, masters, moments           the c-th of `replicate` of that: its share
+    on rank (c, s) of replicate x shard            part of a parameter's rows, as Shard(0) cuts them
+    parameters, gradients before `reduce`          part s of `shard`: the shard
+    gradients after it, masters, moments           part c of `replicate` of the shard: the replica shard
 
-    once a step, per unit   sends, of n elements of the shard           instead of, with whole shards of states
-    reduce                  (replicate - 1) / replicate * n, fp32       all-reduce: twice that
-    gather                  as many, in the working dtype
+    once a step, per unit   elements sent, n being those of the shard   without replica shards
+    reduce                  (replicate - 1) / replicate * n, in fp32    all-reduce: twice as many
+    gather                  as many, in the working dtype               none
 
-So parameters are gathered inside the shard axis (a node) alone, as in MiCS (Zhang et al. 2022), whose second hop this
-cuts in two and whose masters and moments it divides by `replicate`. ZeRO++'s secondary partition (Wang et al. 2023;
-`zero.reshard_after_forward=<int>`) also has states over all ranks, but gathers across nodes in every forward.
+Parameters are thus gathered only within the shard axis (a node), as in MiCS (Zhang et al. 2022). MiCS's all-reduce over
+replicas becomes a reduce-scatter and an all-gather here, and masters and moments are divided by `replicate`. ZeRO++'s
+secondary partition (Wang et al. 2023; `zero.reshard_after_forward=<int>`) also shards states over all ranks, but
+gathers across nodes in every forward.
 
-Both move a unit in one collective, with each parameter's share padded to the largest there is.
+Both steps move a unit in one collective, in which each replica shard is padded to the parameter's largest.
 """
 
 from __future__ import annotations
@@ -37,14 +38,17 @@ Cut = tuple[int, int]
 
 
 def span_of(shape: ParamShape, shard: Cut, copy: Cut) -> slice:
-    """The elements of the flat shard whose states this rank has."""
+    """Return the elements of the flat shard whose states this rank has.
+
+    `shard` and `copy` are its positions along the shard axis and the replicate axis.
+    """
     _, rows = rows_of(shape.shape[0], shard)
     first, count = rows_of(rows, copy)
     return slice(first * shape.row_elems, (first + count) * shape.row_elems)
 
 
 def mesh_of_shares(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks of the (replicate, shard) `mesh` as (shard, replicate), the order in which shares are cut."""
+    """Return the ranks of the (replicate, shard) `mesh` as (shard, replicate), the order of cuts in replica shards."""
     groups = [mesh.get_group(axis) for axis in (SHARD, REPLICATE)]
     return DeviceMesh.from_group(
         groups, mesh.device_type, mesh=mesh.mesh.T.contiguous(), mesh_dim_names=(SHARD, REPLICATE)
@@ -52,7 +56,16 @@ def mesh_of_shares(mesh: DeviceMesh) -> DeviceMesh:
 
 
 class ReplicaShards:
-    """Of one unit, on this rank: `shard` and `copy` say which."""
+    """Reduction and gather of a unit's replica shards on this rank.
+
+    Args:
+        unit: Shapes of the unit.
+        layout: Layout of the model.
+        shard: Position of this rank along the shard axis.
+        copy: Position of this rank along the replicate axis.
+        exchange: Collectives along the replicate axis.
+        ledger: Ledger of these collectives.
+    """
 
     def __init__(
         self, unit: UnitShape, layout: Layout, shard: Cut, copy: Cut, exchange: AxisReduction, ledger: Ledger
@@ -64,17 +77,23 @@ class ReplicaShards:
         self._gather = GatherUpdated(unit.name, exchange, REPLICATE, ledger)
 
     def span(self, name: str) -> slice:
-        """See `span_of`."""
+        """Return the elements of the flat shard whose states this rank has."""
         return span_of(self._shapes[name], self._shard, self._copy)
 
     def rows(self, name: str) -> slice:
-        """The same in rows of the shard."""
+        """Return the rows of the shard whose states this rank has."""
         elems = self._shapes[name].row_elems
         return slice(self.span(name).start // elems, self.span(name).stop // elems)
 
     def reduce(self, grads: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Named]:
-        """`grads` [shard, flat] by name, in one order on all ranks, averaged over the copies: a new buffer with this
-        rank's shares in that order, padded; and they themselves."""
+        """Average gradients over the replicas.
+
+        Args:
+            grads: Flat shards by name, in the same order on all ranks.
+
+        Returns:
+            A new buffer with this rank's padded replica shards in that order, and views of it without padding by name.
+        """
         sizes = self._sizes(grads)
         full = next(iter(grads.values())).new_zeros(self._exchange.ranks, sum(sizes.values()))
         for name, column in self._columns(full, sizes).items():
@@ -87,12 +106,18 @@ class ReplicaShards:
         return reduced, {name: slot[: lengths[name]] for name, slot in slots.items()}
 
     def book(self, names: Collection[str]) -> None:
-        """Count one `gather` of them."""
+        """Count one `gather` of `names` in the ledger."""
         self._gather.book(sum(self._sizes(names).values()), self._working)
 
     def gather(self, shards: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-        """Start bringing every copy's share of `shards` [shard, flat, working dtype] into all of them; call what is
-        returned before they are read."""
+        """Start to gather the replica shards of all replicas.
+
+        Args:
+            shards: Flat shards by name, in the working dtype, in which this rank has updated its replica shards.
+
+        Returns:
+            A function that completes `shards`, to be called before they are read.
+        """
         sizes, own = self._sizes(shards), self._copy[0]
         full = next(iter(shards.values())).new_zeros(self._exchange.ranks, sum(sizes.values()))
         for (name, column), shard in zip(self._columns(full, sizes).items(), shards.values(), strict=True):
@@ -107,16 +132,16 @@ class ReplicaShards:
                 here.copy_(there)
 
     def _sizes(self, names: Collection[str]) -> dict[str, int]:
-        """Elements of the largest share that any rank has of each parameter."""
+        """Return the number of elements of each parameter's largest replica shard on any rank."""
         shards, copies = self._shard[1], self._copy[1]
         return {name: self._shapes[name].shard_elems(shards, copies) for name in names}
 
     def _columns(self, full: torch.Tensor, sizes: Mapping[str, int]) -> Named:
-        """By name, where the shares of a parameter lie in `full` [copies, n]: [copies, its size]."""
+        """Return views of `full` [replicas, n] by parameter, each [replicas, its size]."""
         return dict(zip(sizes, torch.split(full, [*sizes.values()], dim=1), strict=True))
 
     def _pieces(self, name: str, column: torch.Tensor, shard: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of `column` [copies, size] and of the flat `shard` that hold the same: whole shares, a short one."""
+        """Return pairs of views with the same elements, of `column` [replicas, size] and of the flat `shard`."""
         shape = self._shapes[name]
         rows = shard.numel() // shape.row_elems
         share = -(-rows // self._copy[1]) * shape.row_elems

@@ -1,8 +1,8 @@
-"""Parameters without dims (CLIP's temperature): shards of one element, and in forward what they were.
+"""Parameters without dimensions (such as CLIP's temperature), which are sharded with one dimension.
 
-FSDP2 cuts rows, so such a parameter becomes one of shape (1,), whose only row is rank 0's; masters, moments, gradients
-and state dicts have that shape. The model computes with a tensor without dims, as it was written. This needs what FSDP2
-keeps to itself.
+FSDP2 shards rows, so such a parameter gets shape (1,), and rank 0 has its only row. Masters, moments, gradients and
+state dicts have this shape. In forward, the model sees a tensor without dimensions, as it was written. This module uses
+private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dzero.zero.unit import Unit
 from dzero.zero.units import swap
 
 Places = set[tuple[nn.Module, str]]
-"""Of parameters: the module, and the attribute there."""
+"""Locations of parameters: the module, and the attribute there."""
 
 
 def widen(model: nn.Module) -> Places:
-    """Give parameters without dims one, wherever `model` has them; return where that is."""
+    """Give parameters without dimensions shape (1,), wherever `model` has them, and return their locations."""
     found = {
         (module, attribute): param
         for module in model.modules()
@@ -37,7 +37,7 @@ def widen(model: nn.Module) -> Places:
 
 
 def narrow_in_forward(unit: Unit, scalars: Places) -> None:
-    """Let FSDP2 gather those of `scalars` as tensors without dims; called once, when the unit is cut."""
+    """Make FSDP2 gather the parameters at `scalars` without dimensions; call this once, when the unit is sharded."""
     for group in groups_of(unit.modules[0]) if scalars else ():
         for held in group.fsdp_params:
             if (held._module_info.module, held._module_info.param_name) in scalars:
@@ -45,7 +45,7 @@ def narrow_in_forward(unit: Unit, scalars: Places) -> None:
 
 
 def widen_gradient(held: Any) -> None:
-    """Before FSDP2 reduces: the gradient of one that it gathered without dims gets one."""
+    """Give the gradient of a parameter that was gathered without dimensions shape (1,), before FSDP2 reduces it."""
     own, waiting = held._unsharded_param.grad, held.unsharded_accumulated_grad
     if own is not None or waiting is not None:
         held._unsharded_param.grad = None
@@ -54,7 +54,7 @@ def widen_gradient(held: Any) -> None:
 
 
 class _Widened:
-    """What a state dict has without dims gets one, before it is loaded."""
+    """Hook that gives tensors without dimensions in a state dict shape (1,) before they are loaded."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names

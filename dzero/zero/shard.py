@@ -1,15 +1,15 @@
-"""The table applied: `fully_shard` and its switches. No other file calls them.
+"""Sharding of a model; the only file that calls `fully_shard` and sets its switches.
 
-    switch                        value                          why
-    mesh                          the shard axis alone (1-D)     the hop over replicate is ours: fp32, once a step
-    reshard_after_forward         Layout.reshard_after_forward  of the unit's table (`Layout.of_unit`)
-    reduce_dtype                  Layout.grad.dtype              so that what the hook receives is already the gradient
-    custom all_gather, ..._scatter  comm/collectives             exact sums, pairwise moves, the ledger
-    gradient divide factor        1, plain sums                  fp16 must be divided in fp32, which the exchange does
-    all_reduce_hook               Unit.deliver                   called on the reduced shard, even where none is reduced
+    switch                              value                    reason
+    mesh                                shard axis only (1-D)    dzero averages over replicas: in fp32, once a step
+    reshard_after_forward               that of the layout       each unit has its own (`Layout.of_unit`)
+    reduce_dtype                        Layout.grad.dtype        the hook receives gradients in their final dtype
+    custom all_gather, reduce_scatter   comm/collectives.py      exact sums, pairwise transfers, the ledger
+    gradient divide factor              1, plain sums            fp16 must be divided in fp32, as the collective does
+    all_reduce_hook                     Unit.deliver             called with the reduced shard, even if none is reduced
 
-A unit's gradients leave through `Unit.deliver`, all of its trained parameters in one buffer (zero/reduce_buffers.py).
-Without a consumer the buffer is averaged over the copies in place and FSDP2's ordinary `.grad` is right.
+`Unit.deliver` receives the gradients of a unit's trained parameters in one buffer (zero/reduce_buffers.py). Without a
+consumer, the buffer is averaged over the replicas in place, and FSDP2's ordinary `.grad` is correct.
 """
 
 from __future__ import annotations
@@ -67,19 +67,27 @@ from dzero.zero.unsharded_in_place import use_shards
 
 
 class GradClaimant(Protocol):
-    """Who takes gradients of a sharded model for an optimizer."""
+    """Object that takes the gradients of a sharded model for an optimizer."""
 
     def drop(self) -> None:
-        """Forget those of the step, reduced or not."""
+        """Drop the gradients of the step, reduced or not."""
 
 
 class Sharded:
-    """A model laid out by the table: its units, its mesh, its ledger, and the cadence of its microbatches.
+    """Handle of a sharded model, which `shard` returns.
 
-    mesh: of the data-parallel ranks. model_groups: those along axes that cut the model itself, by their names. parts:
-    of a pipeline that this rank has, each a root of FSDP2; None where it has the whole model. names: of the parameters
-    of all parts. loans: of reduced buffers to the streams that read them. `claims`: names of the parameters that each
-    optimizer updates, by its gradients, as long as it lives.
+    Attributes:
+        model: The model, sharded in place.
+        layout: Layout of its states.
+        mesh: Mesh of the data-parallel ranks.
+        model_groups: Process groups along the axes that cut the model itself, by axis.
+        units: Units, each root behind the units in it.
+        ledger: Ledger of the collectives.
+        loans: Reduced buffers that other streams still read.
+        parts: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
+        names: Names of the parameters of all pipeline stages.
+        claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
+        is_last: Whether the current microbatch is the last of its step.
     """
 
     def __init__(
@@ -109,11 +117,14 @@ class Sharded:
 
     @contextmanager
     def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
-        """Forward and backward of one microbatch run inside; `is_last` marks the step's last one.
+        """Run the forward and backward of one microbatch in this context.
 
-        A plain loop with one microbatch per step does not need it. The user divides the loss by the number of
-        microbatches. A backward outside, after others inside, counts as the last one. part: in a pipeline, of this
-        rank's; its backward alone needs to be inside.
+        A loop with one microbatch per step does not need it. The caller divides the loss by the number of microbatches.
+        A backward outside of the context, after others inside, counts as the last one.
+
+        Args:
+            is_last: Whether the microbatch is the last of its step.
+            part: Index of the pipeline stage on this rank. Only its backward must run in the context.
         """
         self._microbatches[part].begin(is_last)
         self._set(is_last, self._roots[part])
@@ -125,7 +136,7 @@ class Sharded:
 
     @contextmanager
     def input_gradients(self, part: int) -> Iterator[None]:
-        """Around a backward that leaves the gradients of a part's parameters for `weight_gradients`."""
+        """Leave the parameter gradients of a stage to `weight_gradients`, in a backward within this context."""
         root = self._roots[part]
         self._set(False, root)
         root.set_requires_gradient_sync(False)
@@ -136,17 +147,17 @@ class Sharded:
 
     @contextmanager
     def weight_gradients(self, is_last: bool, part: int) -> Iterator[None]:
-        """Around what makes those of one microbatch; afterwards they are reduced, or wait, as the table says."""
+        """Compute the parameter gradients of a stage in this context, which then reduces or accumulates them."""
         with self.microbatch(is_last, part):
             yield
             collect(self._roots[part])
 
     def unsharded_params(self, part: int) -> list[nn.Parameter]:
-        """Of a part, those whose gradients are made inside `weight_gradients`, as its forward used them."""
+        """Return the parameters of a stage, as its forward used them, that `weight_gradients` needs gradients of."""
         return unsharded_params(self._roots[part])
 
     def abandon_step(self, names: Container[str]) -> None:
-        """Called by `zero_grad`: the step's gradients of `names` do not count, also where their backward raised."""
+        """Discard the step's gradients of `names`, even if their backward raised; called by `zero_grad`."""
         for root in self._roots:
             if has_failed(root):
                 recover(root)
@@ -158,11 +169,14 @@ class Sharded:
         for claimant in [*self.claims]:
             claimant.drop()
         self.abandon_step(self.names)
-        self.ledger.collective_log.end_step()  # also where some ranks' optimizer is gone already
+        self.ledger.collective_log.end_step()  # even on ranks whose optimizers no longer exist
 
     def end_step(self) -> None:
-        """Called by the optimizer's step; see `MicrobatchCount.end`. Raises RuntimeError after a backward that
-        raised."""
+        """End the step's microbatches; called by the optimizer's step.
+
+        Raises:
+            RuntimeError: If a backward raised, or if `MicrobatchCount.end` finds wrong microbatches.
+        """
         if any(map(has_failed, self._roots)):
             raise RuntimeError(
                 "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
@@ -173,7 +187,7 @@ class Sharded:
             of_part.end()
 
     def _count_reductions(self) -> int:
-        """Count those of all units; one that was made since `microbatch` ended was of a backward outside of it."""
+        """Count the reductions of all units; one since the end of `microbatch` is of a backward outside of it."""
         return sum(unit.reductions for unit in self.units)
 
     def _set(self, is_last: bool, root: FSDPModule) -> None:
@@ -186,25 +200,27 @@ class Sharded:
                 unit.modules[0].set_reshard_after_backward(own, recurse=False)
 
     def train(self, mode: bool = True) -> None:
-        """As `nn.Module.train`, of the model and its parts."""
+        """Set the training mode of the model and of its pipeline stages."""
         for root in [self.model, *map(as_module, self._roots)]:
             root.train(mode)
 
     def forget_masters(self) -> None:
-        """Forget the masters that wait for an optimizer after this one, and let go of the memory and scratch folders
-        that hold them: no other will be made."""
+        """Release the masters kept for another optimizer, and their memory and scratch folders.
+
+        Call this if no other optimizer will be created.
+        """
         for unit in self.units:
             unit.origin.clear()
 
     def reshard(self) -> None:
-        """Free every unsharded parameter, e.g. those that a forward without backward left gathered."""
+        """Free all unsharded parameters, such as those that a forward without backward left gathered."""
         for unit in self.units:
             for module in unit.modules:
                 module.reshard()
 
     @property
     def shapes(self) -> list[UnitShape]:
-        """The units' unsharded shapes."""
+        """Unsharded shapes of the units."""
         return [unit.shape for unit in self.units]
 
     def __repr__(self) -> str:
@@ -213,14 +229,14 @@ class Sharded:
         return f"Sharded({of})\n{plain(tables)}"
 
     def named_params(self) -> dict[str, nn.Parameter]:
-        """Every parameter once, by its first name in the model, in the order of the units."""
+        """Return every parameter once, by its first name in the model, in the order of the units."""
         return {name: param for unit in self.units for name, param in unit.params.items()}
 
 
 def _zero_grad(
     zero_grad: Callable[[bool], None], drop: WeakMethod[Callable[[], None]], set_to_none: bool = True
 ) -> None:
-    """Drop all gradients by `model.zero_grad()`, also those that no `.grad` shows yet."""
+    """Drop all gradients, including those that no `.grad` shows yet, and run the model's own `zero_grad`."""
     if (dropping := drop()) is not None:
         dropping()
     zero_grad(set_to_none)
@@ -337,7 +353,7 @@ def _named(argument: str, given: object, presets: Mapping[str, Config], kind: ty
 
 @dataclass(frozen=True)
 class Axes:
-    """The data-parallel axes (replicate, shard) of a unit, and how data moves along each."""
+    """Data-parallel axes (replicate, shard) of a unit, with the process group and the collectives of each."""
 
     mesh: DeviceMesh
     groups: dict[str, dist.ProcessGroup]
@@ -345,7 +361,7 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, layout: Layout) -> Axes:
-        """Of a mesh with these two alone."""
+        """Return the axes of a mesh that has only these two."""
         groups = {axis: mesh.get_group(axis) for axis in AXES}
         exchanges: dict[str, AxisReduction] = {
             axis: (ExactReduction if layout.exact else NativeReduction)(group) for axis, group in groups.items()
@@ -354,7 +370,7 @@ class Axes:
 
 
 class _Sharder:
-    """One pass over the units, the root last; lives only during `shard`."""
+    """State of one call of `shard`, which processes the units in order, the root last."""
 
     def __init__(
         self,
@@ -375,7 +391,7 @@ class _Sharder:
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
-        self.axes = {1: Axes.of(mesh, layout)}  # by how many ranks share a unit
+        self.axes = {1: Axes.of(mesh, layout)}  # by the number of ranks that share a unit
         if experts is not None:
             self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
         ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
@@ -409,7 +425,7 @@ class _Sharder:
                 follow_root(module, _as_fsdp(root))
             first = next((module for module in root.modules() if module in inner), None)
             if self.parts is not None and first is not None:
-                # Behind it in backward comes nothing. FSDP2 would gather what another microbatch used before it.
+                # Backward ends with this unit. FSDP2 would prefetch the one that preceded it in another microbatch.
                 _as_fsdp(first).set_modules_to_backward_prefetch([_as_fsdp(root)])
         watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
@@ -419,7 +435,7 @@ class _Sharder:
         )
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
-        """Fill one unit with values, round them to the working dtype, shard it, and give FSDP2 its switches."""
+        """Initialize one unit, round it to the working dtype, shard it, and set FSDP2's switches."""
         shape = self.shapes[name]
         layout, axes = self.layout.of_unit(shape), self.axes[shape.shared_by]
         self.values.fill(modules, slots, axes.groups)
@@ -467,7 +483,7 @@ class _Sharder:
         return unit
 
     def _where_master_lives(self, name: str, origin: torch.Tensor) -> TensorStorage:
-        """There it waits for its optimizer."""
+        """Return the storage of an fp32 origin until its optimizer takes it."""
         if name not in self.off_device["master"]:
             return HostStorage(origin)
         return self._on_disk(name, origin) if self.layout.master.tier == "disk" else HostStorage(origin.cpu())
@@ -482,7 +498,7 @@ class _Sharder:
         return AverageCopies(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
 
     def _cuts(self, axes: Axes) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of masters and moments, one after the other: over the shard axis, and over the copies."""
+        """Return (rank, ranks) of the two cuts of masters and moments, over the shard axis and over the replicas."""
         own, shares = axes.groups[SHARD], self.layout.shares
         return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if shares > 1 else 0, shares)
 
@@ -496,7 +512,7 @@ class _Sharder:
         if unit.params:
             module.set_all_reduce_hook(unit.deliver)
             reduce_whole(unit)
-        # FSDP2's abstract classes for these two are private; only their methods count.
+        # FSDP2's abstract classes for these two are private; it uses only their methods.
         reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger, self.loans)
         module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         if unit.layout.shard > 1:
@@ -505,7 +521,7 @@ class _Sharder:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         else:
-            # Nothing is gathered: FSDP2 reads the shards in its own pre-forward hook, which comes after this one.
+            # Nothing is gathered. FSDP2 reads the shards in its own pre-forward hook, which runs after this one.
             for each in unit.modules:
                 as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
             use_shards(module)

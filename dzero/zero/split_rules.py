@@ -1,4 +1,4 @@
-"""What a model that is cut along other axes, tiled or shared does not go together with."""
+"""Checks of models with tensor parallelism, tiles or shared experts for unsupported combinations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dzero.zero.unit_shapes import UnitShape
 
 
 def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
-    """Raises ValueError for what does not go together with parameters that are cut along other axes as well."""
+    """Raise ValueError if parameters are cut along an axis that `groups` lacks, or if such a model has tiles."""
     dense = (unit for unit in units if unit.shared_by == 1)
     split = next((param for unit in dense for param in unit.params if param.split is not None), None)
     if split is None or split.split is None:
@@ -31,8 +31,10 @@ def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *
 
 
 def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None, model_ranks: int) -> None:
-    """Raises ValueError where experts that ranks share are not those of `experts`, over the same ranks, of which
-    `mesh` has one of each `model_ranks`."""
+    """Raise ValueError if shared experts are not those of `experts`, or are shared over other ranks.
+
+    `mesh` has one of each `model_ranks` tensor-parallel ranks.
+    """
     shared = [unit for unit in units if unit.shared_by > 1]
     if shared and experts is None:
         raise ValueError(
@@ -47,7 +49,7 @@ def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParal
 
 
 def check_tables(layout: Layout, units: list[UnitShape], *, tiled: bool) -> None:
-    """Raises ValueError for states that the table would cut where tensors of the model begin and end."""
+    """Raise ValueError if tiled or fused parameters rule out the layout's sharding or dtype of states."""
     if layout.shares > 1 and tiled:
         raise ValueError(
             "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "

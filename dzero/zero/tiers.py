@@ -1,13 +1,13 @@
-"""Where each kind of state lives between its uses: the table's third column.
+"""Tiers of model states: where each kind is stored between its uses.
 
-    tier      what it is
-    device    the memory that computes the model: the GPU's, or on a CPU machine the process's own
-    host      the offload arena (offload/memory_pool.py)
-    disk      scratch files (offload/disk.py); host memory then holds what is in use, and what comes next
+    tier      storage
+    device    memory of the device that computes the model: a GPU's, or on a CPU machine the process's own
+    host      host memory pool (offload/memory_pool.py)
+    disk      scratch files (offload/disk.py); host memory then holds what is in use and what comes next
 
-A parameter is updated on the device if its master lives there, else on the host; its gradient and moments travel there
-if they live elsewhere. Activations are no row of the table, but what blocks keep of their inputs for backward may wait
-on the host or on disk as well.
+A parameter is updated on the device if its master is stored there, otherwise on the host. Its gradient and moments are
+moved there if they are stored elsewhere. Activations are not part of the layout, but the inputs that blocks keep for
+backward may be on the host or on disk as well.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dzero.zero.unit_shapes import ParamShape, UnitShape
 
 
 def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[UnitShape]) -> dict[str, frozenset[str]]:
-    """The parameters whose state of each kind does not live on the device, from the (tier, fraction) of each kind.
+    """Return the names of the parameters whose state is not on the device, by kind of state.
 
-    Frozen ones have a "param" only; a trained one's leaves the device where its master does.
+    Frozen parameters have only kind "param". A trained parameter leaves the device only if its master does.
+    `tiers` has the tier and the fraction of each kind.
     """
     every = [param for unit in units for param in unit.params]
     trained = [param for param in every if param.trainable]
@@ -36,7 +37,7 @@ def names_off_device(tiers: Mapping[str, tuple[str, float]], units: Sequence[Uni
 
 
 def _trailing(params: Sequence[ParamShape], wanted_elems: float) -> frozenset[str]:
-    """The last parameters that hold at least `wanted_elems`, or all."""
+    """Return the names of the last parameters that hold at least `wanted_elems` elements, or of all."""
     taken, names = 0, set()
     for param in reversed(params):
         if taken >= wanted_elems:

@@ -1,8 +1,8 @@
-"""What FSDP2 does by itself in torch 2.13, for the versions before it.
+"""Backports of FSDP2's behavior in torch 2.13 to earlier versions.
 
-Since 2.13 it forgets a backward that raised, and ends the forward of a unit of which only some modules ran. Since 2.12
-it looks for tensors in dataclasses that a module returns; without that it would not gather a unit again for backward.
-Here it is told. This needs what FSDP2 keeps to itself.
+Since 2.13, FSDP2 can reset a backward that raised, and ends the forward of a unit of which only some modules ran. Since
+2.12, it finds tensors in dataclasses that a module returns; otherwise it would not gather the unit again for
+backward. This module uses private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dzero.zero.deferred_grads import groups_below, groups_of, state_of, states_
 
 
 def recover(root: FSDPModule) -> None:
-    """Let FSDP2 forget a backward that raised, and free what it gathered."""
+    """Reset FSDP2 after a backward that raised, and free what it gathered."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -27,19 +27,19 @@ def recover(root: FSDPModule) -> None:
     for each in states_below(root):
         each._modules_to_run_forward.clear()
     for group in groups:
-        group._training_state = type(group._training_state).POST_BACKWARD  # so the end of backward reduces none
+        group._training_state = type(group._training_state).POST_BACKWARD  # so that the end of backward reduces nothing
         group._partial_reduce_output = None
     is_last, context.is_last_backward = context.is_last_backward, True
     type(state)._root_post_backward_final_callback(
         state
-    )  # not ours, which reduces what was left (registered_params.py)
+    )  # not the wrapper of registered_params.py, which reduces gradients that are left
     context.is_last_backward, context.iter_forward_root = is_last, None
     for group in groups:
         group.reshard()
 
 
 def follow_outputs(module: nn.Module, *, is_root: bool) -> None:
-    """Give `module` the hooks that this version of torch needs; called once, after `fully_shard`."""
+    """Register the hooks that this version of torch needs; call this once, after `fully_shard`."""
     if not hasattr(_common_utils, "collect_grad_tensors"):
         module.register_forward_hook(_show_dataclasses)
     if is_root and not hasattr(module, "reset_iter_state"):
@@ -53,7 +53,7 @@ def _show_dataclasses(module: nn.Module, _: object, output: Any) -> None:
 
 
 def _end_parts(root: nn.Module, _: object, output: Any) -> None:
-    """End the forward of units of several modules, of which some did not run: they would stay gathered unnoticed."""
+    """End the forward of units of which only some modules ran; otherwise they would stay gathered."""
     own = state_of(root)
     for state in reversed(states_below(root)) if not _is_repeated(own) else ():
         if state is not own and state._modules_to_run_forward:
@@ -65,12 +65,12 @@ def _end_parts(root: nn.Module, _: object, output: Any) -> None:
 
 
 def _is_repeated(state: Any) -> bool:
-    """Whether this forward is repeated for a backward that has begun."""
+    """Return whether this forward is a recomputation in backward."""
     return bool(state._training_state.name == "PRE_BACKWARD")
 
 
 def _inside(output: Any) -> list[Any]:
-    """What the dataclasses in `output` hold."""
+    """Return the values in the dataclasses of `output`, including nested ones."""
     boxes = [leaf for leaf in tree_leaves(output) if is_dataclass(leaf) and not isinstance(leaf, type)]
     held = [getattr(box, each.name) for box in boxes for each in fields(box)]
     return [*held, *_inside(held)] if held else []

@@ -1,11 +1,12 @@
-"""One unit of a sharded model, and whom it calls: each is an object with a protocol, held weakly and set once.
+"""Unit of a sharded model, and the protocols of the objects that it calls.
 
-    protocol     is                                    called when
-    Consumer     the unit's gradients (optim/)         FSDP2 has reduced the unit
-    Carrier      brings parameters (offload/)          FSDP2 is about to read parameters that live in host memory
-    Owner        the optimizer                         somebody writes into parameters
+    protocol        implemented by                      called when
+    GradConsumer    the unit's gradients (optim/)       FSDP2 has reduced the unit
+    ParamCarrier    the prefetcher (offload/)           FSDP2 is about to read parameters that are stored off the device
+    MasterOwner     the optimizer                       code writes into parameters
 
-and `pending`, a call that waits for the update that is on its way, whatever became of the optimizer that began it.
+A unit references each of them weakly. `Unit.pending` waits for the update in flight, even if the optimizer that started
+it no longer exists.
 """
 
 from __future__ import annotations
@@ -31,60 +32,73 @@ from dzero.zero.watched_tensor import watch
 
 
 class GradConsumer(Protocol):
-    """Whom a unit's gradients go to: for each reduction `receive`, `shown` of every parameter, and `returned`."""
+    """Consumer of a unit's gradients: `receive` per reduction, `shown` for every parameter, then `returned`."""
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
-        """Take FSDP2's buffer of reduced gradients, on the stream that it was made on.
+        """Take FSDP2's buffer of reduced gradients, on the stream that produced it.
 
         Args:
-            reduced: The padded shards of all trained parameters, in the order of `Unit.buffered`, in the table's
+            reduced: Padded shards of all trained parameters, in the order of `Unit.buffered` and in the layout's
                 gradient dtype.
-            missing: Names of those that got no gradient on this rank, for which zeros were reduced.
+            missing: Names of the parameters without a gradient on this rank, for which zeros were reduced.
         """
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
-        """Return what FSDP2 sets as `.grad` of a parameter; None to decide that in `returned`.
+        """Return the `.grad` that FSDP2 sets for a parameter, or None if `returned` sets it.
 
         Args:
-            name: The parameter's name in the model.
-            piece: Its part of the reduced buffer, of its local shard's shape.
+            name: Name of the parameter in the model.
+            piece: Its part of the reduced buffer, in the shape of its local shard.
         """
 
     def returned(self) -> None:
-        """Set those `.grad` for which `shown` returned None: FSDP2 has left views of the buffer there."""
+        """Set each `.grad` for which `shown` returned None; FSDP2 has set it to a view of the buffer."""
 
     def drain(self) -> None:
-        """Wait for queued work, which holds the optimizer that queued it."""
+        """Wait for queued work, which references the optimizer that queued it."""
 
 
 class ParamCarrier(Protocol):
-    """Who brings a unit's parameters from host memory to the device, ahead of use where it can."""
+    """Loader of a unit's parameters from their storage to the device, which prefetches them if possible."""
 
     def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return the unit's padded shards [elems] on the device, by name."""
 
     def forget(self, unit: str) -> None:
-        """Drop what was brought of a unit (its name) ahead of use: its values may change."""
+        """Drop the prefetched shards of the unit with this name, because its values may change."""
 
 
 class MasterOwner(Protocol):
-    """The optimizer, whose masters follow what is written into parameters."""
+    """Optimizer, whose masters follow what is written into parameters."""
 
     def synchronize(self) -> None:
-        """Return when no update is on its way any more."""
+        """Wait until no update is in flight."""
 
 
 @dataclass
 class Unit:
-    """Modules that are gathered and reduced together, and where their reduced gradients go.
+    """Modules that are gathered and reduced together, and the destination of their reduced gradients.
 
-    `layout`, `mesh`: the table and the data-parallel axes of this unit; experts that ranks share have their own.
-    `params`: sharded parameters by name in the model, each a DTensor over the shard axis. `origin`: fp32 values
-    [local shard, or this rank's part of it] of parameters that came in fp32 and work in 16 bits, for the optimizer
-    to take as masters; later its masters, for an optimizer after it. `buffered`: names of the trained ones, in the
-    order of FSDP2's buffers. `is_edited`: somebody wrote into parameters since the last update; `is_stale`: or since
-    they were gathered. `reductions`: how many there were. `version`: counts steps and writes that changed parameters.
-    `hosted`: parameters that live in host memory. `shares`: of states that copies share out. The others: see above.
+    Attributes:
+        shape: Unsharded shapes.
+        layout: Layout of the unit, which for shared experts differs from the model's.
+        mesh: Data-parallel mesh of the unit, which also differs for shared experts.
+        modules: Modules of the unit.
+        params: Sharded parameters by name in the model, each a DTensor over the shard axis.
+        average: Average over the replicas; None for one replica.
+        origin: fp32 values [local shard, or this rank's replica shard] of parameters that were in fp32 and are used
+            in 16 bits. The optimizer takes them as masters, and leaves its masters there for the next optimizer.
+        buffered: Names of the trained parameters, in the order of FSDP2's buffers.
+        consumer: Consumer of the reduced gradients.
+        carrier: Loader of offloaded parameters.
+        owner: Optimizer that is synchronized before a write.
+        pending: Function that waits for the update in flight.
+        is_edited: Whether parameters were written since the last update.
+        is_stale: Whether parameters were written since they were gathered.
+        reductions: Number of reductions so far.
+        version: Number of steps and writes that changed parameters.
+        hosted: Parameters that are stored off the device.
+        shares: Reduction and gather of replica shards; None without `zero.states_over=all`.
     """
 
     shape: UnitShape
@@ -116,7 +130,7 @@ class Unit:
                 self.hosted[name], memory.hooks = memory, weakref.ref(self)
 
     def take_origin(self, name: str) -> torch.Tensor | None:
-        """Return a parameter's origin, which is forgotten; None where it has none."""
+        """Remove and return the origin of a parameter, or None; warn if an earlier optimizer took it."""
         home = self.origin.pop(name, None)
         if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
             warnings.warn(
@@ -128,22 +142,22 @@ class Unit:
         return None if home is None else home.get()
 
     def attach(self, consumer: GradConsumer) -> None:
-        """Deliver to `consumer` from now on."""
+        """Deliver gradients to `consumer` from now on."""
         self.consumer = weakref.ref(consumer)
 
     @property
     def attached(self) -> GradConsumer | None:
-        """The optimizer's, that takes the gradients; None without one."""
+        """Consumer of the gradients, if it still exists."""
         return None if self.consumer is None else self.consumer()
 
     def arrive(self) -> None:
-        """Called when FSDP2 is about to read this unit's shards: an update may still be on its way to them."""
+        """Wait for the update in flight; called when FSDP2 is about to read this unit's shards."""
         wait, self.pending = self.pending, None
         if wait is not None:
             wait()
 
     def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
-        """A parameter's shard on the device; all of the unit come with the first that FSDP2 asks for."""
+        """Return a parameter's shard on the device; the first request of a gather fetches the whole unit."""
         self._hold(memory)
         if memory.name not in self._brought:
             carrier = self.carrier() if self.carrier is not None else None
@@ -155,28 +169,28 @@ class Unit:
         return self._brought.pop(memory.name)
 
     def await_update(self) -> None:
-        """Before host memory is read or written past FSDP2: wait for updates, forget what was brought."""
+        """Wait for updates and drop fetched shards, before host memory is accessed other than by FSDP2's gathers."""
         self.arrive()
         self._brought = {}
         if self.carrier is not None and (carrier := self.carrier()) is not None:
             carrier.forget(self.shape.name)
 
     def watch(self, owner: MasterOwner | None = None) -> None:
-        """Notice from now on what is written into parameters, once `owner`, if there is one, has been synchronized."""
+        """Watch reads and writes of parameters from now on; before a write, `owner`, if given, is synchronized."""
         self.owner = None if owner is None else weakref.ref(owner)
         for name, param in self.params.items():
             if name not in self.hosted and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
 
     def look(self) -> None:
-        """As `Watcher.look`: an update may be on its way."""
+        """Wait for the update in flight, before a read."""
         self.arrive()
 
     def lend(self) -> None:
-        """As `Watcher.lend`: FSDP2 asks, before the first forward, whether its memory is still there."""
+        """Ignore requests for an address: before the first forward, FSDP2 checks whether the memory still exists."""
 
     def write(self) -> None:
-        """As `Watcher.write`: wait for updates on their way, and let masters follow what is written."""
+        """Wait for updates in flight, before a write, and mark that masters must follow it."""
         self.is_stale = True
         self.version += 1
         if self.owner is not None and (owner := self.owner()) is not None:
@@ -184,7 +198,7 @@ class Unit:
             self.is_edited = True
 
     def hold(self) -> None:
-        """Take over memory that FSDP2 made to pad shards anew, as it does when a state dict was loaded."""
+        """Adopt memory that FSDP2 allocated to pad shards again, as it does after a state dict was loaded."""
         for name in self.hosted:
             if (memory := memory_of(self.params[name])) is not None:
                 self._hold(memory)
@@ -197,11 +211,11 @@ class Unit:
             self.hosted[memory.name] = memory
 
     def expect(self, missing: frozenset[str]) -> None:
-        """Called when FSDP2 is about to reduce; `missing`: see `GradConsumer.receive`."""
+        """Record the names without a gradient in the reduction that FSDP2 is about to start."""
         self._missing, self._delivered = missing, False
 
     def deliver(self, reduced: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: `reduced` [padded shards of the trained parameters, grad dtype]."""
+        """Pass `reduced` [padded shards of trained parameters, grad dtype] on, as FSDP2's all-reduce hook."""
         self._delivered = True
         self.reductions += 1
         if (consumer := self.attached) is not None:
@@ -210,13 +224,13 @@ class Unit:
             self.average(reduced)
 
     def delivered(self) -> None:
-        """Called when FSDP2 has set `.grad`, or had nothing to reduce."""
+        """Notify the consumer that FSDP2 has set `.grad`; also called if there was nothing to reduce."""
         was, self._delivered = self._delivered, False
         if was and (consumer := self.attached) is not None:
             consumer.returned()
 
 
 def as_module(module: FSDPModule) -> nn.Module:
-    """What `fully_shard` made of a module is still one."""
+    """Return a module that `fully_shard` was applied to, typed as `nn.Module`."""
     assert isinstance(module, nn.Module)
     return module

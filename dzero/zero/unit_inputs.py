@@ -1,10 +1,11 @@
-"""What a unit computes on and hands on. Models that add or normalise in fp32 hand fp32 to the next block.
+"""Casts of a unit's inputs, and ownership of its outputs.
 
-FSDP2 would cast all floating-point arguments of every unit, also tables that are fp32 on purpose (positions' sines).
-Here the first one is cast, which is what the block transforms; of the whole model's arguments FSDP2 casts all.
+Models that add or normalize in fp32 pass fp32 to the next block. FSDP2 would cast all floating-point arguments of every
+unit, including tables that are fp32 on purpose (sines of positions). Here, only the first one is cast, which the block
+transforms. FSDP2 still casts all arguments of the whole model.
 
-FSDP2 notices the backward of a unit by its output, and loses that where the output is a view that is written in place.
-An embedding that is cut by tensor parallelism gives one.
+FSDP2 detects the backward of a unit by its output, and misses it if the output is a view that is written in place. An
+embedding that is cut by tensor parallelism returns such a view.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import nn
 
 
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
-    """Let `module` see its first floating-point argument in `dtype`; called once."""
+    """Cast the first floating-point argument of `module` to `dtype`; call this once."""
     module.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
 
 
 def own_output(module: nn.Module) -> None:
-    """Let an embedding hand on memory of its own instead of a view; called once, before `fully_shard`."""
+    """Make an embedding return its own memory instead of a view; call this once, before `fully_shard`."""
     if isinstance(module, nn.Embedding):
         module.register_forward_hook(_copy_view)
 

@@ -1,7 +1,7 @@
-"""Unsharded shapes, all that sizes and schedules are made from.
+"""Unsharded shapes, from which sizes and schedules are derived.
 
-Unsharded along the data-parallel axes: where a model is cut along others too (tensor parallelism), it is what the ranks
-of one data-parallel group have together, and `Split` says which part of the whole.
+Shapes are unsharded along the data-parallel axes. If another axis cuts the model too (tensor parallelism), they are the
+shapes that the ranks of one data-parallel group hold together, and `Split` locates them in the whole parameter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from dzero.mesh import EXPERT, TENSOR
 
 @dataclass(frozen=True)
 class Split:
-    """Part `index` of `count` equal ones of a parameter along `dim`, by an axis of the mesh; dim None: a copy of it.
+    """Part of a parameter on this rank, along an axis of the mesh that cuts the model.
 
-    summed: of copies, whether each rank finds a part of the gradient, and the axis sums them.
+    Attributes:
+        axis: Name of the axis.
+        dim: Dimension that is cut into equal parts; None for a replicated parameter.
+        index: Index of this part.
+        count: Number of parts.
+        summed: Whether each rank has a partial gradient of a replicated parameter, and the axis sums these.
     """
 
     axis: str
@@ -28,10 +33,15 @@ class Split:
 
 @dataclass(frozen=True)
 class ParamShape:
-    """An unsharded parameter: its name in the model, shape, and whether it is trained. split: None for all of it.
+    """Shape of an unsharded parameter.
 
-    fused: its last two dims are one of the model as it was built, several results side by side
-    (parallel/tensor/conv1d.py).
+    Attributes:
+        name: Name in the model.
+        shape: Size along each dimension.
+        trainable: Whether it is trained.
+        split: Place in the whole parameter, if another axis cuts or replicates it; otherwise None.
+        fused: Whether its last two dimensions are one in the model as built, with several results side by side
+            (parallel/tensor/conv1d.py).
     """
 
     name: str
@@ -42,39 +52,44 @@ class ParamShape:
 
     @property
     def elems(self) -> int:
-        """Elements of the unsharded parameter."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Its shape in the model as it was built."""
+        """Shape in the model as it was built."""
         dim, count = (None, 1) if self.split is None else (self.split.dim, self.split.count)
         sizes = tuple(size * count if each == dim else size for each, size in enumerate(self.shape))
         return (*sizes[:-2], sizes[-2] * sizes[-1]) if self.fused else sizes
 
     def is_cut_by(self, axis: str) -> bool:
-        """Whether ranks along `axis` have parts of it, not copies; those of tp have experts of their own."""
+        """Return whether ranks along `axis` hold different parts; experts differ along tp too."""
         if self.split is None or self.split.dim is None:
             return False
         return axis == self.split.axis or (axis, self.split.axis) == (TENSOR, EXPERT)
 
     @property
     def row_elems(self) -> int:
-        """Elements of one index of dim 0."""
+        """Number of elements at one index of dim 0."""
         return math.prod(self.shape[1:])
 
     def shard_elems(self, ranks: int, shares: int = 1) -> int:
-        """Elements of the largest shard over dim 0, which is the size FSDP2 pads every shard to; or of the largest of
-        so many `shares` of it."""
+        """Return the elements of the largest of `ranks` shards over dim 0, to which FSDP2 pads every shard.
+
+        With several `shares`, return the elements of the largest of that many replica shards instead.
+        """
         rows = -(-self.shape[0] // ranks)
         return -(-rows // shares) * self.row_elems
 
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The parameters that are gathered in one collective, and reduced in one collective.
+    """Parameters that are gathered in one collective, and reduced in one collective.
 
-    closes_forward: forward ends with it, and backward begins with it: the output head, and the root.
+    Attributes:
+        name: Name of the unit.
+        params: Shapes of its parameters.
+        closes_forward: Whether forward ends and backward begins with it, as with the output head and the root.
     """
 
     name: str
@@ -83,16 +98,16 @@ class UnitShape:
 
     @property
     def shared_by(self) -> int:
-        """Ranks of which each has a part of the unit, being one of experts; else 1."""
+        """Number of ranks that each have a part of the unit's experts, or 1."""
         return max((p.split.count for p in self.params if p.split is not None and p.split.axis == EXPERT), default=1)
 
     def shard_elems(self, ranks: int, shares: int = 1, *, trainable_only: bool = False) -> int:
-        """Elements of one rank's padded shards, or of its shares of them."""
+        """Return the elements of one rank's padded shards, or of its replica shards."""
         return sum(p.shard_elems(ranks, shares) for p in self.params if p.trainable or not trainable_only)
 
 
 def rows_of(rows: int, *cuts: tuple[int, int]) -> tuple[int, int]:
-    """(first, count) of what rank r of n has by `Shard(0)`, for each (r, n) in turn of what the one before left."""
+    """Return (first, count) of the rows that `Shard(0)` leaves to rank r of n, for each cut (r, n) in turn."""
     first = 0
     for rank, ranks in cuts:
         most = -(-rows // ranks)

@@ -1,25 +1,26 @@
-"""Which modules are sharded and gathered together.
+"""Selection of the modules that are sharded and gathered together.
 
-A *unit* is a list of modules that share one collective. By default these are the transformer blocks, of which those
-that share weights are one, and a large input embedding and output head. What no unit holds (final norm, small or tied
-ends) belongs to the last unit, the root. Tiles (parallel/tiling/tile.py) and experts that ranks share
-(parallel/expert/dispatch.py) are units inside units: gathered for their own forward and backward alone, and listed
-before the unit around them.
+A *unit* is a list of modules that share one collective. By default, units are the transformer blocks (those that share
+weights are one unit), and a large input embedding and output head. All else (final norm, small or tied embeddings and
+heads) belongs to the last unit, the root. Tiles (parallel/tiling/tile.py) and shared experts
+(parallel/expert/dispatch.py) are units inside units: they are gathered only for their own forward and backward, and
+precede the unit around them.
 
-Note: ends. A weight that somebody reads outside of its module's own forward, as a loss made from `head.weight` does,
-cannot be a unit of its own: it is a shard there. Whether a model does that cannot be seen from outside, so an end is a
-unit only where the model vouches for it, by the methods that models of transformers have:
+Note: embeddings and heads. A weight that is read outside of its module's forward, for instance by a loss made from
+`head.weight`, cannot be in a unit of its own, because it is a shard there. Whether a model does so cannot be detected
+from outside. An embedding or head is a unit only if the model declares it by the methods of transformers models:
 
-    get_input_embeddings()     the module that looks up the tokens, used by calling it and in no other way
-    get_output_embeddings()    the one that makes the output, likewise; None where there is none
+    get_input_embeddings()     the module that looks up the tokens, which is used only by calling it
+    get_output_embeddings()    the module that computes the output, likewise; None if there is none
 
-A class vouches if its `forward` comes from the package that these two come from: whoever replaces the forward alone (a
-subclass, a patch that fuses head and loss) may read weights that the methods know nothing of. Modules between the
-model and the end must vouch as well, or come from that package too. An end must have one parameter, of OWN_UNIT_ELEMS,
-that no other module has, since the other use of a tied weight lies outside; a bias would make a head's output a view,
-by which FSDP2 may miss the backward.
+A declaration counts if the class's `forward` comes from the same package as these methods. A class that replaces only
+the forward (a subclass, a patch that fuses head and loss) may read weights that the methods do not cover. Modules
+between the model and the embedding or head must have declarations that count, or come from that package. The embedding
+or head must have a single parameter, of at least OWN_UNIT_ELEMS elements, that no other module has: another use of a
+tied weight would be outside of the module. A bias would make a head's output a view, with which FSDP2 may miss the
+backward.
 
-The answer depends on the model alone, not on the mesh, stage or rank.
+The selection depends on the model alone, not on the mesh, stage or rank.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 ROOT = "root"
 INPUT, OUTPUT = "get_input_embeddings", "get_output_embeddings"
 OWN_UNIT_ELEMS = 1 << 23
-"""Elements from which on an embedding or a head is a unit: 16 MiB in 16 bits, which links of 50 to 200 GB/s carry in
-0.1 to 0.3 ms. Two collectives of its own take about that together with up to 1 ms of the host's time, so that a smaller
-one would cost more than it hides."""
+"""Least elements of an embedding or a head that is a unit: 16 MiB in 16 bits, which links of 50 to 200 GB/s transfer in
+0.1 to 0.3 ms. Its two collectives cost about as much, and up to 1 ms of host time, so that a smaller unit would cost
+more than it hides."""
 
 
 def find_units(
@@ -53,14 +54,21 @@ def find_units(
     is_unit: Callable[[nn.Module], bool] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
 ) -> list[tuple[str, list[nn.Module]]]:
-    """(name, modules) of every unit but the root: all tiles and those of `experts`, by name, that ranks share and the
-    model has; then the others, in the order of the model's modules.
+    """Return (name, modules) of every unit but the root.
 
-    `class_names` picks modules by class, `is_unit` by a predicate; by default units are the elements of the outermost
-    ModuleLists and Sequentials (the model itself may be a Sequential), before them the input embedding and behind them
-    the output head where the note above allows it. Of modules inside each other the outer one is the unit. A unit that
-    shares parameters with what is left for the root is left to the root too; units that share parameters become one.
-    Raises ValueError for a class name that no unit has, and for a tied parameter that was tiled.
+    Tiles and shared experts come first, then the others in the order of the model's modules. By default these are the
+    elements of the outermost ModuleLists and Sequentials (the model itself may be a Sequential), after the input
+    embedding and before the output head where the module's note allows these. Of nested modules, the outer one is the
+    unit. Units that share parameters are joined, or belong to the root if they share parameters with it.
+
+    Args:
+        model: The model, or one pipeline stage.
+        class_names: Classes whose modules are units.
+        is_unit: Predicate that selects units; excludes `class_names`.
+        experts: Shared experts by name; those outside of `model` are ignored.
+
+    Raises:
+        ValueError: If no unit has one of `class_names`, or if a tied parameter was tiled.
     """
     if class_names and is_unit:
         raise ValueError(f"zero.units={class_names} and a predicate: only one can choose the units")
@@ -76,7 +84,7 @@ def find_units(
 
 
 def unit_around(name: str, others: Sequence[str]) -> str:
-    """Of `others`, the root last, the unit that the one called `name` is inside of."""
+    """Return the name in `others`, the root last, of the unit around the unit `name`."""
     return next((each for each in others if any(name.startswith(f"{one}.") for one in each.split("+"))), others[-1])
 
 
@@ -110,13 +118,13 @@ def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
-    """Return the end of a model that `method` gives, by its name; None where it or a module above does not vouch."""
+    """Return the name and module that `method` of a model declares, or None if the declaration does not count."""
     package = _vouches(model)
     if package is None:
         return None
     try:
         end = getattr(model, method)()
-    except (AttributeError, NotImplementedError):  # so transformers say that a model has none
+    except (AttributeError, NotImplementedError):  # how transformers models report that there is none
         return None
     name = next((name for name, module in model.named_modules() if module is end), "")
     if not name:
@@ -130,13 +138,13 @@ def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
 
 
 def _vouches(module: nn.Module) -> str | None:
-    """Return the package of a module whose class has both methods and its forward from there; else None."""
+    """Return the package that the forward and both methods of a module's class come from, or None if they differ."""
     packages = {_package_of(module, name) for name in (INPUT, OUTPUT, "forward")}
     return packages.pop() if len(packages) == 1 and None not in packages else None
 
 
 def _package_of(module: nn.Module, method: str) -> str | None:
-    """Return the top-level package that a method of a module's class comes from; None if it has none or its own."""
+    """Return the top-level package of a method of a module's class; None if it is missing, or set on the module."""
     function = getattr(type(module), method, None)
     if function is None or method in vars(module):
         return None
@@ -180,7 +188,7 @@ Units = list[tuple[str, list[nn.Module]]]
 
 
 def roots_of(model: nn.Module, parts: ModelStages | None) -> list[nn.Module]:
-    """The modules whose forward is called: the model's, or of a pipeline those of this rank's parts."""
+    """Return the modules whose forward is called: the model, or the pipeline stages of this rank."""
     return [model] if parts is None else [part.module for part in parts.own]
 
 
@@ -191,7 +199,7 @@ def units_of_roots(
     is_unit: Callable[[nn.Module], bool] | None,
     experts: Mapping[str, nn.Module] | None,
 ) -> Units:
-    """Of every root its units, and itself the last of them."""
+    """Return the units of every root, each root after the units inside it."""
     roots = roots_of(model, parts)
     units: Units = []
     for number, root in enumerate(roots):
@@ -202,7 +210,7 @@ def units_of_roots(
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """Where a parameter lives: FSDP2 replaces the object, so the place is its identity."""
+    """Location of a parameter, which identifies it: FSDP2 replaces the parameter object."""
 
     name: str
     owner: nn.Module
@@ -210,14 +218,14 @@ class ParamSlot:
 
     @property
     def param(self) -> nn.Parameter:
-        """What lives there now."""
+        """Parameter that is there now."""
         param = getattr(self.owner, self.attribute)
         assert isinstance(param, nn.Parameter)
         return param
 
 
 def swap(modules: Iterable[nn.Module], params: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put others in the place of parameters, wherever `modules` and those inside have them."""
+    """Replace parameters throughout `modules` and the modules inside them."""
     for module in {each for of in modules for each in of.modules()} if params else ():
         for attribute, param in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if param in params:
@@ -227,9 +235,12 @@ def swap(modules: Iterable[nn.Module], params: Mapping[nn.Parameter, nn.Paramete
 def slots_by_unit(
     model: nn.Module, units: list[tuple[str, list[nn.Module]]], aliases: Mapping[str, str] | None = None
 ) -> dict[str, list[ParamSlot]]:
-    """Each floating-point parameter once, trained or frozen, under the first unit that holds it.
+    """Return the location of each floating-point parameter, trained or frozen, under the first unit that has it.
 
-    aliases: other names for parameters. Raises ValueError for a complex parameter, and a model without parameters.
+    `aliases` replaces parameter names.
+
+    Raises:
+        ValueError: If a parameter is complex, or the model has no parameters.
     """
     unit_of = {m: name for name, modules in reversed(units) for module in modules for m in module.modules()}
     seen: set[nn.Parameter] = set()
@@ -252,16 +263,17 @@ def slots_by_unit(
 
 
 def shapes_of(slots: Mapping[str, Sequence[ParamSlot]], units: Units, roots: Sequence[nn.Module]) -> list[UnitShape]:
-    """The units' unsharded shapes. roots: those of `roots_of`, which are among the units."""
+    """Return the unsharded shapes of the units, which include the `roots` of `roots_of`."""
     last = {*roots, *(end[1] for root in roots if (end := _vouched_end(root, OUTPUT)) is not None)}
     closing = {name for name, modules in units if not last.isdisjoint(modules)}
     return [UnitShape(name, tuple(map(shape_of, of_unit)), name in closing) for name, of_unit in slots.items()]
 
 
 def shape_of(slot: ParamSlot) -> ParamShape:
-    """Of one parameter, as the ranks of a data-parallel group hold it.
+    """Return the shape of one parameter, as the ranks of a data-parallel group hold it.
 
-    Raises ValueError for a DTensor over several axes, or one that its axis does not cut into equal parts.
+    Raises:
+        ValueError: For a DTensor over several axes, or one that its axis does not cut into equal parts.
     """
     param = slot.param
     if not isinstance(param, DTensor):

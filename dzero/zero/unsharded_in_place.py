@@ -1,9 +1,9 @@
-"""Parameters that one rank has alone are computed with where they lie: FSDP2 would copy them before each use.
+"""Use of parameters in place, without FSDP2's copies, where the shard axis has one rank.
 
-At stage 0, and wherever else the shard axis has one rank, a unit's shards are its parameters. FSDP2 knows no such case:
-it fills what an all-gather would have. `use_shards` makes the shard itself be that, so nothing is copied or freed. A
-parameter that works in another dtype, lives off the device, or shares its memory with others is copied as before. This
-needs what FSDP2 keeps to itself.
+At stage 0, and wherever the shard axis has one rank, a unit's shards are its whole parameters. FSDP2 has no such case,
+and fills the output of an all-gather. `use_shards` makes the shard itself that output, so that nothing is copied or
+freed. A parameter that is used in another dtype, is offloaded, or shares its memory with others is still copied. This
+module uses private attributes of FSDP2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dzero.zero.deferred_grads import groups_of
 
 
 def use_shards(module: FSDPModule) -> None:
-    """Of a module that `fully_shard` cut over one rank; called once."""
+    """Use the shards of `module` in place; call this once, after `fully_shard` over one rank."""
     for group in groups_of(module):
         for held in group.fsdp_params:
             if type(held._sharded_param_data) is torch.Tensor:  # else it is brought to the device for each use
@@ -26,10 +26,10 @@ def use_shards(module: FSDPModule) -> None:
 
 
 class UnshardedInPlace(FSDPParam):
-    """FSDP2's own of one parameter, which at a shard axis of one rank has its shard for what is gathered."""
+    """FSDP2's parameter whose shard, on an axis of one rank, is also its all-gather output."""
 
     _gathered: torch.Tensor | None = None
-    """The shard that what is gathered was made for."""
+    """Shard for which the all-gather outputs were made."""
 
     def init_all_gather_outputs(
         self,
@@ -39,9 +39,10 @@ class UnshardedInPlace(FSDPParam):
         device: torch.device,
         **others: Any,
     ) -> None:
-        """Called before each use; the shard is another one where the model was moved, or its state dict assigned.
+        """Make the shard the all-gather output; called before each use.
 
-        others: torch 2.11 and 2.12 have one more.
+        The shard is replaced if the model is moved, or its state dict is assigned. `others` is one more argument in
+        torch 2.11 and 2.12.
         """
         shard = self._sharded_param_data
         if shard is self._gathered:
@@ -56,6 +57,6 @@ class UnshardedInPlace(FSDPParam):
             )
 
     def free_unsharded_param(self) -> None:
-        """As FSDP2 does, but for the shard."""
+        """Free the parameter as FSDP2 does, unless it is the shard."""
         if self.all_gather_outputs[0] is not self._gathered:
             super().free_unsharded_param()

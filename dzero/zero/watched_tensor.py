@@ -1,7 +1,7 @@
-"""Tensors that tell their owner of every use: gradients, and working copies whose masters live off the device.
+"""Tensors that report every use to their owner: gradients, and parameters on the device.
 
-torch's version counters do not see every edit (foreach operations on DTensors bump none, nor does `.data`). A tensor
-that watches itself does, and costs nothing while nobody touches it.
+torch's version counters miss some writes: foreach operators on DTensors increment none, nor does `.data`. A watched
+tensor reports them, and costs nothing while it is not used.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from dzero.zero.dtensors import local_of, written
 
 
 class Watcher(Protocol):
-    """The owner of watched tensors."""
+    """Owner of watched tensors."""
 
     def look(self) -> None:
-        """Somebody is about to read one of them."""
+        """Prepare for a read of a watched tensor."""
 
     def write(self) -> None:
-        """Somebody is about to write into one of them."""
+        """Prepare for a write into a watched tensor."""
 
     def lend(self) -> None:
-        """Somebody asks where one lies, and may write there."""
+        """Prepare for a request of a watched tensor's address, where the caller may write."""
 
 
 def watch(tensor: DTensor, use: Callable[[], Watcher | None]) -> None:
-    """Let `use` know of what is done with the local tensor of a DTensor; a simulated one stays."""
+    """Report uses of a DTensor's local tensor to the owner that `use` returns; skip a simulated local tensor."""
     local = local_of(tensor)
     if type(local) is torch.Tensor:
         tensor._local_tensor = WatchedTensor(local, use)
 
 
 class WatchedTensor(torch.Tensor):
-    """A tensor over the memory of `plain`, whose owner `use` is told before anything reads or writes it."""
+    """Tensor in the memory of `plain`, which calls its owner, returned by `use`, before each read or write."""
 
     plain: torch.Tensor
     use: Callable[[], Watcher | None]
@@ -57,11 +57,11 @@ class WatchedTensor(torch.Tensor):
         """Run `func` on the plain tensors; views of a WatchedTensor are WatchedTensors."""
         kwargs = dict(kwargs or {})
         changed = [tensor for tensor in written(func, args, kwargs) if isinstance(tensor, cls)]
-        if func.namespace == "c10d":  # writes into what it is given without saying so
+        if func.namespace == "c10d":  # writes into its arguments, which its schema does not declare
             changed = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, cls)]
         for tensor in changed:
             tensor.open()
-        for tensor in tree_leaves((args, kwargs)):  # also before views: a later write would invalidate them
+        for tensor in tree_leaves((args, kwargs)):  # for views too, which a later write would invalidate
             if isinstance(tensor, cls):
                 tensor.seen()
         if any(argument.is_out for argument in func._schema.arguments):
@@ -72,13 +72,13 @@ class WatchedTensor(torch.Tensor):
         return changed[0] if len(changed) == 1 and func.namespace != "c10d" and func._schema.returns else out
 
     def seen(self) -> torch.Tensor:
-        """Tell the owner, while there is one, that somebody is about to read; return the plain tensor."""
+        """Report a read to the owner, if it still exists, and return the plain tensor."""
         if (use := self.use()) is not None:
             use.look()
         return self.plain
 
     def open(self) -> None:
-        """Tell the owner, while there is one, that somebody is about to write."""
+        """Report a write to the owner, if it still exists."""
         if (use := self.use()) is not None:
             use.write()
 
@@ -86,7 +86,7 @@ class WatchedTensor(torch.Tensor):
         return repr(self.seen())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary tensor."""
+        """Pickle as an ordinary tensor."""
         return self.seen().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -94,21 +94,21 @@ class WatchedTensor(torch.Tensor):
         return self.seen().clone()
 
     def tolist(self) -> Any:
-        """As of any tensor."""
+        """Return the elements as nested lists."""
         return self.seen().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of any tensor; whoever has the array may write into it."""
+        """Return an array of the same memory, which counts as a write, because the caller may write into it."""
         self.open()
         return self.plain.numpy(force=force)
 
     def data_ptr(self) -> int:
-        """As of any tensor; whoever has the address may write there."""
+        """Return the address, after `Watcher.lend`, because the caller may write there."""
         self._lend()
         return self.plain.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """As of any tensor; whoever has the storage may write into it."""
+        """Return the storage, after `Watcher.lend`, because the caller may write into it."""
         self._lend()
         return self.plain.untyped_storage()
 
@@ -117,13 +117,13 @@ class WatchedTensor(torch.Tensor):
             use.lend()
 
     def __dlpack__(self, **options: Any) -> Any:
-        """As of any tensor; whoever has the capsule may write into it."""
+        """Return a capsule of the same memory, which counts as a write, because the caller may write into it."""
         self.open()
         return self.plain.__dlpack__(**options)
 
 
 def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator that may give its `out=` another size, which memory that others refer to does not take."""
+    """Run an operator that may resize its `out=`, on a scratch tensor, because watched memory cannot be resized."""
     own = {name: value for name, value in kwargs.items() if isinstance(value, WatchedTensor)}
     given = tree_map_only(WatchedTensor, _plain, kwargs)
     scratch = {
