@@ -175,11 +175,9 @@ class Loans:
             wait_event(self._loans.popleft().event, self._device)
 
     def clear(self) -> None:
-        """Release all loans without a wait.
-
-        The current stream must have waited for all uses. Before its next allocation, the allocating stream must wait
-        for the current stream.
-        """
+        """Take back all loans: the current stream, which their own streams wait for first, waits for the readers."""
+        for loan in self._loans:
+            wait_event(loan.event, self._device)
         self._loans.clear()
 
     def lend(self, tensor: torch.Tensor) -> None:

@@ -34,7 +34,10 @@ class BatchPrefetcher:
             self._coming = self._copied()
         _, batch, copied = self._coming
         self._stream.skip()
-        self._coming = self._copied()
+        try:
+            self._coming = self._copied()
+        except Exception:
+            self._coming = None  # the next call reads it again, and raises what is wrong with it
         streams.wait_event(copied, self._device)
         return batch
 

@@ -119,10 +119,17 @@ class Watchdog:
                     count, since_s, self._stuck = self._collective_log.count, time.monotonic(), []
                 elif not self._stuck and time.monotonic() - since_s > self._timeout.total_seconds() / 2:
                     self._stuck = self._read()
-                elif self._collective_log.is_on_device and time.monotonic() - since_s > self._timeout.total_seconds():
+                elif self._is_on_device() and time.monotonic() - since_s > self._timeout.total_seconds():
                     self._tell(TimeoutError("timed out: the device has not come to the end of this collective"))
             except dist.DistError:  # the store is gone, and so is the group: ranks in a collective will report it
                 return
+
+    def _is_on_device(self) -> bool:
+        """Whether the device still runs the last collective; not after an error of its own, which the host reports."""
+        try:
+            return self._collective_log.is_on_device
+        except RuntimeError:
+            return False
 
     def _write(self, ended: str = "") -> None:
         self._beats += 1

@@ -18,6 +18,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -199,6 +200,8 @@ def _page_lock(memory: torch.Tensor) -> bool:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if code != 0:
+        with suppress(RuntimeError):  # the runtime keeps the error for the next kernel, which must not be another's
+            torch.ones(1, device="cuda")
         warnings.warn(
             f"the system refuses to page-lock {format_bytes(memory.numel())} (CUDA error {code}): copies go through "
             "pageable memory, at about half the speed and without overlap; raise `ulimit -l` or the container's limit",

@@ -35,6 +35,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dzero import streams
 from dzero.offload.manager import OffloadManager
 from dzero.optim import cpu_kernels
 from dzero.optim.grad_sums import SquareSums
@@ -166,6 +167,7 @@ class UnitGrads:
         self._offloaded.forget()
         self._pieces: Named = {}
         self._buffers: list[torch.Tensor] = []
+        self._reduced: streams.Event = None  # behind the last reduction
 
     def receive(self, reduced: torch.Tensor, missing: frozenset[str]) -> None:
         """Implement `GradConsumer.receive`: take over or accumulate a reduced buffer."""
@@ -195,6 +197,7 @@ class UnitGrads:
             self.phase = GradPhase.ARRIVING
             self._arrived(reduced, self._pieces)
         self._sharded.loans.lend(reduced)
+        self._reduced = streams.record_event(self._device)
 
     def shown(self, name: str, piece: torch.Tensor) -> DTensor | None:
         """Implement `GradConsumer.shown`: return a view if the gradient stays in the reduced buffer."""
@@ -229,7 +232,11 @@ class UnitGrads:
             self._collect()
         for name, grad in self._shown.hide().items():
             direct = self._shown.flat(name, grad, shared_out=self._is_complete)
-            self._held[name] = self._held[name] + direct if name in self._held else direct
+            if (held := self._held.get(name)) is not None:
+                for each in (held, direct):  # autograd allocated them on its own stream, and they are dropped here
+                    streams.record_stream(each)
+                direct = held + direct
+            self._held[name] = direct
             self._used.add(name)
             self.phase = GradPhase.ARRIVING
 
@@ -321,6 +328,7 @@ class UnitGrads:
         else:
             self.views[name] = direct.to(self._unit.layout.grad.dtype, copy=True)
             self._buffers.append(self.views[name])
+        streams.record_stream(direct)  # autograd allocated it on its own stream, and it is dropped after this
 
     def _add_late_to(self, name: str, grad: torch.Tensor) -> None:
         """Add to a complete gradient, in the tier in which it is stored."""
@@ -332,10 +340,16 @@ class UnitGrads:
             self._add_on_device({name: grad.to(self.views[name].dtype)})
 
     def look(self) -> None:
-        """Do nothing: no transfer writes to gradients on the device."""
+        """Implement `GradUse.look`: let the current stream wait for the reduction.
+
+        FSDP2 waits at the end of backward. Autograd adds to a `.grad` before that, e.g. the gradient of a weight
+        penalty.
+        """
+        streams.wait_event(self._reduced, self._device)
 
     def write(self) -> None:
         """Implement `GradUse.write`: invalidate the sums, or raise if the update in place has begun."""
+        self.look()
         if self.phase is GradPhase.IN_USE:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
@@ -391,6 +405,7 @@ class UnitGrads:
             whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
             self._buffers[index], owned = shares.reduce(whole)
             self.views |= owned
+            self._sharded.loans.lend(buffer)  # of an earlier microbatch's reduction, whose own loan has ended
 
     def complete(self) -> None:
         """Complete `sums`, also if the last microbatch did not reach the unit."""

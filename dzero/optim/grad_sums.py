@@ -29,6 +29,7 @@ class SquareSums:
         self._at = {name: index for index, name in enumerate(names)}
         self._devices = (device, torch.device("cpu")) if device.type != "cpu" else (device,)
         self._on_cuda = CudaSums()
+        self._kept_indices: dict[tuple[tuple[str, ...], torch.device], torch.Tensor] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -50,8 +51,14 @@ class SquareSums:
         if names == self._names:
             self.values[where] = values
         elif names:
-            self.values[where][[self._at[name] for name in names]] = values
+            self.values[where][self._indices(names, self._devices[where])] = values
         self.found.update(names)
+
+    def _indices(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """Return the positions of `names` on a device, copied there once, since the host waits for such a copy."""
+        if (names, device) not in self._kept_indices:
+            self._kept_indices[names, device] = torch.tensor([self._at[name] for name in names], device=device)
+        return self._kept_indices[names, device]
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the sums of `names`."""

@@ -30,7 +30,7 @@ from dzero.parallel.tensor.parallelize import Plan, TensorParallel, parallelize_
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is cut over a mesh, whose axes `tp` and `pp` say over how many ranks matrices and layers are cut.
+    """Settings by which a model is cut over a mesh; its axes `tp` and `pp` say how far matrices and layers are cut.
 
     Attributes:
         ep: Number of neighbouring ranks that share the experts.

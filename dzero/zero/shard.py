@@ -244,7 +244,7 @@ def _zero_grad(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInit:
-    """How a model gets its values, and where its shards are made.
+    """Source of a model's values, and the device of its shards.
 
     Attributes:
         materialise: Called on each unit's modules just before that unit is sharded, to give parameters on meta their

@@ -13,12 +13,12 @@ from outside. An embedding or head is a unit only if the model declares it by th
     get_input_embeddings()     the module that looks up the tokens, which is used only by calling it
     get_output_embeddings()    the module that computes the output, likewise; None if there is none
 
-A declaration counts if the class's `forward` comes from the same package as these methods. A class that replaces only
-the forward (a subclass, a patch that fuses head and loss) may read weights that the methods do not cover. Modules
-between the model and the embedding or head must have declarations that count, or come from that package. The embedding
-or head must have a single parameter, of at least OWN_UNIT_ELEMS elements, that no other module has: another use of a
-tied weight would be outside of the module. A bias would make a head's output a view, with which FSDP2 may miss the
-backward.
+A declaration counts if the class's `forward` and these methods come from one of the packages in VOUCHING. A class that
+replaces only the forward (a subclass, a patch that fuses head and loss) may read weights that the methods do not cover.
+Modules between the model and the embedding or head must have declarations that count, or come from that package. The
+embedding or head must have a single parameter, of at least OWN_UNIT_ELEMS elements, that no other module has: another
+use of a tied weight would be outside of the module. A bias would make a head's output a view, with which FSDP2 may miss
+the backward.
 
 The selection depends on the model alone, not on the mesh, stage or rank.
 """
@@ -42,6 +42,9 @@ from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
 ROOT = "root"
 INPUT, OUTPUT = "get_input_embeddings", "get_output_embeddings"
+VOUCHING = {"dzero", "transformers"}
+"""Packages whose models were seen to use their ends by calling them. A model of one's own may read the head's weight in
+its forward, for a fused loss, and meet a shard: its ends stay in the root unless `zero.units` names their classes."""
 OWN_UNIT_ELEMS = 1 << 23
 """Least elements of an embedding or a head that is a unit: 16 MiB in 16 bits, which links of 50 to 200 GB/s transfer in
 0.1 to 0.3 ms. Its two collectives cost about as much, and up to 1 ms of host time, so that a smaller unit would cost
@@ -120,7 +123,7 @@ def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _vouched_end(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
     """Return the name and module that `method` of a model declares, or None if the declaration does not count."""
     package = _vouches(model)
-    if package is None:
+    if package not in VOUCHING:
         return None
     try:
         end = getattr(model, method)()

@@ -8,6 +8,16 @@ CAUGHT = {
     "comm/context_exchange.py ContextExchange._move: work.wait": "context parallel",
     "comm/reduction.py ExactReduction._average: work.wait": "stage 1, M=1",
     "comm/reduction.py ExactReduction.all_reduce: work.wait": "host, stage 0",
+    "optim/grad_accumulation.py UnitGrads._add_held: streams.record_stream": "penalty",
+    "optim/grad_accumulation.py UnitGrads._hide: streams.record_stream": "penalty, M=2",
+    "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (hold)": (
+        "states over all, M=2, native"
+    ),
+    "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (record)": (
+        "states over all, M=2, native"
+    ),
+    "optim/grad_accumulation.py UnitGrads.look: streams.wait_event": "penalty before",
+    "optim/grad_accumulation.py UnitGrads.receive: streams.record_event": "penalty before",
     "data/prefetch.py BatchPrefetcher._copied: streams.record_event": "context parallel",
     "data/prefetch.py BatchPrefetcher._copied: streams.wait_stream": "several microbatches",
     "data/prefetch.py BatchPrefetcher.next: streams.wait_event": "context parallel",

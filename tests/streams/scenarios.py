@@ -53,12 +53,14 @@ def loop(
     before: Callable[[Any, Any], None] | None = None,
     between: Callable[[Any, Any], None] | None = None,
     poisoned: int | None = None,
+    penalty: str = "",
     **optim: Any,
 ) -> None:
     """Train a net of small_decoders.py for a few steps.
 
     amid, before, between: called between forward and backward, before each step, and after it. poisoned: a step that
-    is not finite.
+    is not finite. penalty: the squares of all weights in the loss, made
+    `before` the forward or `behind` it.
     """
     if offload is not None and "disk" in offload.values():
         offload = {**offload, "disk": DiskConfig(paths=[str(folder)], block_bytes=8192)}
@@ -70,9 +72,12 @@ def loop(
         batches = of_step[dist.get_rank()]
         for index, batch in enumerate(batches):
             with sharded.microbatch(is_last=index == len(batches) - 1):
-                loss = small_decoders.loss_fn(sharded.model, batch) / len(batches)
+                first = weights_of(sharded) if penalty == "before" else 0.0  # its gradient comes last in backward
+                loss = small_decoders.loss_fn(sharded.model, batch) / len(batches) + first
                 if amid is not None:
                     amid(sharded, optimizer)
+                if penalty == "behind":
+                    loss = loss + weights_of(sharded)
                 if step == poisoned:
                     loss = loss * float("nan")
                 optimizer.scale_loss(loss).backward()
@@ -146,6 +151,18 @@ def read_states(sharded: Any, optimizer: Any) -> None:
             for tensor in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(tensor, torch.Tensor):
                     tensor + 0
+
+
+def read_params(sharded: Any, optimizer: Any) -> None:
+    """Look at every parameter that is on the device."""
+    for param in sharded.model.parameters():
+        local_of(param.detach()) + 0
+
+
+def weights_of(sharded: Any) -> torch.Tensor:
+    """Return a thousandth of the sum of squares of this rank's weights."""
+    squares: Any = sum(param.pow(2).sum().to_local() for param in sharded.model.parameters())
+    return 1e-3 * squares
 
 
 def read_grads(sharded: Any, optimizer: Any) -> None:
@@ -227,6 +244,16 @@ def scenarios() -> dict[str, Scenario]:
     add("hybrid, M=2", 4, net={"stage": 2, "replicate": 2, "microbatches": 2})
     add("states over all", 4, net={"stage": 3, "replicate": 2, "states_over": "all"})
     add("states over all, host", 4, net={"stage": 2, "replicate": 2, "states_over": "all"}, offload=HOST)
+    for reduction in ("exact", "native"):
+        net = {"stage": 3, "replicate": 2, "states_over": "all", "microbatches": 2, "reduction": reduction}
+        add(f"states over all, M=2, {reduction}", 4, net=net)
+    over_all: dict[str, Any] = {"stage": 2, "replicate": 2, "states_over": "all"}
+    add("states over all, host, step", 4, net=over_all, offload={**HOST, "overlap": "step"})
+    add("penalty before", net={"stage": 3}, penalty="before")
+    add("penalty", net={"stage": 3}, penalty="behind")
+    add("penalty, M=2", net={"stage": 2, "microbatches": 2}, penalty="behind")
+    add("penalty, hybrid, M=2", 4, net={"stage": 3, "replicate": 2, "microbatches": 2}, penalty="before")
+    add("parameters read between steps", net={"stage": 2}, offload=HOST, between=read_params)
     add("hpz", 4, net={"stage": 3, "reshard": 2})
     for overlap in ("step", "forward", "backward", "delayed"):
         add(f"host, {overlap}", net={"stage": 2}, offload={**HOST, "overlap": overlap})
@@ -268,6 +295,7 @@ def scenarios() -> dict[str, Scenario]:
     train("everything off the device", 2, "zero.stage=3", "offload=infinity", "offload.activations=disk", big, *act)
     train("checkpoints beside training", 2, "zero.stage=3", "offload=host", "checkpoint.every=1")
     train("tensor parallel", 2, "mesh.tp=2", "model.kv_heads=2")
+    train("tensor parallel, sharded", 4, "mesh.tp=2", "mesh.dp=2", "model.kv_heads=2", "zero.stage=3")
     train("context parallel", 2, "mesh.cp=2")
     train("pipeline", 2, "mesh.pp=2", "zero.stage=1", "train.accumulate=4")
     train(

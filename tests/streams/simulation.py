@@ -108,7 +108,7 @@ class Simulation:
         self._communication: dict[str, SimulatedStream] = {}
         self._made: list[SimulatedStream] = []
         self.stops: list[str] = []
-        self._results: dict[int, Clock] = {}
+        self._results: dict[int, tuple[Clock, list[torch.Tensor]]] = {}
 
     # Who
 
@@ -250,17 +250,18 @@ class Simulation:
         writes: list[torch.Tensor],
         fresh: list[torch.Tensor],
     ) -> None:
-        """Note a functional collective, and keep its end for who waits for one of its results."""
+        """Note a functional collective, and keep its end for who waits for one of its results, as nccl's work keeps
+        what it reads until then."""
         stream = self.communication(group)
         with self.lock:
             stream.join(self.current.clock)
             self.run(what, reads, writes + fresh, on=stream)
             for each in writes + fresh:
-                self._results[each.untyped_storage().data_ptr()] = stream.now()
+                self._results[each.untyped_storage().data_ptr()] = stream.now(), reads
 
     def wait_for_result(self, tensor: torch.Tensor) -> None:
         """Let the current stream wait for a functional collective."""
-        known = self._results.pop(tensor.untyped_storage().data_ptr(), {})
+        known, _ = self._results.pop(tensor.untyped_storage().data_ptr(), ({}, []))
         self.order(self.current, known)
 
     def _found(self, race: Race) -> None:

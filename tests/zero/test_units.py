@@ -15,6 +15,7 @@ from dzero.models.llama import Llama
 from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.zero import units
 from dzero.zero.units import OWN_UNIT_ELEMS, find_units, roots_of, shapes_of, slots_by_unit, units_of_roots
 
 LARGE, SMALL = OWN_UNIT_ELEMS // 64, OWN_UNIT_ELEMS // 64 - 1
@@ -179,7 +180,7 @@ def test_a_model_whose_forward_is_not_that_of_who_vouches_keeps_its_ends_in_the_
 
 
 class Own(nn.Module):
-    """A user's model that vouches for its ends."""
+    """A user's model that declares its ends."""
 
     def __init__(self, *, bias: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -204,7 +205,12 @@ class Own(nn.Module):
         return out
 
 
-def test_a_users_model_can_vouch_too_and_no_other_large_module_is_an_end() -> None:
+def test_a_users_model_keeps_its_ends_in_the_root_where_its_forward_may_read_their_weights() -> None:
+    assert names(Own()) == ["stack.0", "stack.1"]
+
+
+def test_an_end_has_one_parameter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "VOUCHING", {Own.__module__})
     assert names(Own()) == ["look_up", "stack.0", "stack.1", "out"]
     assert names(Own(bias=True)) == ["look_up", "stack.0", "stack.1"], "its output would be a view"
     assert names(Own(shared=True)) == ["look_up", "stack.0", "stack.1"]
