@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs" / "pictures"
+FOLDER = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = f"this picture needs one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)"
 COLUMNS = 100
@@ -79,12 +79,12 @@ def run(words: Sequence[str], folder: Path) -> str:
 def plan() -> None:
     """Draw what `## Plan` plans."""
     words = command_of("--picture plan.png")
-    run([str(PICTURES / word) if word == "plan.png" else word for word in words], ROOT)
+    run([str(FOLDER / word) if word == "plan.png" else word for word in words], ROOT)
 
 
 def help_() -> None:
     """Draw the tool's own help."""
-    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), PICTURES / "help.png")
+    terminal_picture("dzero --help", run(["dzero", "--help"], ROOT), FOLDER / "help.png")
 
 
 def run_and_board() -> None:
@@ -93,8 +93,8 @@ def run_and_board() -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = run(words, Path(folder))
         told = f"$ {shlex.join(words)}     # two CPU cores; paths shortened\n{without_paths(written)}"
-        (PICTURES / "run.txt").write_text(told)
-        board(Path(folder) / "outputs", PICTURES / "tensorboard.png")
+        (FOLDER / "run.txt").write_text(told)
+        board(Path(folder) / "outputs", FOLDER / "tensorboard.png")
 
 
 def without_paths(written: str) -> str:
