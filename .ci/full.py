@@ -7,6 +7,7 @@ The order rotates by commit, so that a few landings see all of them. What there 
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -17,11 +18,12 @@ AT_ONCE = 4
 STEP = 5
 """Files by which the order moves on with each commit: as many as a landing surely has time for."""
 NOTHING_COLLECTED = 5
+MARKS = re.compile(r"mark\.(full|product)\b")
 
 
 def main() -> None:
     until_s = time.monotonic() + 60 * float(sys.argv[1])
-    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.full" in path.read_text())
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if MARKS.search(path.read_text()))
     commits = int(subprocess.check_output(["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"], text=True))
     start = STEP * commits % max(1, len(files))
     files = files[start:] + files[:start]

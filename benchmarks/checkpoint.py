@@ -7,7 +7,7 @@ resumed run make its first step?
     side            what is timed, 2 ranks, llamas with bf16 parameters, fp32 masters and moments at stage 3
     train           `--every` steps of the 21 M model
     saving          the same, with a save before the first of them; `stall`: until save() returns
-    save, load      of `--model`: Checkpoints.save and finish, synchronised, read back, verified; Checkpoints.resume
+    save, load      of `--model`: Checkpointer.save and finish, synchronised, read back, verified; Checkpointer.resume
     save_unchecked  without reading back (checkpoint.verify=false)
     dcp_save        dcp.save of the same model and optimizer, which checks nothing; dcp_load
     raw_write       the floor: as many bytes into a file that is there already, by the disk tier's store without sums;

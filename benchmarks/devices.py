@@ -38,7 +38,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.on_gpu = kind == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
-            raise SystemExit("torch finds no CUDA device here; --device cpu (gpu_session.py: --rehearse) tries the code")
+            raise SystemExit("torch finds no CUDA device here; --device cpu (in gpu_session.py --rehearse) does all")
         self.torch = torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
         if self.on_gpu:
             torch.cuda.init()

@@ -3,7 +3,7 @@
     tp    parallelize_module with the plan that the library has
     cp    contiguous parts of every sequence; keys and values gathered before attention, which gets a mask
     ep    rows to their experts' ranks by all_to_all_single_autograd; experts a unit over the other ranks
-    pp    ModelStage and Schedule1F1B over the library's cut, each part fully_shard's
+    pp    PipelineStage and Schedule1F1B over the library's cut, each part fully_shard's
 
 What remains is fully_shard's over dp x cp: blocks, then the root.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import ModelStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
@@ -107,7 +107,7 @@ class _Loop:
         if parts.has_last:
             vocabulary = self.model.get_parameter("head.weight").shape[0]
             goes = torch.empty(1, tokens.shape[1], vocabulary, dtype=torch.bfloat16, device="meta", requires_grad=True)
-        stage = ModelStage(
+        stage = PipelineStage(
             self.model,
             parts.rank,
             parts.count,

@@ -26,6 +26,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device: `pytest -m gpu` asks for one")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a function marked `product(keep=n)` the default suite runs n members, evenly spread; the others are `full`."""
+    products: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("product") is not None and item.get_closest_marker("slow") is None:
+            name = getattr(item, "originalname", item.name)
+            products.setdefault((str(item.path), name), []).append(item)
+    for members in products.values():
+        marker = members[0].get_closest_marker("product")
+        assert marker is not None
+        keep = marker.kwargs["keep"]
+        kept = {index * len(members) // keep for index in range(keep)}
+        for index, item in enumerate(members):
+            if index not in kept:
+                item.add_marker(pytest.mark.full)
+
+
 def pytest_collection_finish() -> None:
     """Imports and collected tests are never garbage: no collection looks through them again."""
     gc.collect()

@@ -199,7 +199,7 @@ def killed(
     wrong += [f"a new run found {words[1]}" for words in said + other if words[0] == "left"]
     for rank, each in enumerate((said, other)):
         texts = [words[1] for words in each if words[0] == "ended"]
-        expected = ("CheckpointError", "NoAnswer")
+        expected = ("CheckpointError", "RankUnavailable")
         wrong += [f"rank {rank}: {t}" for t in texts if rank in victims or not any(name in t for name in expected)]
     reader, pipe = forked(reader_of(folder))
     (words,) = heard(pipe)

@@ -211,7 +211,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
     with Checkpoint(path) as checkpoint:
         planned = plan(checkpoint, "bf16")
         (parts,) = planned.files.values()
-        huge = {name: exports.Part(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
+        huge = {name: exports.StoredBox(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
         planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.config)
         with pytest.raises(CheckpointError, match=r"1.00 PiB to write, .* free: free space, or choose another disk"):
             export(checkpoint, tmp_path / "out", planned)

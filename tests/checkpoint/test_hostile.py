@@ -70,7 +70,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_refused_with_its_file_at_once_and_in_little_memory(seen: dict[str, dict[str, Any]], name: str) -> None:
     each = seen[name]
-    assert each["kind"] in ("CheckpointError", "Damaged"), each
+    assert each["kind"] in ("CheckpointError", "CheckpointDamaged"), each
     assert each["path"].startswith(each["shelf"]), each
     assert each["path"] in each["text"], each
     assert each["s"] < 5, each

@@ -27,7 +27,7 @@ def run_out(rank: int, ranks: int, run: RunConfig, folder: Path) -> str:
 
     with (
         mock.patch.object(BuiltModel, "loss", third),
-        mock.patch("dzero.trainer.trainer.Watch", mock.MagicMock()),
+        mock.patch("dzero.trainer.trainer.Watchdog", mock.MagicMock()),
         pytest.raises(RunError) as told,
     ):
         train(run, folder, torch.device("cpu"))

@@ -147,8 +147,8 @@ def flipped_first_value(rank: int, ranks: int, offload: OffloadConfig, kind: str
     unit = sharded.units[1]
     home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.hosted.values())).home
     assert isinstance(home, SpilledTensor)
-    (byte,) = os.pread(home.pool.fd, 1, home.offset + 1)
-    os.pwrite(home.pool.fd, bytes([byte ^ 0x40]), home.offset + 1)
+    (byte,) = os.pread(home.room.fd, 1, home.offset + 1)
+    os.pwrite(home.room.fd, bytes([byte ^ 0x40]), home.offset + 1)
     with pytest.raises(DiskError) as told:
         AdamW(sharded)
     return f"{told.value} {told.value.errno}"

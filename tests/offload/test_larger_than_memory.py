@@ -38,7 +38,7 @@ def materialise(module):
 def train(layers, width, offload, steps):
     with torch.device("meta"):
         model = nn.Sequential(*(Block(width) for _ in range(layers)))
-    sharded = shard(model, ZeroConfig(stage=3), offload=offload, materialise=materialise)
+    sharded = shard(model, ZeroConfig(stage=3), offload=offload, init=materialise)
     optim = AdamW(sharded, lr=1e-3, max_norm=1.0, threads=1)
     losses = []
     for step in range(steps):

@@ -40,7 +40,7 @@ class Door:
 
     settled = edited = 0
 
-    def settle(self) -> None:
+    def await_update(self) -> None:
         self.settled += 1
 
     def write(self) -> None:
@@ -174,7 +174,7 @@ def build(layers):
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(layers)))
     everything = OffloadConfig(param="host", grad="host", master="host", moments="host")
-    return AdamW(shard(model, ZeroConfig(stage=3), offload=everything, materialise=materialise))
+    return AdamW(shard(model, ZeroConfig(stage=3), offload=everything, init=materialise))
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 build(1)

@@ -15,8 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 from training_loops import backward, sharded_net, snapshot, unequal
 
-from dzero import AdamW, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard
-from dzero.mesh import TENSOR
+from dzero import AdamW, ParallelConfig, PrecisionConfig, ZeroConfig, make_mesh, parallelize, shard
 from dzero.optim.loss_scaler import ScalerConfig
 
 POISON = {"inf": math.inf, "nan": math.nan}
@@ -154,8 +153,8 @@ def whole_on_each(rank: int, _: int, kind: str) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model, mesh = Cut(), make_mesh("cpu", tp=2)
     plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    parallelize(model, mesh[TENSOR], plan, alike=["embed.*"])
-    sharded = shard(model, ZeroConfig(stage=2), mesh=mesh, precision=PrecisionConfig(param="fp32"))
+    cut = parallelize(model, mesh, ParallelConfig(tensor_plan=plan, replicated=["embed.*"]))
+    sharded = shard(cut, ZeroConfig(stage=2), precision=PrecisionConfig(param="fp32"))
     optim, told = AdamW(sharded, max_norm=1.0), []
     tokens = torch.arange(12).view(2, 6)
     for step in range(3):

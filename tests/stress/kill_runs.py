@@ -148,7 +148,9 @@ def kill(way: str, told: Told, root: Path, text: Path, draw: random.Random) -> t
                 wrong.append(f"step {values[0]} has loss {values[1]}, before {told.losses[values[0]]}")
         elif kind == "saved":
             told.saved = max(told.saved, values[0])
-        elif kind == "wrong" or (kind == "ended" and not any(e in values[0] for e in ("NoAnswer", "RuntimeError"))):
+        elif kind == "wrong" or (
+            kind == "ended" and not any(e in values[0] for e in ("RankUnavailable", "RuntimeError"))
+        ):
             wrong.append(str(values[0]))
     reader, pipe = forked(left_whole(shelf))
     (words_of,) = heard(pipe)

@@ -122,7 +122,9 @@ def test_a_failed_save_is_told_loudly_and_the_next_one_succeeds(pool: Pool, text
     assert len(went.losses) == 8
     fresh = tmp_path / "fresh"
     stopping = settled(text, *saving, f"checkpoint.folder={fresh}")
-    with pytest.raises(WorkerError, match=r"(CheckpointError|Damaged): .*fresh"):  # by where the save meets the file
+    with pytest.raises(
+        WorkerError, match=r"(CheckpointError|CheckpointDamaged): .*fresh"
+    ):  # by where the save meets the file
         pool.run(watched, 2, stopping, tmp_path, str(fresh), timeout_s=SECONDS)
 
 

@@ -138,9 +138,9 @@ def lonely_ends() -> Planted:
 def loud_rank(module: str) -> Planted:
     """Where matrices are cut, the first rank gives a 16th more of its part of a sum."""
 
-    def wrongly(model: nn.Module, mesh: DeviceMesh) -> Any:
-        cut = rightly(model, mesh)
-        if mesh.get_local_rank() == 0:
+    def wrongly(model: nn.Module, mesh: DeviceMesh, config: Any) -> Any:
+        cut = rightly(model, mesh, config)
+        if "tp" in (mesh.mesh_dim_names or ()) and mesh.get_local_rank("tp") == 0:
             model.get_submodule(module).register_forward_pre_hook(lambda _, args: (args[0] * 1.0625,))
         return cut
 
