@@ -193,6 +193,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.product(keep=50)
 @pytest.mark.usefixtures("_outside_torchrun")
 @pytest.mark.parametrize(("line", "told"), MISTAKES.items(), ids=list(MISTAKES))
 def test_a_mistake_names_the_key_the_value_and_what_is_allowed(line: str, told: str) -> None:

@@ -94,6 +94,7 @@ def test_there_are_commands() -> None:
     assert len(commands()) > 20
 
 
+@pytest.mark.product(keep=12)
 @pytest.mark.parametrize(("page", "command"), commands())
 def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     words = shlex.split(command.replace("...", ""))

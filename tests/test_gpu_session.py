@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import new_tag, tagged
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ def figures(session: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {step["name"]: step["figures"] for step in session["steps"]}
 
 
+@pytest.mark.full
 def test_a_rehearsal_runs_every_step_and_goes_on_past_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     tag, out = new_tag(), tmp_path / "out"
     with start(tmp_path, "--budget-s", str(SECONDS), "--inject", "fail", "hang", "--out", out, tag=tag) as running:

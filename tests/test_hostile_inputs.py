@@ -276,6 +276,7 @@ def slow(cases: Iterable[str], first: Collection[str]) -> list[Any]:
     return [pytest.param(each, marks=() if each in first else pytest.mark.slow) for each in cases]
 
 
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize("line", slow(CASES, FIRST))
 def test_what_is_seen_before_training_is_refused_in_one_line(folder: Path, line: str) -> None:
     data = [] if "data.path=" in line else ["data.path=good.txt"]

@@ -22,6 +22,7 @@ def check(pool: Pool, cell: Cell) -> None:
     assert parity_cells.differences(result, want) == []
 
 
+@pytest.mark.product(keep=8)
 @pytest.mark.parametrize("cell", parity_cells.pairwise_cover(), ids=name)
 def test_stage_parity(pool: Pool, cell: Cell) -> None:
     check(pool, cell)
@@ -33,6 +34,7 @@ def test_stage_parity_full_product(pool: Pool, cell: Cell) -> None:
     check(pool, cell)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_stages_agree_to_the_bit_at_one_microbatch(pool: Pool, precision: str) -> None:
     runs = [

@@ -45,6 +45,7 @@ def around(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
     return [*zip(kinds, [*kinds[7:], *kinds[:7]], strict=True)]
 
 
+@pytest.mark.full
 def test_states_over_all_ranks_are_saved_in_parts_that_any_mesh_loads_and_back(pool: Pool, tmp_path: Path) -> None:
     """2 x 2 with states over all four (shards and parts uneven and empty), 2 x 2, 1 x 4, one rank."""
     over_all = Kind(stage=2, tier="device", ranks=4, replicate=2, states_over="all", **STATES)

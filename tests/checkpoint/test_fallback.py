@@ -79,6 +79,7 @@ def last_state(folder: Path, rank: int) -> int:
     return int(index["data_start"] + max(part["end"] for part in parts) - 1)
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("line", KINDS.values(), ids=KINDS.keys())
 def test_damage_that_only_one_rank_meets_late_leaves_the_bits_of_resuming_from_the_one_before(
     pool: Pool, text: Path, tmp_path: Path, line: str

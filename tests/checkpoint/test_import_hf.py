@@ -94,6 +94,7 @@ def read_bytes() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_masters_are_the_values_and_a_rank_reads_what_it_keeps(pool: Pool, tmp_path: Path, kind: str) -> None:
     want = published(tmp_path / "model", LLAMA)

@@ -72,6 +72,7 @@ def test_a_run_that_does_not_resume_refuses_the_folder_of_another_and_changes_no
     assert contents(tmp_path / "checkpoints") == contents(made)
 
 
+@pytest.mark.full
 def test_a_run_that_went_back_keeps_its_own_newest_and_leaves_the_branch_that_it_left(
     made: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_run_that_went_back_keeps_its_own_newest_and_leaves_the_branch_that_it
     }
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("launcher", [(), (*TORCHRUN, "--standalone", "--nproc-per-node=2")], ids=["plain", "torchrun"])
 def test_a_finished_run_started_again_says_so_and_ends_with_0(
     made: Path, text: Path, tmp_path: Path, launcher: tuple[str, ...]
@@ -101,6 +103,7 @@ def test_a_finished_run_started_again_says_so_and_ends_with_0(
     assert CheckpointStore(tmp_path / "checkpoints").names() == CheckpointStore(made).names()
 
 
+@pytest.mark.full
 def test_every_run_of_a_sweep_saves_in_its_own_output_folder(text: Path, tmp_path: Path) -> None:
     sweep_of = ["train.seed=0,1", "train.steps=1", "checkpoint.every=1"]
     ended = command(tmp_path, text, *sweep_of, "--multirun")
@@ -111,6 +114,7 @@ def test_every_run_of_a_sweep_saves_in_its_own_output_folder(text: Path, tmp_pat
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.full
 def test_runs_of_a_sweep_share_an_absolute_folder_and_lose_nothing_of_each_other(text: Path, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     saving = ["train.steps=2", "checkpoint.every=1", "checkpoint.keep=1", f"checkpoint.folder={kept}"]

@@ -44,6 +44,7 @@ def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, list[Traffic]]
     return took, [traffic for entry, traffic in moved.items() if entry.phase == "context"]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("line", LINES)
 def test_the_peak_and_what_is_passed_on_along_cp_are_predicted(pool: Pool, line: str) -> None:
     run = settled(*line.split())

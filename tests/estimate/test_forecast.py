@@ -151,6 +151,7 @@ OFF_DEVICE = [
 ]
 
 
+@pytest.mark.full
 def test_off_the_device_host_disk_and_moves_are_predicted_to_the_byte_and_the_devices_peak_within_1_percent(
     pool: Pool, tmp_path: Any
 ) -> None:

@@ -23,6 +23,7 @@ MODEL = {"hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_size": 
 CASES = [(2, "1f1b", "none", 4), (1, "1f1b", "full", 3), (3, "gpipe", "full", 3)]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("stage", "schedule", "recompute", "microbatches"), CASES)
 def test_the_fullest_part_is_planned_and_its_moves_are_exact(
     tmp_path: Path, stage: int, schedule: str, recompute: str, microbatches: int

@@ -110,6 +110,7 @@ def runs_within(budgets: Sequence[tuple[int, ...]], pool: Pool, searched: Search
     return runs
 
 
+@pytest.mark.full
 def test_what_is_chosen_runs_within_each_budget(pool: Pool, searched: Searched, tmp_path: Path) -> None:
     runs = runs_within(BUDGETS, pool, searched, tmp_path)
     assert {run.zero.stage for run in runs} == {0, 1, 2, 3}
@@ -146,6 +147,7 @@ def brute(candidates: list[Candidate], subject: Subject) -> list[Fits]:
     return sorted(fit, key=lambda each: (float(f"{each.forecast.pace.step_s:.2e}"), each.candidate.simplicity))
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("budget", [(40,), (18,), (10,), (8, 8), (7, 8), (6,)])
 def test_the_search_finds_what_trying_everything_finds(searched: Searched, budget: tuple[int, ...]) -> None:
     _, candidates, on = searched
@@ -257,6 +259,7 @@ def test_without_a_figure_of_the_hardware_the_simplest_comes_first(searched: Sea
     assert "without flops of the hardware the simplest, not the fastest" in plain(ranking_tables(ranking, {}))
 
 
+@pytest.mark.full
 def test_a_cpu_machine_has_one_memory_so_the_host_wins_nothing() -> None:
     config = replace(run_of("hardware=laptop", "model.layers=16", "train.microbatch_sequences=1"), auto=False)
     laptop = config.hardware

@@ -64,6 +64,7 @@ def costs(run: Run, ranks: int | None = None) -> MicrobatchCosts:
         return costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_the_peak_and_what_is_sent_along_tp_are_predicted(pool: Pool, run: Run) -> None:
     told = pool.run(measured, run.ranks, run, timeout_s=300)

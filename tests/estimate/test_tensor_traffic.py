@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_formula_is_what_a_simulated_step_calls(case: Case) -> None:
     mesh = MeshConfig(dp=2, tp=TP, pp=case.parts, ep=1 if case.shared is None else 4)

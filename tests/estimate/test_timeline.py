@@ -54,6 +54,7 @@ def by_lane(timeline: Timeline) -> dict[str, list[Bar]]:
     return lanes
 
 
+@pytest.mark.product(keep=6)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("hardware", ["h100_80g", "laptop"])
 def test_the_bars_of_a_lane_take_the_seconds_of_its_pace(run: str, hardware: str) -> None:

@@ -21,6 +21,7 @@ def check(
         assert {name: gap for name, gap in far.items() if not gap <= TOLERANCE} == {}, (stage, habit)
 
 
+@pytest.mark.product(keep=8)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("habit", HABITS)
@@ -28,6 +29,7 @@ def test_a_habit_of_torch_users_gives_what_torch_gives(pool: Pool, habit: str, r
     check(pool, habit, ranks, microbatches, (0, 1, 2, 3), {})
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("habit", HABITS)
 def test_so_it_does_where_states_are_on_the_host(pool: Pool, habit: str) -> None:
     check(pool, habit, 2, 4, (1, 3), HOST)
@@ -42,6 +44,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("rule", "precision"), KINDS, ids=str)
 def test_parameters_edited_between_steps_stay_edited(pool: Pool, rule: str, precision: dict[str, str]) -> None:
     """Their masters follow, element by element; the bits are those of every stage."""
@@ -57,6 +60,7 @@ ALL = {**HOST, "param": "host"}
 DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("rule", "precision", "tiers"),
     [

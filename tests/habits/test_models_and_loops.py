@@ -33,6 +33,7 @@ def check(
             assert {name: gap for name, gap in far.items() if not gap <= TOLERANCE} == {}, stage
 
 
+@pytest.mark.product(keep=7)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", COMMON)
@@ -40,6 +41,7 @@ def test_a_model_gives_what_torch_gives(pool: Pool, model: str, ranks: int, micr
     check(pool, model, "plain", ranks, microbatches, {})
 
 
+@pytest.mark.product(keep=9)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name not in ("plain", "reached_later", "half_detached")])
 def test_a_loop_gives_what_torch_gives(pool: Pool, loop: str, ranks: int) -> None:
@@ -57,27 +59,32 @@ def test_units_may_be_computed_again_for_several_uses_in_one_backward(pool: Pool
     check(pool, "Recomputed", "two_forwards_kept", 2, 3, {})
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model", ["Again", "Tied", "Scalars", "Recomputed"])
 def test_probes_and_edits_between_everything_give_what_torch_gives(pool: Pool, model: str, ranks: int) -> None:
     check(pool, model, "probed", ranks, 3, {})
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("reshard", [False, 2])
 def test_so_they_do_where_stage_three_keeps_copies_after_forward(pool: Pool, reshard: bool | int) -> None:
     check(pool, "Again", "probed", 4, 3, {}, stages=(3,), reshard_after_forward=reshard)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_blocks_that_share_parameters_may_run_one_without_the_other(pool: Pool, ranks: int) -> None:
     check(pool, "Tied", "evaluated_in_part", ranks, 2, {})
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("model", ["Again", "PartlyAgain", "Unused", "Scalars"])
 def test_three_ranks_cut_unevenly(pool: Pool, model: str) -> None:
     check(pool, model, "accumulated", 3, 2, {})
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("model", "loop"),
     [

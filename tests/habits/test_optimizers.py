@@ -125,6 +125,7 @@ TIERS: dict[str, dict[str, str]] = {
 }
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("rules", "master", "tiers"),
     [
@@ -189,6 +190,7 @@ def test_what_is_saved_right_after_an_edit_has_it(pool: Pool, tier: str) -> None
     assert pool.run(saved_after_an_edit, 2, tiers) == [[], []]
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_optimizers_train_their_parts_as_in_torch(pool: Pool, stage: int, ranks: int) -> None:

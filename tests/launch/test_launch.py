@@ -87,6 +87,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "names", [("Ctrl-C", "terminate", "kill"), pytest.param(tuple(ENDINGS), marks=pytest.mark.slow)], ids=len
 )
@@ -110,6 +111,7 @@ def test_a_signal_ends_every_process_and_runs_beside_it_go_on(tmp_path: Path, na
             process.kill()
 
 
+@pytest.mark.full
 def test_a_worker_that_hears_no_signal_is_killed(tmp_path: Path) -> None:
     process = begin(tmp_path, "hear_nothing")
     try:

@@ -114,6 +114,7 @@ def compare(
     return unequal(result(offload, **how), result(None, **how))
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     ("stage", "microbatches", "offload"),
     [
@@ -128,6 +129,7 @@ def test_parameters_masters_and_moments_have_the_same_bits(
     assert pool.run(compare, 2, offload, stage, microbatches, "full") == [[], []]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     ("ranks", "stage", "microbatches", "states"),
     [(1, 3, 1, "device"), (2, 3, 3, "disk"), (2, 3, 1, "disk"), (2, 2, 3, "host"), (2, 0, 1, "device")],
@@ -139,6 +141,7 @@ def test_so_they_have_with_activations_on_disk(
     assert pool.run(compare, ranks, offload, stage, microbatches, "full", DEEP) == ranks * [[]]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("keep", ["none", "selective"])
 def test_so_they_have_where_blocks_keep_more_than_their_inputs(pool: Pool, keep: str) -> None:
     assert pool.run(compare, 2, ALONE, 3, 4, keep) == [[], []]
@@ -159,6 +162,7 @@ def delayed(rank: int, ranks: int, seed: int, path: Path | None) -> list[str]:
     return unequal(result(offload, before, **how), result(None, **how))
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("seed", range(6))
 def test_delays_change_no_bit(pool: Pool, seed: int) -> None:
     assert pool.run(delayed, 2, seed, None) == [[], []]

@@ -258,6 +258,7 @@ train(sharded, optim, steps=1000)
 """
 
 
+@pytest.mark.full
 def test_a_rank_killed_while_it_spills_ends_the_run_and_the_next_start_cleans_up(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "scratch"
     path.mkdir()

@@ -29,6 +29,7 @@ def compare_boundaries(rank: int, ranks: int, cell: Cell, paths: list[Path]) -> 
     return [unequal(run(cell, rank, on_disk(OffloadConfig(**each), paths), 4), want) for each in BOUNDARIES]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_units_may_be_on_disk_in_part(pool: Pool, tmp_path: Path, microbatches: int) -> None:
     cell = Cell(**STRESSED, stage=2, microbatches=microbatches, overlap="forward", precision="bf16", ranks=2)

@@ -233,6 +233,7 @@ DELAYED = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("cell", DELAYED, ids=str)
 def test_delayed_updates_wait_with_their_values(pool: Pool, cell: Cell, everything: OffloadConfig) -> None:
     if everything.master == "disk" and cell.precision == "fp32":
@@ -291,6 +292,7 @@ def read_and_written(rank: int, ranks: int, offload: OffloadConfig | None) -> di
     return kept
 
 
+@pytest.mark.product(keep=1)
 @EVERYWHERE
 def test_reads_and_writes_between_steps_wait_for_updates(pool: Pool, ranks: int, everything: OffloadConfig) -> None:
     want = pool.run(read_and_written, ranks, None)
@@ -366,6 +368,7 @@ def across(rank: int, ranks: int, folder: Path, everything: OffloadConfig) -> li
     return wrong
 
 
+@pytest.mark.product(keep=1)
 def test_state_dicts_go_to_the_device_and_back(pool: Pool, tmp_path: Path, everything: OffloadConfig) -> None:
     assert pool.run(across, 2, tmp_path, everything) == [[], []]
 

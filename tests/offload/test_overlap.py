@@ -33,6 +33,7 @@ DELAYED = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     ("cell", "warmup"),
     [
@@ -76,6 +77,7 @@ def resumed(rank: int, ranks: int, rule: str, warmup: int) -> tuple[list[str], b
     return wrong, late
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("rule", ["ours", "adam", "sgd"])
 @pytest.mark.parametrize("warmup", [2, 4])
 def test_a_delayed_run_is_resumed_with_its_bits(pool: Pool, rule: str, warmup: int) -> None:

@@ -63,6 +63,7 @@ def interpreted() -> Iterator[Callable[..., Any]]:
         yield lambda function, *args: process.submit(function, *args).result()
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_has_the_bits_of_the_cpu_kernels(kind: str, interpreted: Callable[..., Any]) -> None:
     assert interpreted(kernel_differs, kind) == []
@@ -231,6 +232,7 @@ OPERATIONS = {
 differences also forbids ptxas to contract them; `.ftz`, which none has, would flush subnormal numbers."""
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_every_operation_is_rounded_once_and_none_is_contracted(variant: Variant, compiled: Callable[..., Any]) -> None:
     ptx = compiled(variant)["ptx"]

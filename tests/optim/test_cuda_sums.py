@@ -58,6 +58,7 @@ def by_kernels(grads: Sequence[Tensor], chunk_elems: int = CHUNK_ELEMS, **consta
         return table.sum_squares(addresses(grads))
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_have_the_bits_of_the_cpu_kernel(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
     grads = gradients(dtype)
@@ -82,6 +83,7 @@ def with_constants(grads: Sequence[Tensor], chunk_elems: int, constants: dict[st
     return by_kernels(grads, chunk_elems, **constants)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_chunks_are_added_in_order(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
     """Chunks of 2 reads of 4 rows and a bit, and gradients of up to 20 chunks, of which 8 are added at once."""
@@ -148,6 +150,7 @@ SQUARES = {"mul.rn.f64": ROWS, "add.rn.f64": ROWS}
 """Of the elements that a thread reads at once, widened, squared and added. `.rn` also forbids ptxas to contract."""
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     ("dtype", "architecture"), [("fp32", 90), ("bf16", 90), ("fp16", 90), ("bf16", 80), ("bf16", 120)]
 )
@@ -180,6 +183,7 @@ def instructions(cubin: bytes, folder: Path) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9]+)", shown.stdout, re.MULTILINE)
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "ahead", "additions"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from pool import Pool
 from torch import nn
@@ -60,6 +61,7 @@ def test_stochastically_rounded_moments_are_the_same_at_every_stage_to_the_bit(p
         assert unequal(first, other) == []
 
 
+@pytest.mark.full
 def test_small_moments_train_like_fp32_moments(pool: Pool) -> None:
     """Tolerance: 5 % of the loss, averaged over the last 20 of 120 steps, in which it falls by more than half."""
     ends = {}

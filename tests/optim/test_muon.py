@@ -147,6 +147,7 @@ def check(pool: Pool, run: Run) -> None:
         assert max(far.values()) < TOLERANCE[run.precision], far
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("run", RUNS, ids=name)
 def test_stages_have_the_same_bits_and_follow_the_oracle(pool: Pool, run: Run) -> None:
     check(pool, run)
@@ -183,6 +184,7 @@ def test_rounds_change_no_bit(pool: Pool) -> None:
         assert all(unequal(each, found[0]) == [] for each in found)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("kind", [{"moments": "bf16"}, {"param": "fp16"}], ids=str)
 def test_other_dtypes_have_the_same_bits_at_every_stage(pool: Pool, kind: dict[str, str]) -> None:
     """Moments in bf16 are rounded at random; fp16 gradients are scaled."""

@@ -100,6 +100,7 @@ def reload_all(rank: int, ranks: int) -> None:
         reload(rank, ranks, "uneven", rule, cell)
 
 
+@pytest.mark.full
 def test_a_fresh_optimizer_continues_from_a_state_dict_to_the_bit(pool: Pool) -> None:
     pool.run(reload_all, 2)
 
@@ -143,6 +144,7 @@ CHECKPOINTS = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("rule", "kwargs", "worlds"), CHECKPOINTS, ids=str)
 def test_dcp_files_load_exactly_into_another_world_size(
     pool: Pool, tmp_path: Path, rule: str, kwargs: dict[str, Any], worlds: tuple[int, int]

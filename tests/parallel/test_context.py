@@ -139,6 +139,7 @@ def told_by(pool: Pool, run: Run) -> list[dict[str, Any]]:
     return SEEN[run]
 
 
+@pytest.mark.product(keep=5)
 @pytest.mark.parametrize("run", ALL, ids=str)
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = told_by(pool, run)
@@ -195,6 +196,7 @@ LINES = [
 ]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("line", LINES)
 def test_train_py_trains_over_cut_sequences(pool: Pool, tmp_path: Path, line: str) -> None:
     """The losses of a run with whole sequences, as many of them, and the traffic of theory."""

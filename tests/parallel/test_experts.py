@@ -53,6 +53,7 @@ MORE = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     "run", [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE if run not in RUNS)], ids=str
 )
@@ -121,6 +122,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("source", "targets"), MOVES, ids=str)
 def test_a_checkpoint_moves_between_meshes_exactly(pool: Pool, tmp_path: Path, source: Run, targets: list[Run]) -> None:
     held = pool.run(saved, source.ranks, source, tmp_path, timeout_s=300)

@@ -52,6 +52,7 @@ MORE = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("line", [*RUNS, *(pytest.param(line, marks=pytest.mark.slow) for line in MORE)])
 def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) -> None:
     config = config_of(line)
@@ -78,6 +79,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     configs = [config_of(f"{line} precision=bf16") for line in MESHES]
     for number, (before, after) in enumerate(pairwise(configs)):

@@ -45,6 +45,7 @@ MORE = [
 ]
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("run", of_lengths(RUNS, lambda run: (run.pp, run.dp, run.tp), MORE), ids=str)
 def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: Pool, run: Piped) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
@@ -88,6 +89,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.full
 def test_checkpoints_move_between_meshes_to_the_bit(pool: Pool, tmp_path: Path) -> None:
     for number, (before, after) in enumerate(pairwise([*MESHES, MESHES[2]])):
         folder = tmp_path / str(number)

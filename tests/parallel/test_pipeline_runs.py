@@ -25,6 +25,7 @@ LINES = [
 ]
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("line", LINES)
 def test_a_run_has_the_losses_of_one_without_parts_and_the_traffic_of_theory(
     pool: Pool, tmp_path: Path, line: str
@@ -41,6 +42,7 @@ def test_a_run_has_the_losses_of_one_without_parts_and_the_traffic_of_theory(
         assert each.held_out == pytest.approx(want.held_out, rel=FP32 if "fp32" in line else 2e-2)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_other_parts_and_without(pool: Pool, tmp_path: Path) -> None:
     """Steps of the same 4 sequences, over 1, 2 and 4 ranks; the shared rate of tied parameters goes with them."""
     text = write_text(tmp_path / "text.txt")

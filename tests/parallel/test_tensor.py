@@ -63,6 +63,7 @@ MORE = [
 ALL = of_lengths(RUNS, lambda run: (run.dp, run.tp, run.gpt2), MORE)
 
 
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("run", ALL, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)
@@ -83,6 +84,7 @@ def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
         assert apart < FP32, f"{name}: {apart:.1e}"
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(("kind", "stage"), [("llama", 3), ("qwen2", 1), ("qwen3", 2), ("mistral", 0)])
 def test_models_of_transformers_train_so_too_with_the_values_they_have(pool: Pool, kind: str, stage: int) -> None:
     told = pool.run(hf_trained, 4, kind, stage, timeout_s=300)
@@ -155,6 +157,7 @@ def check_moves(pool: Pool, folder: Path, source: Run, targets: list[Run]) -> No
         assert [key for key in held if not torch.equal(held[key], got[key])] == [], target
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("source", "first"), [(MESHES[0], 1), (MESHES[1], 0), (MESHES[2], 0), (MESHES[3], 1)], ids=str)
 def test_a_checkpoint_moves_between_meshes_exactly(pool: Pool, tmp_path: Path, source: Run, first: int) -> None:
     """Each target takes over from a mesh with tp and from one without."""

@@ -64,6 +64,7 @@ CELLS: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(("ranks", "cell", "block"), CELLS, ids=[f"{r} ranks, stage {c['stage']}" for r, c, _ in CELLS])
 def test_training_in_tiles_is_training(pool: Pool, ranks: int, cell: dict[str, Any], block: dict[str, Any]) -> None:
     """fp32: after three steps what was added in another order differs by a few times 2^-24 of the values."""

@@ -50,6 +50,7 @@ def text_of(found: EventAccumulator, tag: str) -> str:
     return str(found.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode())
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -72,6 +73,7 @@ def test_every_layout_has_a_picture_of_sane_size(settings: str, tmp_path: Path) 
     assert 20_000 < len(png) < 400_000
 
 
+@pytest.mark.full
 def test_the_guides_picture_shows_what_its_command_plans(tmp_path: Path) -> None:
     """`python docs/scripts/pictures.py plan` draws it anew."""
     guide = (CONF.parent / "docs" / "guides" / "plan.md").read_text().replace("\\\n", " ")

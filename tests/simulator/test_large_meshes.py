@@ -53,6 +53,7 @@ def of_norms(width: int, *, count: int, reductions: int) -> int:
     return reductions * count * 2 * 7 * width * 2 // 8
 
 
+@pytest.mark.full
 def test_70_billion_on_64_x_8_fit_and_tell_their_traffic() -> None:
     scenario = large("llama_70b", MeshConfig(dp=64, tp=8), accumulate=2, stage=3)
     simulated = simulate(scenario)

@@ -65,6 +65,7 @@ def test_so_it_does_at_every_stage_with_every_accumulation_and_recomputation(poo
     held_against(pool, [scenario(stage=s, accumulate=a, recompute=r) for s, a, r in PRODUCT])
 
 
+@pytest.mark.full
 def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives(pool: Pool) -> None:
     native = ZeroConfig(stage=3, reduction="native", reshard_after_forward=False)
     cases = [
@@ -78,6 +79,7 @@ def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives
     held_against(pool, cases)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("balance", ["auxiliary-loss-free", "loss"])
 def test_a_mixture_is_simulated_as_if_its_experts_were_chosen_alike(pool: Pool, balance: str) -> None:
     """As they are where a token uses all of them."""
@@ -97,6 +99,7 @@ PIPED = [
 ]
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("case", PIPED, ids=lambda case: f"{case.mesh.pp_schedule}-stage{case.zero.stage}")
 def test_a_part_of_a_pipeline_moves_what_it_really_does_and_holds_as_much(pool: Pool, case: Scenario) -> None:
     """But for what torch's schedule keeps of a microbatch while the next one is sent."""
@@ -123,6 +126,7 @@ REPEATED = {
 FEW = ("stage 3", "hybrid", "host")
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in REPEATED]
 )

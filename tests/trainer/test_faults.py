@@ -73,6 +73,7 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_the_last_collective_of_each
             assert run.log.count("got no answer") == 1
 
 
+@pytest.mark.full
 def test_a_stopped_rank_of_a_pipeline_is_named_too(text: Path, tmp_path: Path) -> None:
     """What others wait for then is torch's own, between the parts."""
     with running(tmp_path, text, *LONG, "mesh.pp=2", "train.accumulate=2", "launch.timeout_s=5") as run:
@@ -85,6 +86,7 @@ def test_a_stopped_rank_of_a_pipeline_is_named_too(text: Path, tmp_path: Path) -
         assert run.end() == 1
 
 
+@pytest.mark.full
 def test_a_killed_rank_is_named_by_torchrun_and_the_others_end(text: Path, tmp_path: Path) -> None:
     with running(tmp_path, text, *LONG, launcher=HERE) as run:
         run.until(r"^step=10 ")
@@ -112,6 +114,7 @@ def test_a_killed_rank_is_named_and_all_are_gone(text: Path, tmp_path: Path) -> 
 # Signals
 
 
+@pytest.mark.full
 def test_ctrl_c_reaches_the_run_as_what_it_is(text: Path, tmp_path: Path) -> None:
     with running(tmp_path, text, *LONG, "checkpoint.every=100000") as run:
         run.until(r"^step=5 ")
@@ -121,6 +124,7 @@ def test_ctrl_c_reaches_the_run_as_what_it_is(text: Path, tmp_path: Path) -> Non
         assert "stopped by SIGINT; the run is saved" in run.log
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("launcher", [(), HERE], ids=["plain", "torchrun"])
 def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stopped(
     pool: Pool, text: Path, tmp_path: Path, never_stopped: dict[str, bytes], launcher: tuple[str, ...]
@@ -153,6 +157,7 @@ def test_sigterm_to_every_process_saves_as_one_to_the_launcher_does(text: Path, 
         assert run.left() == []
 
 
+@pytest.mark.full
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
     with running(tmp_path, text, *LONG, "checkpoint.every=100000", launcher=HERE) as run:
         run.until(r"^step=5 ")
@@ -162,6 +167,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(text: Path, tmp_path
         assert re.search(r"stopped after step \d+, which is saved", run.log), run.log
 
 
+@pytest.mark.full
 def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_path: Path) -> None:
     """A rank that is stopped keeps the other in its step."""
     saving = [*LONG, "checkpoint.every=100000", "launch.timeout_s=100"]
@@ -180,6 +186,7 @@ def test_a_second_signal_ends_at_once_and_so_does_the_deadline(text: Path, tmp_p
             assert "stopped by SIGTERM; the workers were ended" in run.log
 
 
+@pytest.mark.full
 def test_a_closed_terminal_saves_a_run_and_nohup_keeps_it_going(text: Path, tmp_path: Path) -> None:
     saving = [*LONG, "checkpoint.every=100000", "launch.workers=1"]
     with (
@@ -202,6 +209,7 @@ def test_a_closed_terminal_saves_a_run_and_nohup_keeps_it_going(text: Path, tmp_
 # Restarts
 
 
+@pytest.mark.full
 def test_torchrun_restarts_after_a_kill_and_ends_with_the_same_bits(
     text: Path, tmp_path: Path, never_stopped: dict[str, bytes]
 ) -> None:

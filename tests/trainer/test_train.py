@@ -71,6 +71,7 @@ def test_every_stage_repeats_the_same_losses_to_the_bit(pool: Pool, text: Path, 
         assert run(pool, tmp_path, text, "zero.stage=3", setting).losses == stages[0].losses, setting
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     "line",
     [
@@ -177,6 +178,7 @@ LANES = {
 }
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("offload", LANES)
 def test_an_offloaded_run_has_the_losses_of_a_resident_one_and_shows_its_lanes(
     pool: Pool, text: Path, tmp_path: Path, offload: str
@@ -231,6 +233,7 @@ def test_the_whole_default_run_learns_in_three_minutes(tmp_path: Path) -> None:
     assert float(seconds[3] or 60 * int(seconds[1]) + int(seconds[2])) < 180
 
 
+@pytest.mark.full
 def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(text: Path, tmp_path: Path) -> None:
     small = ["train.steps=3", *SHORT, f"data.path={text}"]
     ended = command(tmp_path, "--multirun", "train.microbatch_sequences=5000,4", *small)
@@ -244,6 +247,7 @@ def test_every_run_of_a_sweep_has_its_folder_and_one_that_fails_stops_no_other(t
     assert len(losses_in(ended.stdout)) == 2  # the first and the last step of the run that could
 
 
+@pytest.mark.full
 def test_two_nodes_of_torchrun_make_one_run_in_one_folder(text: Path, tmp_path: Path) -> None:
     port = free_port()
     rendezvous = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]

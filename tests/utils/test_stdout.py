@@ -52,6 +52,7 @@ def test_a_run_whose_reader_leaves_after_a_line_trains_and_saves_to_the_end(tmp_
     assert "Broken pipe" in err
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("stderr", ["pipe", "closed"])
 def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path, stderr: str) -> None:
     with Path("/dev/full").open("w") as full:

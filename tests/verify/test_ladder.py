@@ -19,6 +19,7 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
     return [(rung.name, rung.allowed is None) for rung in ladder(run, ranks)[1:]]
 
 
+@pytest.mark.product(keep=8)
 @pytest.mark.parametrize(
     ("line", "ranks", "expected"),
     [

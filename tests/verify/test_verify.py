@@ -47,6 +47,7 @@ def report_of(pool: Pool, data: Path, folder: Path, line: str, *fault: Any, rank
 # What is right
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize(
     "line",
     [
@@ -105,6 +106,7 @@ EXPERTS = "model=tiny_moe mesh.ep=2 zero.stage=3 precision=fp32"
 OVER = {TENSOR: "cut matrices", PIPELINE: "a pipeline", EXPERTS: "cut matrices"}
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("line", "over", "ranks"),
     [
@@ -173,6 +175,7 @@ def test_keys_whose_gradients_stay_on_their_rank_are_found(pool: Pool, text: Pat
     assert "gradient norm of unit layers." in verdict(report)
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(
     ("line", "fault", "mark", "param"),
     [
@@ -242,6 +245,7 @@ def test_a_fault_is_larger_than_a_tolerance(
     assert told in verdict(report)
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("settings", ["train.accumulate=2", "precision=fp32", "precision=fp16 block.tiles=3"])
 def test_native_reductions_agree_until_one_units_divisor_is_off_by_one(
     pool: Pool, text: Path, tmp_path: Path, settings: str

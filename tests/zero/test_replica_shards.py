@@ -100,6 +100,7 @@ def trained(rank: int, ranks: int, stage: int, microbatches: int, tier: str) -> 
     return {"losses": losses, "norm": optim.last_decision.norm, "params": params_of(sharded)}
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("stage", "microbatches", "tier"),
     [

@@ -146,6 +146,7 @@ def fake_group(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("ranks", [64, 1024])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_of_many_ranks_moves_what_the_table_says(ranks: int, stage: int) -> None:
