@@ -22,7 +22,9 @@ from dzero.offload.disk_transfer import PieceTransfer
 from dzero.offload.executor import ScheduleExecutor
 from dzero.offload.memory_pool import HostMemoryPool, Lease
 from dzero.optim import cpu_kernels
+from dzero.optim.adamw import AdamW
 from dzero.optim.flat_update import AdamWUpdater
+from dzero.zero.unit import Unit
 
 COLLECTIVES = {
     # name: (indices of what is written, of what is read)
@@ -273,16 +275,22 @@ def _threads(simulation: Simulation) -> list[Any]:
 
     def through(wait: Callable[..., None]) -> Callable[..., None]:
         @wraps(wait)
-        def waiting(self: ScheduleExecutor, *keys: Any) -> None:
+        def waiting(self: Any, *keys: Any) -> None:
             with simulation.muted(simulation.is_skipped("wait")):
                 wait(self, *keys)
 
         return waiting
 
+    entries = {
+        ScheduleExecutor: ("wait", "stream_wait", "drain"),
+        Unit: ("arrive", "await_update"),
+        AdamW: ("synchronize",),
+    }
     return [
         *(
-            mock.patch.object(ScheduleExecutor, name, through(getattr(ScheduleExecutor, name)))
-            for name in ("wait", "stream_wait", "drain")
+            mock.patch.object(kind, name, through(getattr(kind, name)))
+            for kind, names in entries.items()
+            for name in names
         ),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
         mock.patch.object(Future, "set_result", told(set_result)),

@@ -8,6 +8,11 @@ CAUGHT = {
     "comm/context_exchange.py ContextExchange._move: work.wait": "context parallel",
     "comm/reduction.py ExactReduction._average: work.wait": "stage 1, M=1",
     "comm/reduction.py ExactReduction.all_reduce: work.wait": "host, stage 0",
+    "zero/unit.py Unit.look: self.arrive": "parameters read between steps",
+    "zero/unit.py Unit.write: owner.synchronize": "parameters edited between steps",
+    "zero/unit.py Unit.await_update: self.arrive": "host parameters read between steps",
+    "zero/offloaded_param.py OffDeviceTensor.await_update: hooks.await_update": "host parameters read between steps",
+    "zero/shard.py _Sharder._switch: unit.arrive": "host, one rank, M=2",
     "optim/grad_accumulation.py UnitGrads._add_held: streams.record_stream": "penalty",
     "optim/grad_accumulation.py UnitGrads._hide: streams.record_stream": "penalty, M=2",
     "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (hold)": (
@@ -86,3 +91,26 @@ ORDERS_NOTHING = {
     "trainer/metrics.py MetricsRecorder.share: streams.synchronize": "as the event that it waits for",
 }
 """Call: why its absence changes no order."""
+
+UNSEEN = {
+    "offload/manager.py OffloadManager.come_to_rest: self.synchronize",
+    "offload/manager.py OffloadManager.end_step: self.synchronize",
+    "offload/manager.py OffloadManager.update: self._outgoing.await_update",
+    "offload/param_prefetch.py ParamPrefetch.__init__: unit.await_update",
+    "offload/param_prefetch.py ParamPrefetch.bring: unit.arrive",
+    "offload/param_writeback.py ParamWriteback._outdate: self._units[unit].await_update",
+    "optim/adamw.py AdamW._share: unit.arrive",
+    "optim/adamw.py AdamW.load_state_dict: self.synchronize",
+    "optim/adamw.py AdamW.synchronize: super().synchronize",
+    "optim/master_handover.py take_over: unit.arrive",
+    "optim/torch_optimizer.py TorchOptimizer._update: self.synchronize",
+    "optim/torch_optimizer.py TorchOptimizer.load_state_dict: self.synchronize",
+    "trainer/trainer.py Trainer.run: self.optim.synchronize",
+    "zero/offloaded_param.py OffDeviceShard.read: self.memory.await_update",
+    "zero/offloaded_param.py _on_host: tensor.memory.await_update",
+    "zero/offloaded_state_dicts.py hook_state_dicts: unit.await_update",
+    "zero/unit.py Unit._hold: self.await_update",
+    "zero/unit.py Unit.bring: self.arrive",
+}
+"""Calls of waits that are listed above by themselves, whose absence no scenario shows: another call waits there too, or
+no scenario comes by. A new one belongs here only until a scenario is found."""

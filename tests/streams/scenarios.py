@@ -254,6 +254,9 @@ def scenarios() -> dict[str, Scenario]:
     add("penalty, M=2", net={"stage": 2, "microbatches": 2}, penalty="behind")
     add("penalty, hybrid, M=2", 4, net={"stage": 3, "replicate": 2, "microbatches": 2}, penalty="before")
     add("parameters read between steps", net={"stage": 2}, offload=HOST, between=read_params)
+    host_all: dict[str, Any] = {"net": {"stage": 3}, "offload": {**HOST, "param": "host"}}
+    add("host parameters read between steps", **host_all, between=read_params)
+    add("host parameters edited between steps", **host_all, between=edit_params)
     add("hpz", 4, net={"stage": 3, "reshard": 2})
     for overlap in ("step", "forward", "backward", "delayed"):
         add(f"host, {overlap}", net={"stage": 2}, offload={**HOST, "overlap": overlap})

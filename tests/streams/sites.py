@@ -16,6 +16,8 @@ KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 LOANS = {"lend": ("hold", "record"), "make": ("wait",)}
 METHODS = {"wait", "result"}
 OF_AN_EXECUTOR = {"wait", "stream_wait", "drain"}
+OF_A_UNIT = {"arrive", "await_update"}
+"""Waits of a unit for its update (zero/unit.py), each by other waits that are listed too."""
 OF_WORKS = {"pending", "coming"}
 """Names of a `_Works` (comm/collectives.py), whose own waits are listed."""
 INDIRECT = {"optim/base.py"}
@@ -73,5 +75,7 @@ def _kinds(call: ast.Call) -> tuple[str, ...]:
         return ("wait", "hold") if holds else KINDS.get(name, ("wait",))
     if owner.endswith("loans"):
         return LOANS.get(name, ())
+    if name in OF_A_UNIT or (name == "synchronize" and owner != "streams"):
+        return ("wait",)
     is_of_executor = name in OF_AN_EXECUTOR and (owner.endswith("executor") or owner == "self")
     return ("wait",) if name in METHODS or is_of_executor else ()
