@@ -273,25 +273,22 @@ def _threads(simulation: Simulation) -> list[Any]:
         finally:
             simulation.order(simulation.thread, getattr(self, "known", {}))
 
-    def through(wait: Callable[..., None]) -> Callable[..., None]:
+    def through(wait: Callable[..., None], is_left_out: Callable[[str], bool]) -> Callable[..., None]:
         @wraps(wait)
         def waiting(self: Any, *keys: Any) -> None:
-            with simulation.muted(simulation.is_skipped("wait")):
+            with simulation.muted(is_left_out("wait")):
                 wait(self, *keys)
 
         return waiting
 
-    entries = {
-        ScheduleExecutor: ("wait", "stream_wait", "drain"),
-        Unit: ("arrive", "await_update"),
-        AdamW: ("synchronize",),
-    }
+    own, others = simulation.is_skipped, simulation.leaves_out
+    entries: list[tuple[type[Any], str, Callable[[str], bool]]] = [
+        *((ScheduleExecutor, name, own) for name in ("wait", "stream_wait", "drain")),
+        *((Unit, name, others) for name in ("arrive", "await_update")),
+        (AdamW, "synchronize", others),
+    ]
     return [
-        *(
-            mock.patch.object(kind, name, through(getattr(kind, name)))
-            for kind, names in entries.items()
-            for name in names
-        ),
+        *(mock.patch.object(kind, name, through(getattr(kind, name), how)) for kind, name, how in entries),
         mock.patch.object(ThreadPoolExecutor, "submit", submitted),
         mock.patch.object(Future, "set_result", told(set_result)),
         mock.patch.object(Future, "set_exception", told(set_exception)),

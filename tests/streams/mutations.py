@@ -75,6 +75,9 @@ ORDERS_NOTHING = {
     ),
     "offload/disk_speed.py _speed: move('sample', data).result": "one move of a sample after another, by one thread",
     "offload/disk_speed.py _speed: store.write('sample', data).result": "of a sample that nobody else knows",
+    "optim/grad_decision.py Gradients.clear: self._sharded.loans.clear": (
+        "for a backward that raised: the end of one that did not lets the current stream wait"
+    ),
     "offload/memory_pool.py _touch: done.result": "raises what failed: the end of the pool waits for its threads",
     "offload/executor.py ScheduleExecutor.stream_wait: self.wait": (
         "of a device without streams, and of what was never started"

@@ -165,6 +165,14 @@ class Simulation:
             return True
         return False
 
+    def leaves_out(self, kind: str) -> bool:
+        """Return whether the call that led here is the one that is left out; it is another's, which waits by itself."""
+        site = site_of_caller(kind)
+        if site is None or site != self.without:
+            return False
+        self.skips += 1
+        return True
+
     @contextmanager
     def muted(self, yes: bool) -> Iterator[None]:
         """Leave out every wait inside, of this thread."""

@@ -13,7 +13,7 @@ PACKAGES = ("comm", "zero", "offload", "optim", "parallel", "data", "trainer")
 SEAM = {"record_event", "wait_event", "wait_stream", "synchronize", "record_stream", "synchronize_device"}
 KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 """What is left out of a call of streams.py, where that is not its wait."""
-LOANS = {"lend": ("hold", "record"), "make": ("wait",)}
+LOANS = {"lend": ("hold", "record"), "make": ("wait",), "clear": ("wait",)}
 METHODS = {"wait", "result"}
 OF_AN_EXECUTOR = {"wait", "stream_wait", "drain"}
 OF_A_UNIT = {"arrive", "await_update"}
