@@ -83,7 +83,7 @@ def costs_of(
         experts: Expert modules that ranks share, by name.
     """
     modules = dict(find_units(model, units, experts=experts))
-    with FakeTensorMode(allow_non_fake_inputs=True), _Meter(ledger or Ledger()) as meter:
+    with FakeTensorMode(allow_non_fake_inputs=True), _CostMeter(ledger or Ledger()) as meter:
         with meter.unseen():
             model = model.to_empty(device="cpu")
             held = {param for module in (experts or {}).values() for param in module.parameters()}
@@ -115,7 +115,7 @@ def _rehearse(model: nn.Module, loss: Loss) -> None:
     model.zero_grad()
 
 
-class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts live storages and operators by running unit."""
 
     def __init__(self, ledger: Ledger) -> None:

@@ -31,7 +31,7 @@ class DiskFile:
     """
 
     def __init__(self, path: str, needed_bytes: int, *, rank: int, direct: bool) -> None:
-        self._meters = {direction: _Meter() for direction in Direction}
+        self._meters = {direction: _TransferMeter() for direction in Direction}
         with ExitStack() as undo:
             # Released when nothing references this file any more, hence not before the last transfer has ended.
             self._folder = undo.enter_context(ScratchDir(path, needed_bytes, rank=rank))
@@ -75,7 +75,7 @@ class DiskFile:
         return self._meters[direction].use()
 
 
-class _Meter:
+class _TransferMeter:
     """Counter of bytes, and of seconds with a transfer in progress; overlapping transfers count once."""
 
     def __init__(self) -> None:
