@@ -10,7 +10,7 @@ Shard:         `shard`, `Sharded`, `ZeroConfig`, `PrecisionConfig`, `OffloadConf
 Cut a model:   `make_mesh`, `take_mesh`, `parallelize`, `ParallelConfig`, `ParallelModel`, `Pipeline`, `PipelinePlan`,
                `HiddenStates`, `BiasUpdate`, `tile`, `tile_loss`
 Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
-Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`
+Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`
 Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
 
 Everything here is stable: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name, with a
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dzero.checkpoint.config import CheckpointConfig
     from dzero.checkpoint.dcp import DcpReader
     from dzero.checkpoint.errors import CheckpointError
+    from dzero.checkpoint.save_pretrained import save_pretrained
     from dzero.errors import RunError
     from dzero.mesh import make_mesh, take_mesh
     from dzero.models.published import describe
@@ -76,6 +77,7 @@ _MODULES = {
     "describe": "dzero.models.published",
     "make_mesh": "dzero.mesh",
     "parallelize": "dzero.parallel.parallelize",
+    "save_pretrained": "dzero.checkpoint.save_pretrained",
     "shard": "dzero.zero.shard",
     "take_mesh": "dzero.mesh",
     "tile": "dzero.parallel.tiling.tile",
@@ -109,6 +111,7 @@ __all__ = [
     "describe",
     "make_mesh",
     "parallelize",
+    "save_pretrained",
     "shard",
     "take_mesh",
     "tile",

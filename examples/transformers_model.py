@@ -33,6 +33,7 @@ def main() -> None:
         optim.step()
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    # dzero.save_pretrained(sharded, "trained") writes it for LlamaForCausalLM.from_pretrained("trained")
 
 
 if __name__ == "__main__":

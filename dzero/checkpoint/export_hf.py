@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from dzero.zero.rounding import to_working
 SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Bytes of a tensor, counted in fp32, that are in memory at a time; at least one row is."""
+Read = Callable[[str, Box, torch.dtype], torch.Tensor]
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG = "config.json"
 MODEL = "model"
@@ -98,7 +100,18 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
         parts[name] = StoredBox(
             None, like.dtype if kept else NAMES[wanted], like.shape, (0,) * len(like.shape), like.shape, 0, 0
         )
-    told = config | {"dtype": str(wanted).removeprefix("torch.")}
+    return plan_of(parts, source, config, wanted, shard_bytes)
+
+
+def plan_of(
+    parts: Mapping[str, StoredBox],
+    source: dict[str, str],
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> ExportPlan:
+    """Return the plan of files with these tensors, and of a config.json that names their `dtype`."""
+    told = {**config, "dtype": str(dtype).removeprefix("torch.")}
     return ExportPlan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
@@ -117,28 +130,37 @@ def export(
         CheckpointError: If `out` exists, the disk is too small, the checkpoint is damaged, or the dtype cannot hold a
             value. Nothing is left behind then.
     """
+    write(out, planned, partial(_converted, checkpoint), progress)
+
+
+def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], None] = lambda count: None) -> None:
+    """Write `planned` as `export` does, from the tensors that `read` returns: by source name, box and dtype, in order.
+
+    Raises:
+        CheckpointError: As `export`.
+    """
     out = out.absolute()
-    partial = out.with_name(out.name + PARTIAL)
-    for path, whose in ((out, ""), (partial, ", left by an export that was stopped or is under way")):
+    unfinished = out.with_name(out.name + PARTIAL)
+    for path, whose in ((out, ""), (unfinished, ", left by an export that was stopped or is under way")):
         if os.path.lexists(path):
             raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
     _check_room(out, planned.tensor_bytes)
-    with _told(partial):
-        partial.mkdir()
+    with _told(unfinished):
+        unfinished.mkdir()
     try:
-        with Directory(partial) as folder:
+        with Directory(unfinished) as folder:
             for name, parts in planned.files.items():
-                _write_tensors(checkpoint, folder, name, parts, planned.source, progress)
+                _write_tensors(read, folder, name, parts, planned.source, progress)
             if SINGLE not in planned.files:
                 folder.write(INDEX, _index(planned))
             folder.write(CONFIG, planned.config.encode())
             folder.sync()
         with _told(out):
-            partial.rename(out)
+            unfinished.rename(out)
         with Directory(out.parent) as above:
             above.sync()
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
@@ -150,7 +172,7 @@ def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
         raise CheckpointError(
             str(checkpoint.path),
             "it does not say which model it is of: only the project's llamas and models of transformers have a layout "
-            f"there. In a loop of your own, save extra={{'{MODEL}': describe(model)}} (dzero.models.published)",
+            f"there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
         )
     match described:
         case {"kind": str(kind), "config": str(text)} if kind in KINDS:
@@ -182,7 +204,7 @@ def _index(planned: ExportPlan) -> bytes:
 
 
 def _write_tensors(
-    checkpoint: Checkpoint,
+    read: Read,
     folder: Directory,
     name: str,
     parts: Mapping[str, StoredBox],
@@ -195,7 +217,7 @@ def _write_tensors(
         _write(file.fileno(), memoryview(header(parts, {"format": "pt"})))
         for tensor, part in parts.items():
             for box in _pieces(part.shape):
-                values = _converted(checkpoint, source[tensor], box, DTYPES[part.dtype])
+                values = read(source[tensor], box, DTYPES[part.dtype])
                 data = values.view(-1).view(torch.uint8).numpy()
                 _write(fd, data.data)
                 progress(data.size)

@@ -3,6 +3,7 @@
     kind   published class             parameter name in dzero          published parameter name
     llama  LlamaForCausalLM            layers.0.attention.query.weight  model.layers.0.self_attn.q_proj.weight
     hf     class of the model          model.<name>                     <name>
+    bare   class of the model          <name>                           <name>
 
 Values and layouts are the same: rotary positions rotate the same pairs of dims in both.
 """
@@ -33,7 +34,7 @@ INNER = {
     "up": "up_proj",
     "down": "down_proj",
 }
-KINDS = ("llama", "hf")
+KINDS = ("llama", "hf", "bare")
 WRAPPED = "model."
 """Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
 
@@ -51,13 +52,14 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         return None
     if isinstance(model, Llama):
         return {"kind": "llama", "config": json.dumps(llama_config(model.shape))}
-    if isinstance(model, HFDecoder):
-        inner = model.model
-        # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
-        published = next(each for each in type(inner).__mro__ if each.__module__.startswith("transformers."))
-        config = json.loads(inner.config.to_json_string())
-        return {"kind": "hf", "config": json.dumps(config | {"architectures": [published.__name__]})}
-    return None
+    kind = "hf" if isinstance(model, HFDecoder) else "bare"
+    inner: Any = model.model if isinstance(model, HFDecoder) else model
+    # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
+    published = next((each for each in type(inner).__mro__ if each.__module__.startswith("transformers.")), None)
+    if published is None or not hasattr(inner, "config"):
+        return None
+    config = json.loads(inner.config.to_json_string())
+    return {"kind": kind, "config": json.dumps(config | {"architectures": [published.__name__]})}
 
 
 def published_name(kind: str, name: str) -> str:
@@ -67,6 +69,8 @@ def published_name(kind: str, name: str) -> str:
         if first not in OUTER:
             raise ValueError(f"{name} is no parameter of a llama")
         return ".".join([OUTER[first], *(INNER.get(word, word) for word in rest)])
+    if kind == "bare":
+        return name
     if not name.startswith(WRAPPED):
         raise ValueError(f"{name} is no parameter of a model of transformers")
     return name.removeprefix(WRAPPED)

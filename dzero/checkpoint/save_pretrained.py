@@ -1,0 +1,114 @@
+"""A sharded model of transformers, or of the project, as a folder that transformers loads.
+
+    all ranks    gather one tensor after the other, in the order of the files
+    rank 0       writes each in pieces, and has at most one whole tensor in host memory
+
+If rank 0 fails, for instance on a full disk, it takes part in the remaining gathers, and all ranks raise at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from dzero.checkpoint.box import Box
+from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.export_hf import SHARD_BYTES, plan_of, write
+from dzero.checkpoint.format import DTYPES, NAMES, StoredBox
+from dzero.comm.collectives import gather_json
+from dzero.mesh import AXES, host_mesh
+from dzero.models.published import describe, published_name
+from dzero.zero.shard import Sharded
+
+
+def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a sharded model as safetensors with config.json, for `from_pretrained`. All ranks call this.
+
+        dzero.save_pretrained(sharded, "trained")
+        AutoModelForCausalLM.from_pretrained("trained")
+
+    Parameters are written in the dtype they are trained in. For another one, save a checkpoint and use `dzero export`.
+
+    Args:
+        sharded: A model of transformers, or one of the project's llamas, after `shard`.
+        folder: Folder to create; it gets its name only when all of it is on disk.
+        shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
+
+    Raises:
+        ValueError: If the model has no published layout, or other axes than the data-parallel ones cut it.
+        CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
+    """
+    described = describe(sharded.model)
+    if described is None:
+        raise ValueError(
+            f"{type(sharded.model).__name__}: only models of transformers and the project's llamas have a layout that "
+            "transformers loads; save a checkpoint with dzero.Checkpointer instead"
+        )
+    if sharded.parts is not None or sharded.layout.model_ranks > 1:
+        raise ValueError(
+            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
+            "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
+        )
+    tensors = dict(_tensors(sharded))
+    source = {published_name(described["kind"], name): name for name in tensors}
+    parts = {
+        name: StoredBox(None, NAMES[tensor.dtype], (*tensor.shape,), (0,) * tensor.ndim, (*tensor.shape,), 0, 0)
+        for name, own in source.items()
+        for tensor in [tensors[own]]
+    }
+    planned = plan_of(parts, source, json.loads(described["config"]), sharded.layout.param.dtype, shard_bytes)
+    waiting = [own for own in source.values() if tensors[own].numel()]
+    gathered = _Gathered(lambda name: _whole(tensors[name]), waiting)
+    failure = ""
+    if dist.get_rank() == 0:
+        try:
+            write(Path(folder), planned, gathered.read)
+        except CheckpointError as error:
+            failure = str(error)
+    gathered.skip_rest()
+    for axis in AXES:  # from rank 0 along both, so that every rank knows
+        failure = next(filter(None, gather_json(failure, host_mesh(sharded.mesh).get_group(axis))), "")
+    if failure:
+        raise CheckpointError("", failure)
+
+
+class _Gathered:
+    """Whole tensors, gathered one by one in the order of `names` on all ranks."""
+
+    def __init__(self, gather: Callable[[str], torch.Tensor], names: list[str]) -> None:
+        self._gather, self._names = gather, names
+        self._name, self._tensor = "", torch.empty(0)
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """Return a box of a tensor, whose first box is asked for in the order of the names."""
+        if name != self._name:
+            assert self._names[0] == name
+            self._name, self._tensor = name, torch.empty(0)
+            self._tensor = self._gather(self._names.pop(0))
+        rows = self._tensor.narrow(0, box.offset[0], box.size[0]) if self._tensor.ndim else self._tensor
+        assert rows.dtype == dtype
+        return rows.contiguous()
+
+    def skip_rest(self) -> None:
+        """Take part in the gathers that are left."""
+        while self._names:
+            self._gather(self._names.pop(0))
+
+
+def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's tensors that transformers saves, tied ones once: by name, as the state dict has them."""
+    state, own = sharded.model.state_dict(), {name for name, _ in sharded.model.named_parameters()}
+    aliases = {name for name, _ in sharded.model.named_parameters(remove_duplicate=False)} - own
+    for name, tensor in state.items():
+        if name not in aliases and tensor.dtype in DTYPES.values():
+            yield name, tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor in host memory."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()

@@ -1,0 +1,96 @@
+"""`dzero.save_pretrained`: transformers loads what was trained, to the bit; and a loop's own checkpoint is exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import dzero as command
+from parity_cells import whole
+from pool import Pool
+from torch import Tensor, nn
+
+import dzero
+
+transformers = pytest.importorskip("transformers")
+VOCAB = 61
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},  # tied
+}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = KINDS[kind] if kind == "gpt2" else {**SIZES, **KINDS[kind]}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def trained(kind: str, offload: str = "none") -> tuple[dzero.Sharded, dzero.AdamW]:
+    sharded = dzero.shard(model_of(kind), stage=3, offload=offload, precision="bf16")
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    for _ in range(2):
+        sharded.model(tokens(), labels=tokens()).loss.backward()
+        optim.step()
+    return sharded, optim
+
+
+def saved(rank: int, ranks: int, kind: str, offload: str, folder: Path) -> dict[str, Tensor]:
+    """Return the whole parameters that are saved, in files of few bytes."""
+    sharded, _ = trained(kind, offload)
+    dzero.save_pretrained(sharded, folder, shard_bytes=20_000)
+    return {name: whole(value).clone() for name, value in sharded.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("kind", "offload"), [("llama", "none"), ("gpt2", "host_all")])
+def test_transformers_loads_what_was_trained(pool: Pool, kind: str, offload: str, tmp_path: Path) -> None:
+    want, other = pool.run(saved, 2, kind, offload, tmp_path / "out")
+    assert all(torch.equal(want[name], other[name]) for name in want)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+def own_checkpoint(rank: int, ranks: int, folder: Path) -> None:
+    sharded, optim = trained("llama")
+    with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
+        checkpoints.save(2, {"model": dzero.describe(sharded.model)})
+        checkpoints.finish()
+
+
+def test_a_checkpoint_of_a_loop_of_ones_own_is_exported(pool: Pool, tmp_path: Path) -> None:
+    pool.run(own_checkpoint, 2, tmp_path / "checkpoints")
+    want = pool.run(saved, 2, "llama", "none", tmp_path / "out")[0]
+    ran = command("export", tmp_path / "checkpoints", tmp_path / "exported", "--dtype", "bf16")
+    assert ran.returncode == 0, ran.stderr
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.bfloat16)
+    assert all(torch.equal(value, want[name]) for name, value in loaded.state_dict().items())
+
+
+def refused(rank: int, ranks: int, folder: Path) -> list[str]:
+    """Return what each rank is told: of a folder that is there, and of a model without a published layout."""
+    told = []
+    sharded, _ = trained("llama")
+    with pytest.raises(dzero.CheckpointError) as there:
+        dzero.save_pretrained(sharded, folder)
+    told.append(str(there.value))
+    with pytest.raises(ValueError, match="only models of transformers") as unknown:
+        dzero.save_pretrained(dzero.shard(nn.Linear(4, 4)), folder / "new")
+    return [*told, str(unknown.value)]
+
+
+def test_what_cannot_be_saved_is_refused_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    for there, unknown in pool.run(refused, 2, tmp_path):
+        assert "it is there already: remove it, or choose another folder" in there
+        assert "Linear" in unknown
+    assert list(tmp_path.iterdir()) == []
