@@ -251,7 +251,7 @@ def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) 
     for number, (extra, what) in enumerate(
         [
             ({}, "does not say which model it is of"),
-            ({"model": None}, r"save extra=\{'model': describe\(model\)\}"),
+            ({"model": None}, r"save extra=\{'model': dzero\.describe\(model\)\}"),
             ({"model": {"kind": "evil", "config": "{}"}}, "no kind of"),
             ({"model": {"kind": "llama", "config": "[" * 100_000}}, "no kind of"),
             ({"model": {"kind": "hf", "config": "{}"}}, "weight is no parameter of a model of transformers"),
