@@ -21,6 +21,9 @@ NOTHING_COLLECTED = 5
 MARKS = re.compile(r"mark\.(full|product)\b")
 
 
+PYTEST = [sys.executable, "-m", "pytest", "-n2", "--dist=loadfile", "-m", "full and not slow and not gpu"]
+
+
 def main() -> None:
     until_s = time.monotonic() + 60 * float(sys.argv[1])
     files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if MARKS.search(path.read_text()))
@@ -31,18 +34,7 @@ def main() -> None:
     while files and time.monotonic() + longest_s < until_s:
         began_s, now, files = time.monotonic(), files[:AT_ONCE], files[AT_ONCE:]
         print("full:", *(Path(each).name for each in now), flush=True)
-        pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-n",
-            "2",
-            "--dist",
-            "loadfile",
-            "-m",
-            "full and not slow and not gpu",
-        ]
-        code = subprocess.run([*pytest, *now], cwd=ROOT, check=False).returncode
+        code = subprocess.run([*PYTEST, *now], cwd=ROOT, check=False).returncode
         failed |= code not in (0, NOTHING_COLLECTED)
         longest_s = max(longest_s, time.monotonic() - began_s)
     if files:

@@ -13,9 +13,9 @@ Optimize:      `AdamW`, `Muon`, `MuonConfig`, `TorchOptimizer`, `ScalerConfig`
 Save, resume:  `Checkpointer`, `CheckpointConfig`, `DcpReader`, `describe`, `save_pretrained`
 Errors:        `RunError`, `CheckpointError`, `DiskError`, `OffloadError`
 
-Everything here is stable: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name, with a
-warning, for one minor release. Everything else in the package may change at any time. Names are imported when they are
-first used, so that the command line reads its settings without torch.
+Everything here is stable from 0.2 on: it changes with a note in CHANGELOG.md, and what is renamed keeps its old name,
+with a warning, for one minor release. Everything else in the package may change at any time. Names are imported when
+they are first used, so that the command line reads its settings without torch.
 """
 
 from importlib import import_module

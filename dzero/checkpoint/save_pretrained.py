@@ -49,9 +49,9 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
             f"{type(sharded.model).__name__}: only models of transformers and the project's llamas have a layout that "
             "transformers loads; save a checkpoint with dzero.Checkpointer instead"
         )
-    if sharded.parts is not None or sharded.layout.model_ranks > 1:
+    if sharded.parts is not None or any(param.split for unit in sharded.shapes for param in unit.params):
         raise ValueError(
-            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
+            "a model that tp, pp or ep cuts is not gathered here: save a checkpoint with "
             "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
         )
     tensors = dict(_tensors(sharded))
@@ -64,17 +64,18 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     planned = plan_of(parts, source, json.loads(described["config"]), sharded.layout.param.dtype, shard_bytes)
     waiting = [own for own in source.values() if tensors[own].numel()]
     gathered = _Gathered(lambda name: _whole(tensors[name]), waiting)
-    failure = ""
+    ranks, failed = host_mesh(sharded.mesh), None
     if dist.get_rank() == 0:
         try:
             write(Path(folder), planned, gathered.read)
-        except CheckpointError as error:
-            failure = str(error)
+        except Exception as error:  # raised below, once no rank waits for this one in a gather
+            failed = error
     gathered.skip_rest()
+    failure = "" if failed is None else str(failed) or type(failed).__name__
     for axis in AXES:  # from rank 0 along both, so that every rank knows
-        failure = next(filter(None, gather_json(failure, host_mesh(sharded.mesh).get_group(axis))), "")
+        failure = next(filter(None, gather_json(failure, ranks.get_group(axis))), "")
     if failure:
-        raise CheckpointError("", failure)
+        raise failed or CheckpointError("", failure)
 
 
 class _Gathered:
@@ -89,7 +90,7 @@ class _Gathered:
         if name != self._name:
             assert self._names[0] == name
             self._name, self._tensor = name, torch.empty(0)
-            self._tensor = self._gather(self._names.pop(0))
+            self._tensor = self._gather(self._names.pop(0)).cpu()
         rows = self._tensor.narrow(0, box.offset[0], box.size[0]) if self._tensor.ndim else self._tensor
         assert rows.dtype == dtype
         return rows.contiguous()
@@ -110,5 +111,5 @@ def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor in host memory."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    """Return all of a tensor, where it is gathered."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

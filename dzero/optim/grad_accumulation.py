@@ -56,7 +56,7 @@ class GradPhase(Enum):
 
     EMPTY = "nothing"
     ARRIVING = "those of some microbatches, in `views` and the buffers behind them; `.grad` is None"
-    COMPLETE = "those of all: averaged over the copies, summed, where the table has them, and shown as `.grad`"
+    COMPLETE = "those of all: averaged over the replicas, summed, in their tier, and shown as `.grad`"
     IN_USE = "the same, and the update that writes over them has begun (offload.overlap=backward)"
 
 
