@@ -1,145 +1,551 @@
-"""Checks for combinations of settings that do not work together, along the axes of the mesh."""
+"""Table of the settings that do not go together, for configurations, the library and plans alike.
+
+Each configuration checks itself, `RunConfig` checks all of them together, and `Layout.of` checks what `dzero.shard` was
+given together with the mesh. All call `check_compatible` with what they know; a rule waits until all of its settings
+are known.
+Sizes that ranks must divide are checked in parallel/divisibility.py, numbers of ranks in mesh_config.py.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from dzero.mesh_config import MeshConfig
-from dzero.models.config import ModelConfig
-from dzero.parallel.config import BlockConfig
-from dzero.parallel.divisibility import Sizes, check_blocks, check_heads
 from dzero.utils.ranges import divisors
-from dzero.zero.config import ZeroConfig
-from dzero.zero.offload_config import OffloadConfig
+from dzero.utils.rules import Rule, Settings
+
+FACTS = {
+    "auto": "zero=auto",
+    "axis.replicate": "axis replicate={}",
+    "axis.shard": "axis shard={}",
+    "device": "the device {}",
+    "grad.dtype": "gradients stored in {}",
+    "offload.uses_disk": "nothing on disk",
+    "optim.elementwise": "",
+    "optim.takes_whole": "",
+    "param.fused": "parameter {}, which is cut in several places",
+}
+"""Phrase of each derived fact in messages, with `{}` for its value."""
+KINDS = ("param", "grad", "master", "moments")
+ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True)
-class CombinedSettings:
-    """Settings that are checked together.
-
-    Attributes:
-        rule: Update rule of the optimizer.
-    """
-
-    mesh: MeshConfig
-    model: ModelConfig
-    block: BlockConfig
-    zero: ZeroConfig
-    offload: OffloadConfig
-    rule: str
+def idle(key: str, where: str, why: str, take: str, example: str) -> Rule:
+    """Return the rule that the setting `key` has no effect `where` these conditions hold."""
+    return Rule(f"{key} {where}", why, take, example, idle=True)
 
 
-def check_together(run: CombinedSettings) -> None:
-    """Check all combinations; raise ValueError that names the settings and an alternative."""
-    mesh, model = run.mesh, run.model
-    _check_sizes(mesh, model)
-    for key in ("tiles", "loss_tiles") if mesh.tp > 1 else ():
-        if getattr(run.block, key) > 1:
-            raise ValueError(
-                f"block.{key}={getattr(run.block, key)} with mesh.tp={mesh.tp}: tiles are cut out of whole "
-                f"matrices; take block.{key}=1, since tensor parallelism makes operators smaller too"
-            )
-    for key in ("tiles", "loss_tiles") if run.zero.states_over == "all" else ():
-        if getattr(run.block, key) > 1:
-            raise ValueError(
-                f"block.{key}={getattr(run.block, key)} with zero.states_over=all: the states of a tile are not "
-                f"cut over copies; take block.{key}=1, or zero.states_over=shard"
-            )
-    if mesh.cp > 1 and model.kind == "hf":
-        raise ValueError(
-            f"mesh.cp={mesh.cp} with model.kind={model.kind}: only model.kind=llama and moe attend over sequences "
-            "that are cut; take mesh.cp=1"
+def _inner_divisors(run: Settings) -> list[int]:
+    return divisors(run["axis.shard"])[1:-1]
+
+
+def _one_tier(run: Settings) -> bool:
+    """Return whether masters and moments have one tier and one fraction."""
+    return all(run[f"offload.master{each}"] == run[f"offload.moments{each}"] for each in ("", "_fraction"))
+
+
+def _shared_by(run: Settings) -> str:
+    """Return the numbers of ranks that experts can be shared by, so that groups of tensor parallelism stay whole."""
+    allowed = [each for each in divisors(run["model.experts"]) if each % run["mesh.tp"] == 0]
+    return f"mesh.ep as one of {allowed}, or mesh.tp=1"
+
+
+MESH = (
+    idle("mesh.cp_attention", "mesh.cp=1", "", "", "mesh.cp_attention=ring"),
+    idle("mesh.pp_schedule", "mesh.pp=1", "", "", "mesh.pp_schedule=gpipe"),
+    idle("mesh.pp_parts", "mesh.pp=1", "", "", "mesh.pp_parts=2"),
+    idle(
+        "mesh.replicate",
+        "zero.stage=0",
+        "which replicates over all ranks",
+        "zero.stage=1, 2 or 3",
+        "zero.stage=0 mesh.replicate=2",
+    ),
+    Rule(
+        "mesh.pp_parts>1 mesh.pp_schedule=1f1b|gpipe",
+        "these schedules have one pipeline stage on a rank",
+        "mesh.pp_parts=1, or mesh.pp_schedule=interleaved or zero_bubble",
+        "mesh.pp=2 mesh.pp_parts=2",
+    ),
+    Rule(
+        "mesh.pp_parts=1 mesh.pp_schedule=interleaved|zero_bubble",
+        "these schedules order several pipeline stages on a rank",
+        "mesh.pp_parts=2, or mesh.pp_schedule=1f1b or gpipe",
+        "mesh.pp=2 mesh.pp_parts=1 mesh.pp_schedule=interleaved",
+    ),
+    Rule("auto=true mesh.pp>1", "nothing is chosen for a pipeline", "a zero.stage", "zero=auto mesh.pp=2"),
+    Rule(
+        "mesh.cp>1 model.kind=hf",
+        "only model.kind=llama and moe attend over sequences that are cut",
+        "mesh.cp=1",
+        "model=hf model.name_or_path=gpt2 mesh.cp=2",
+    ),
+    Rule(
+        "mesh.pp>1 mesh.tp>1 model.kind=hf",
+        "transformers counts positions by the input of a pipeline stage, which is cut",
+        "mesh.pp=1, mesh.tp=1, or model.kind=llama",
+        "model=hf model.name_or_path=gpt2 mesh.pp=2 mesh.tp=2",
+    ),
+)
+EXPERTS = (
+    Rule(
+        "mesh.ep>1 model.kind!=moe",
+        "only the experts of model.kind=moe (model=tiny_moe) are shared",
+        "mesh.ep=1",
+        "mesh.ep=2",
+    ),
+    Rule(
+        "mesh.ep>1 model.experts!=null",
+        "as many experts are no multiple of the ranks that share them",
+        lambda run: f"mesh.ep as one of {divisors(run['model.experts'])}",
+        "model=tiny_moe mesh.ep=3",
+        also=lambda run: run["model.experts"] % run["mesh.ep"] != 0,
+    ),
+    Rule(
+        "mesh.ep mesh.tp>1 model.kind=moe",
+        "ranks of tp have tokens of their own between blocks and share experts as others do, so mesh.ep counts them",
+        _shared_by,
+        "model=tiny_moe mesh.tp=2",
+        also=lambda run: run["mesh.ep"] % run["mesh.tp"] != 0,
+    ),
+    Rule(
+        "block.activation_checkpoint=selective mesh.ep>1",
+        "it cannot compute again what gathers experts inside a block",
+        "block.activation_checkpoint=full or none",
+        "model=tiny_moe mesh.ep=2 block.activation_checkpoint=selective",
+    ),
+    Rule(
+        "block.compile=true mesh.ep>1",
+        "tokens leave a block for other ranks, which ends compiled code there",
+        "block.compile=null or false",
+        "model=tiny_moe mesh.ep=2 block.compile=true",
+    ),
+    idle(
+        "model.balance_rate", "model.balance=none", "", "", "model=tiny_moe model.balance=none model.balance_rate=0.1"
+    ),
+)
+STATES = (
+    idle(
+        "zero.reshard_after_forward",
+        "zero.stage!=3",
+        "which keeps unsharded parameters from forward to backward",
+        "zero.stage=3",
+        "zero.stage=2 zero.reshard_after_forward=false",
+    ),
+    Rule("zero.stage=0 axis.shard>1", "it replicates everything", "a mesh of replicate=<world size>", ""),
+    Rule(
+        "zero.reshard_after_forward!=true|false axis.shard",
+        "parameters are resharded over a part of the axis",
+        lambda run: f"true, false or a non-trivial divisor: {_inner_divisors(run)}",
+        "zero.stage=3 zero.reshard_after_forward=3 mesh.dp=4",
+        also=lambda run: run["zero.reshard_after_forward"] not in _inner_divisors(run),
+    ),
+    *(
+        Rule(
+            f"zero.reshard_after_forward!=true|false {axis}>1",
+            "FSDP2 keeps no second copy of parameters that are cut along another axis",
+            "zero.reshard_after_forward=true or false",
+            f"model={model} {axis}=2 mesh.dp=4 zero.stage=3 zero.reshard_after_forward=2",
         )
-    for key in ("tiles", "loss_tiles") if mesh.pp > 1 else ():
-        if getattr(run.block, key) > 1:
-            raise ValueError(
-                f"block.{key}={getattr(run.block, key)} with mesh.pp={mesh.pp}: tiles and parts are not cut out "
-                f"of one model yet; take block.{key}=1"
-            )
-    if mesh.pp_schedule == "zero_bubble":
-        _check_zero_bubble(run)
-    if mesh.pp > 1 and mesh.tp > 1 and model.kind == "hf":
-        raise ValueError(
-            f"mesh.pp={mesh.pp} x mesh.tp={mesh.tp} with model.kind={model.kind}: transformers counts positions by "
-            "what comes into a part, which is cut; take mesh.pp=1, mesh.tp=1, or model.kind=llama"
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.ep", "tiny_moe"))
+    ),
+    *(
+        idle("zero.states_over", f"{axis}=1", "since it shards the states of a shard over its replicas", take, example)
+        for axis, take, example in (
+            ("axis.replicate", "mesh.replicate=2 or more", "zero.states_over=all mesh.dp=2"),
+            ("axis.shard", "fewer replicas", "zero.states_over=all mesh.dp=2 mesh.replicate=2"),
         )
-    _check_experts(run)
-    if mesh.cp_attention == "ulysses" and model.heads is not None and model.heads % mesh.tp == 0:
-        check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)
-
-
-def _check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
-    """Check sizes that the settings contain; those of other models are checked when they are built."""
-    if mesh.tp > 1 and model.heads is not None:
-        dense = model.shared_experts or 0 if model.kind == "moe" else 1
-        ffn_size = dense * (model.ffn_size or 0)
-        Sizes(model.heads, model.kv_heads or model.heads, ffn_size, model.vocab_size or 0).check(mesh.tp, "mesh.tp")
-    if mesh.pp > 1 and model.layers is not None:
-        check_blocks(model.layers, mesh.pp, mesh.stages_per_rank)
-
-
-def _check_zero_bubble(run: CombinedSettings) -> None:
-    """Check settings for a backward in two parts, which excludes recomputation, compiled code, and other backwards."""
-    refused = {
-        f"block.activation_checkpoint={run.block.activation_checkpoint}": (
-            run.block.activation_checkpoint != "none",
-            "blocks would be computed again for every weight; take block.activation_checkpoint=none",
-        ),
-        "block.compile=true": (run.block.compile, "compiled code has one backward; leave compile unset"),
-        "model.kind=moe": (
-            run.model.kind == "moe",
-            "the balance of experts has a backward of its own; take llama",
-        ),
-    }
-    for setting, (is_set, why) in refused.items():
-        if is_set:
-            raise ValueError(f"{setting} with mesh.pp_schedule=zero_bubble: {why}, or another schedule")
-
-
-def _check_experts(run: CombinedSettings) -> None:
-    mesh, model, block = run.mesh, run.model, run.block
-    if model.kind == "moe":
-        if block.tiles > 1:
-            raise ValueError(f"block.tiles={block.tiles} with model.kind=moe: it cuts no experts; take block.tiles=1")
-        if run.rule == "muon":
-            raise ValueError(
-                "optim.rule=muon with model.kind=moe: experts' matrices are stacked in one, which would be "
-                "orthogonalised as a whole; take optim.rule=adamw"
-            )
-        _check_experts_of_tensors(run)
-    if mesh.ep == 1:
-        return
-    if model.kind != "moe" or model.experts is None:
-        raise ValueError(
-            f"mesh.ep={mesh.ep} with model.kind={model.kind}: only the experts of model.kind=moe (model=tiny_moe) "
-            "are shared; take mesh.ep=1"
+    ),
+    *(
+        Rule(
+            f"zero.states_over=all {axis}>1",
+            "states that three axes cut are not built",
+            "zero.states_over=shard",
+            f"model={model} zero.states_over=all {axis}=2 mesh.dp=4 mesh.replicate=2",
         )
-    if model.experts % mesh.ep:
-        allowed = divisors(model.experts)
-        raise ValueError(f"mesh.ep={mesh.ep} does not divide model.experts={model.experts}; allowed: {allowed}")
-    if block.activation_checkpoint == "selective":
-        raise ValueError(
-            f"block.activation_checkpoint=selective with mesh.ep={mesh.ep}: it cannot compute again what gathers "
-            "experts inside a block; take activation_checkpoint=full or none"
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"), ("mesh.ep", "tiny_moe"))
+    ),
+    Rule(
+        "precision.master=remainder precision.param!=bf16",
+        "the remainder is the low half of an fp32 value whose high half is the bf16 parameter",
+        "precision.master=fp32",
+        "precision.master=remainder precision.param=fp32",
+    ),
+    Rule(
+        "precision.grad!=auto|fp32 precision.param",
+        "gradients have the dtype of parameters, or fp32",
+        lambda run: f"precision.grad=auto, fp32 or {run['precision.param']}",
+        "precision.grad=fp16 precision.param=bf16",
+        also=lambda run: run["precision.grad"] != run["precision.param"],
+    ),
+    Rule(
+        "precision.grad!=auto|fp32 axis.replicate>1 axis.shard>1",
+        "hybrid sharding keeps fp32 gradients between its two hops",
+        "precision.grad=auto or fp32",
+        "precision.grad=bf16 precision.param=bf16 mesh.dp=4 mesh.replicate=2",
+    ),
+    Rule(
+        "precision.reduce!=auto grad.dtype",
+        "the payload is wider than the gradients that it would carry",
+        "precision.grad=fp32 as well, or precision.reduce=auto",
+        "precision.reduce=fp32 precision.param=bf16 precision.grad=bf16",
+        also=lambda run: ELEM_BYTES[run["precision.reduce"]] > ELEM_BYTES[run["grad.dtype"]],
+    ),
+    Rule(
+        "precision.moments=int8 offload.moments offload.master",
+        "8-bit moments are decoded where the update runs, so both need one tier and one fraction",
+        "offload.moments and offload.moments_fraction as for offload.master",
+        "precision.moments=int8 offload.moments=host",
+        also=lambda run: not _one_tier(run),
+    ),
+    Rule("precision.moments=int8 param.fused", "a block would mix the cuts", "precision.moments=bf16", ""),
+)
+OFFLOAD = (
+    *(
+        idle(f"offload.{kind}_fraction", f"offload.{kind}=device", "", "", f"offload.{kind}_fraction=0.5")
+        for kind in KINDS
+    ),
+    idle(
+        "offload.overlap", "offload.master=device", "where updates run", "offload.master=host", "offload.overlap=step"
+    ),
+    idle("offload.undo_bytes", "offload.overlap!=backward", "", "", "offload=host offload.undo_bytes=1"),
+    idle("offload.delay_warmup_steps", "offload.overlap!=delayed", "", "", "offload=host offload.delay_warmup_steps=1"),
+    idle("offload.prefetch_units", "offload.uses_disk=false", "", "", "offload=host offload.prefetch_units=3"),
+    idle("offload.disk", "offload.uses_disk=false", "", "", "offload=host offload.disk.threads=3"),
+    Rule(
+        "offload.param!=device offload.master=device",
+        "a parameter leaves the device with its master, which is larger",
+        "offload.master=host",
+        "zero.stage=3 offload.param=host",
+    ),
+    Rule(
+        "offload.param!=device offload.param_fraction offload.master_fraction",
+        "a parameter leaves the device with its master, which is larger",
+        "offload.master_fraction ≥ offload.param_fraction",
+        "zero.stage=3 offload.param=host offload.master=host offload.master_fraction=0.5",
+        also=lambda run: bool(run["offload.param_fraction"] > run["offload.master_fraction"]),
+    ),
+    *(
+        Rule(
+            f"offload.overlap=backward offload.{kind}=device",
+            "units are updated on the host while gradients are still arriving",
+            f"offload.{kind}=host or disk",
+            f"offload=host offload.overlap=backward offload.{kind}=device",
         )
-    if block.compile:
-        raise ValueError(
-            f"block.compile=true with mesh.ep={mesh.ep}: tokens leave a block for other ranks, which ends compiled "
-            "code there; leave compile unset or take false"
+        for kind in ("grad", "moments")
+    ),
+    Rule(
+        "offload.overlap=backward|delayed offload.master=disk precision.param=fp32",
+        "new weights wait on the host, but fp32 parameters are their own masters, which go back to disk at once",
+        "offload.overlap=forward, or precision.param=bf16",
+        "offload=disk offload.overlap=backward precision.param=fp32",
+    ),
+    Rule(
+        "offload.overlap=backward|delayed mesh.pp>1",
+        "tied parameters and norms need the gradients of all pipeline stages",
+        "offload.overlap=forward or step",
+        "offload=host offload.overlap=backward mesh.pp=2",
+    ),
+    Rule(
+        "offload.overlap=backward|delayed zero.states_over=all",
+        "a unit's new values travel between ranks as soon as it is updated, and cannot wait or be taken back",
+        "offload.overlap=forward or step",
+        "offload=host offload.overlap=backward zero.states_over=all mesh.dp=4 mesh.replicate=2",
+    ),
+    Rule(
+        "offload.param!=device zero.stage!=3",
+        "only stage 3 frees gathered parameters after use",
+        "zero.stage=3, or offload.param=device",
+        "zero.stage=2 offload=host offload.param=host",
+    ),
+    Rule(
+        "offload.param!=device zero.reshard_after_forward!=true|false",
+        "FSDP2 keeps a second copy on the device and does not let it come from elsewhere",
+        "zero.reshard_after_forward=true",
+        "zero.stage=3 offload=host_all zero.reshard_after_forward=2 mesh.dp=4",
+    ),
+    Rule(
+        "offload.param!=device zero.states_over=all",
+        "new values come from other ranks to the device",
+        "offload.param=device, other states may leave it",
+        "zero.stage=3 offload=host_all zero.states_over=all mesh.dp=4 mesh.replicate=2",
+    ),
+    *(
+        Rule(
+            f"offload.param!=device {axis}>1",
+            "FSDP2 takes parameters that are cut along another axis from the device only",
+            "offload.param=device, other states may leave it",
+            f"model={model} {axis}=2 zero.stage=3 offload=host_all",
         )
-    if run.offload.activations != "device":
-        raise ValueError(
-            f"offload.activations={run.offload.activations} with mesh.ep={mesh.ep}: what blocks with experts keep "
-            "was never tried off the device; take offload.activations=device"
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.ep", "tiny_moe"))
+    ),
+    Rule(
+        "offload.activations!=device block.activation_checkpoint=none",
+        "only what a block keeps of its inputs leaves the device, the smallest part of what it keeps without "
+        "checkpointing",
+        "block.activation_checkpoint=full, or offload.activations=device",
+        "offload.activations=host",
+    ),
+    Rule(
+        "offload.activations!=device mesh.pp>1",
+        "a pipeline runs the backward of its oldest microbatch first, and activations come back in the order in which "
+        "the newest went",
+        "offload.activations=device",
+        "offload.activations=host block.activation_checkpoint=full mesh.pp=2",
+    ),
+    Rule(
+        "offload.activations!=device mesh.ep>1",
+        "what blocks with experts keep was never tried off the device",
+        "offload.activations=device",
+        "offload.activations=host block.activation_checkpoint=full model=tiny_moe mesh.ep=2",
+    ),
+)
+BLOCKS = (
+    Rule(
+        "block.activation_checkpoint=selective block.tiles>1",
+        "what it computes again gathers all tiles of a block at once",
+        "block.activation_checkpoint=full, which recomputes tile by tile, or none",
+        "block.activation_checkpoint=selective block.tiles=2",
+    ),
+    Rule(
+        "block.compile=true block.tiles>1",
+        "a tile is gathered inside its block, which ends compiled code there",
+        "block.compile=null or false",
+        "block.compile=true block.tiles=2",
+    ),
+    Rule("block.tiles>1 model.kind=moe", "experts are not cut", "block.tiles=1", "model=tiny_moe block.tiles=2"),
+    *(
+        Rule(f"block.{key}>1 {other}", why, f"block.{key}=1{more}", f"block.{key}=2 {example}")
+        for key in ("tiles", "loss_tiles")
+        for other, why, more, example in (
+            (
+                "mesh.tp>1",
+                "tiles are cut out of whole matrices",
+                ", since tensor parallelism makes operators smaller too",
+                "mesh.tp=2",
+            ),
+            ("mesh.pp>1", "tiles and pipeline stages are not cut out of one model yet", "", "mesh.pp=2"),
+            (
+                "zero.states_over=all",
+                "the states of a tile are not cut over replicas",
+                ", or zero.states_over=shard",
+                "zero.states_over=all mesh.dp=4 mesh.replicate=2",
+            ),
         )
+    ),
+    *(
+        Rule(
+            f"{key}{values} mesh.pp_schedule=zero_bubble",
+            why,
+            f"{key}={take}, or another schedule",
+            f"{example} mesh.pp=2 mesh.pp_schedule=zero_bubble",
+        )
+        for key, values, why, take, example in (
+            (
+                "block.activation_checkpoint",
+                "!=none",
+                "blocks would be computed again for every weight",
+                "none",
+                "block.activation_checkpoint=full",
+            ),
+            ("block.compile", "=true", "compiled code has one backward", "null", "block.compile=true"),
+            ("model.kind", "=moe", "the balance of experts has a backward of its own", "llama", "model=tiny_moe"),
+        )
+    ),
+)
+ADAMW = "optim.rule=adamw"
+OPTIMIZER = (
+    idle("optim.muon", "optim.rule!=muon", "", "optim.rule=muon", "optim.muon.momentum=0.5"),
+    idle("optim.options", "optim.rule=adamw|muon", "", "optim.betas and optim.eps", "optim.options={momentum:0.9}"),
+    *(
+        idle(f"optim.{key}", "optim.rule!=adamw|muon", "", "optim.options", f"optim.rule=SGD optim.{key}={value}")
+        for key, value in (("betas", "[0.9,0.95]"), ("eps", "1e-8"))
+    ),
+    Rule(
+        "optim.rule=muon model.kind=moe",
+        "experts' matrices are stacked in one, which would be orthogonalised as a whole",
+        ADAMW,
+        "optim.rule=muon model=tiny_moe",
+    ),
+    Rule(
+        "optim.rule=muon zero.states_over=all",
+        "matrices are put together from shards, not from parts of them",
+        f"zero.states_over=shard, or {ADAMW}",
+        "optim.rule=muon zero.states_over=all mesh.dp=4 mesh.replicate=2",
+    ),
+    Rule(
+        "optim.rule=muon mesh.pp>1",
+        "who owns which matrix is not settled between pipeline stages",
+        f"mesh.pp=1, or {ADAMW}",
+        "optim.rule=muon mesh.pp=2",
+    ),
+    *(
+        Rule(
+            f"optim.rule=muon offload.{kind}!=device",
+            "matrices are put together between ranks on the device",
+            f"offload.{kind}=device, or {ADAMW}",
+            f"optim.rule=muon zero.stage=3 {example}",
+        )
+        for kind, example in (
+            ("param", "offload=host_all"),
+            ("grad", "offload.grad=host"),
+            ("master", "offload.master=host"),
+            ("moments", "offload.moments=host"),
+        )
+    ),
+    *(
+        Rule(
+            f"{key}>1 optim.rule optim.takes_whole=true",
+            "it mixes elements of a matrix, and those that are cut along other axes or into tiles are not put together",
+            f"{key}=1, or {ADAMW}",
+            f"{example} {key}=2",
+        )
+        for key, example in (
+            ("mesh.tp", "optim.rule=muon"),
+            ("block.tiles", "optim.rule=muon"),
+            ("mesh.ep", "optim.rule=Adafactor zero.stage=0 model=tiny_moe"),
+        )
+    ),
+    Rule(
+        "optim.rule!=adamw|muon optim.elementwise=false zero.stage!=0",
+        "it is not known to update every element by itself, so on shards its result would be silently wrong",
+        "zero.stage=0, a class of torch.optim that does (SGD, Adam, AdamW, ...), or in Python elementwise=True if it "
+        "does; optim.rule=muon puts matrices together",
+        "optim.rule=Adafactor zero.stage=2",
+    ),
+    *(
+        Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}", also=also)
+        for setting, why, take, example, also in (
+            (
+                "zero.states_over=all",
+                "only adamw keeps parts of a shard's states",
+                "zero.states_over=shard",
+                "zero.states_over=all mesh.dp=4 mesh.replicate=2",
+                None,
+            ),
+            (
+                "offload.moments offload.master",
+                "it keeps its states where the masters are, in one fraction",
+                "offload.moments and offload.moments_fraction as for offload.master",
+                "offload.master=host",
+                lambda run: not _one_tier(run),
+            ),
+            (
+                "offload.master=disk",
+                "it keeps its states in memory, where only adamw can do without",
+                "offload.master=host",
+                "offload=disk",
+                None,
+            ),
+            (
+                "offload.overlap=backward",
+                "only adamw can take updates back",
+                "offload.overlap=forward",
+                "offload=host offload.overlap=backward",
+                None,
+            ),
+            (
+                "precision.master=remainder",
+                "it keeps fp32 masters",
+                "precision.master=fp32",
+                "precision.master=remainder",
+                None,
+            ),
+            (
+                "precision.moments!=fp32",
+                "it keeps its own states",
+                "precision.moments=fp32",
+                "precision.moments=bf16",
+                None,
+            ),
+        )
+    ),
+)
+RUN = (
+    idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
+    Rule(
+        "schedule.decay_steps!=null schedule.kind!=wsd",
+        "only wsd decays over a number of steps",
+        "schedule.kind=wsd, or schedule.decay_steps=null",
+        "schedule.decay_steps=10",
+    ),
+    Rule(
+        "schedule.kind=wsd schedule.decay_steps=null",
+        "it decays over a number of steps",
+        "a schedule.decay_steps",
+        "schedule.kind=wsd",
+    ),
+    *(
+        idle(f"{key}", where, "", take, f"{example} {key}={value}".strip())
+        for where, take, example, values in (
+            (
+                "precision.param!=fp16",
+                "precision.param=fp16",
+                "precision.param=bf16",
+                {
+                    "scaler.init": 1024,
+                    "scaler.growth_interval": 10,
+                    "scaler.hysteresis": 2,
+                    "scaler.floor": 2,
+                },
+            ),
+            (
+                "train.evaluate_batches=0",
+                "train.evaluate_batches=8",
+                "train.evaluate_batches=0",
+                {"train.evaluate_every_steps": 5},
+            ),
+            (
+                "data.held_out=0.0",
+                "data.held_out=0.02",
+                "data.held_out=0",
+                {"train.evaluate_every_steps": 5, "train.evaluate_batches": 2},
+            ),
+            (
+                "checkpoint.every=null",
+                "a checkpoint.every",
+                "",
+                {
+                    "checkpoint.keep": 3,
+                    "checkpoint.last": "false",
+                    "checkpoint.staging_bytes": 2097152,
+                    "checkpoint.verify": "false",
+                    "checkpoint.on_error": "warn",
+                    "checkpoint.deadline_s": 5,
+                },
+            ),
+            ("resume.source=null", "resume=auto or a folder", "", {"resume.strict": "true"}),
+            ("data.tokenizer=null", "a data.tokenizer", "", {"data.separator": "end"}),
+            (
+                "monitor.tensorboard=false",
+                "monitor.tensorboard=true",
+                "monitor.tensorboard=false",
+                {"monitor.scalars_every_steps": 2, "monitor.plan": "false"},
+            ),
+            (
+                "profile.enabled=false",
+                "profile.enabled=true",
+                "",
+                {"profile.start_step": 5, "profile.steps": 2, "profile.memory_snapshot": "true"},
+            ),
+        )
+        for key, value in values.items()
+    ),
+    Rule(
+        "profile.memory_snapshot=true device!=cuda",
+        "allocations are recorded on cuda only",
+        "profile.memory_snapshot=null or false",
+        "profile=on profile.memory_snapshot=true",
+    ),
+    Rule(
+        "data.path!=null data.name!=null",
+        "only one can be read, files of path or the Hugging Face dataset of name",
+        "one of them",
+        "data.path=texts data.name=texts",
+    ),
+)
+RULES = (*MESH, *EXPERTS, *STATES, *OFFLOAD, *BLOCKS, *OPTIMIZER, *RUN)
 
 
-def _check_experts_of_tensors(run: CombinedSettings) -> None:
-    mesh, experts = run.mesh, run.model.experts or 0
-    if mesh.ep % mesh.tp:
-        allowed = [each for each in divisors(experts) if each % mesh.tp == 0]
-        raise ValueError(
-            f"mesh.ep={mesh.ep} with mesh.tp={mesh.tp} and model.kind=moe: ranks of tp have tokens of their own "
-            f"between blocks and share experts as others do, so mesh.ep counts them; of model.experts={experts} "
-            f"allowed: mesh.ep in {allowed}, or mesh.tp=1"
-        )
+def check_compatible(settings: Settings) -> None:
+    """Raise ValueError for the first rule that refuses these settings; it names them, the reason and the repair."""
+    for rule in RULES:
+        if rule.refuses(settings):
+            raise ValueError(rule.message(settings, FACTS))

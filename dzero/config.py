@@ -7,17 +7,15 @@ Hydra composes `conf/` with `RunConfig` as its schema, so every key is typed. Be
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
-from dzero.compatibility import CombinedSettings, check_together
+from dzero.compatibility import check_compatible
 from dzero.data.config import DataConfig
 from dzero.errors import RunError
 from dzero.estimate.hardware_spec import HardwareConfig
@@ -30,7 +28,9 @@ from dzero.optim.config import OptimConfig
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
+from dzero.parallel.divisibility import check_sizes
 from dzero.utils.ranges import check, whole
+from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import OffloadConfig
 
@@ -140,24 +140,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
         self.profile.check(self.train.steps)
-        if self.precision.param != "fp16":
-            keys = [item.name for item in fields(self.scaler)]
-            _refuse_changed("scaler", self.scaler, keys, f"at precision.param={self.precision.param}, only at fp16")
-        if self.train.evaluate_batches == 0:
-            _refuse_changed("train", self.train, ["evaluate_every_steps"], "with train.evaluate_batches=0")
-        if self.data.held_out == 0.0:
-            keys = ["evaluate_every_steps", "evaluate_batches"]
-            _refuse_changed("train", self.train, keys, "with data.held_out=0")
-        if self.checkpoint.every is None:
-            keys = ["keep", "last", "staging_bytes", "verify", "on_error", "deadline_s"]
-            _refuse_changed("checkpoint", self.checkpoint, keys, "without checkpoint.every")
-        if self.offload.activations != "device" and self.block.activation_checkpoint == "none":
-            raise ValueError(
-                f"offload.activations={self.offload.activations} with block.activation_checkpoint=none: only what a "
-                "block keeps of its inputs leaves the device, and without checkpointing that is the smallest part of "
-                "what it keeps; take block.activation_checkpoint=full, or offload.activations=device"
-            )
-        check_together(CombinedSettings(self.mesh, self.model, self.block, self.zero, self.offload, self.optim.rule))
+        groups = {
+            each.name: getattr(self, each.name) for each in fields(self) if is_dataclass(getattr(self, each.name))
+        }
+        check_compatible(Settings.of(**groups).having({"auto": self.auto}))
+        check_sizes(self.mesh, self.model)
         self.mesh.check_tokens(self.train.sequence_tokens)
         longest = self.model.max_tokens
         if longest is not None and longest < self.train.sequence_tokens:
@@ -165,14 +152,6 @@ class RunConfig:
                 f"train.sequence_tokens={self.train.sequence_tokens}: the model takes sequences up to "
                 f"model.max_tokens={longest}; shorten them or raise that"
             )
-
-
-def _refuse_changed(group: str, config: Any, keys: Sequence[str], why: str) -> None:
-    """Raise ValueError for a value other than its default where it would have no effect."""
-    for item in fields(config):
-        value = getattr(config, item.name)
-        if item.name in keys and value != item.default:
-            raise ValueError(f"{group}.{item.name}={value} has no effect {why}; remove it")
 
 
 def register(of: type[RunConfig] = RunConfig) -> None:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import MOST_RANKS, check, divisors, whole
+from dzero.utils.rules import Settings
 
 CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
 STAGES_PER_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
@@ -45,22 +47,9 @@ class MeshConfig:
         check("mesh", self, **dict.fromkeys(keys, degree))
         if self.cp_attention not in CP_ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
-        if self.cp == 1 and self.cp_attention != CP_ATTENTIONS[0]:
-            raise ValueError(f"mesh.cp_attention={self.cp_attention} has no effect with mesh.cp=1; remove it")
-        self._check_schedule()
-
-    def _check_schedule(self) -> None:
-        schedule, parts = self.pp_schedule, self.pp_parts
-        if schedule not in STAGES_PER_RANK:
-            raise ValueError(f"mesh.pp_schedule={schedule!r}: choose one of {[*STAGES_PER_RANK]}")
-        for key, value, default in (("pp_schedule", schedule, "1f1b"), ("pp_parts", parts, None)):
-            if self.pp == 1 and value != default:
-                raise ValueError(f"mesh.{key}={value} has no effect with mesh.pp=1; remove it")
-        if parts is not None and (parts == 1) != (STAGES_PER_RANK[schedule] == 1):
-            many = [each for each in STAGES_PER_RANK if (STAGES_PER_RANK[each] == 1) == (parts == 1)]
-            raise ValueError(
-                f"mesh.pp_parts={parts} with mesh.pp_schedule={schedule}: so many parts on a rank are for {many}"
-            )
+        if self.pp_schedule not in STAGES_PER_RANK:
+            raise ValueError(f"mesh.pp_schedule={self.pp_schedule!r}: choose one of {[*STAGES_PER_RANK]}")
+        check_compatible(Settings.of(mesh=self))
 
     @property
     def stages_per_rank(self) -> int:
@@ -118,11 +107,7 @@ class MeshConfig:
     def degrees(self, ranks: int, *, stage: int) -> tuple[int, int]:
         """Return (replicate, shard) for `ranks` data-parallel ranks; raise ValueError if they cannot be divided so."""
         if stage == 0:
-            if self.replicate != 1:
-                raise ValueError(
-                    f"mesh.replicate={self.replicate} has no effect at zero.stage=0, which replicates over all "
-                    f"{ranks} ranks; remove it, or take zero.stage=1, 2 or 3"
-                )
+            check_compatible(Settings.of(mesh=self).having({"zero.stage": stage}))
             return ranks, 1
         if ranks % self.replicate:
             allowed = divisors(ranks)

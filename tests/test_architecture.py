@@ -13,7 +13,7 @@ HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
 # One line is one level; a room imports from rooms before it, so within a line from left to right.
 LEVELS = """
-errors hardware streams rendezvous utils
+errors hardware streams rendezvous utils compatibility
 data models mesh_config mesh
 comm launch
 parallel
@@ -21,7 +21,7 @@ zero
 offload
 optim
 estimate checkpoint monitor
-compatibility config overrides
+config overrides
 plan
 trainer
 verify

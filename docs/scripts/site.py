@@ -2,6 +2,7 @@
 
 page                    made from
 reference/settings.md   the configuration's dataclasses, as `dzero train --help` shows them
+reference/support.md    the table of rules in dzero/compatibility.py
 reference/modules.md    the first line of every module's docstring
 results/                the tables, pictures and the log of benchmarks/
 """
@@ -10,12 +11,16 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import mkdocs_gen_files
 
 from dzero.cli.settings_help import groups
+
+sys.path.insert(0, str(Path(__file__).parent))
+from support_matrix import support  # mkdocs runs this file without its folder on the path
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -74,5 +79,6 @@ def results() -> None:
 
 
 write("reference/settings.md", settings())
+write("reference/support.md", support())
 write("reference/modules.md", modules())
 results()

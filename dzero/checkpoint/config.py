@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import MOST_BYTES, SECONDS, check, whole
+from dzero.utils.rules import Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,5 +50,4 @@ class ResumeConfig:
     """Stop if the latest checkpoint is damaged or missing, instead of resuming from the newest intact one."""
 
     def __post_init__(self) -> None:
-        if self.strict and self.source is None:
-            raise ValueError("resume.strict=true has no effect without resume=auto or a checkpoint's folder; remove it")
+        check_compatible(Settings.of(resume=self))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import BELOW_1, check, whole
+from dzero.utils.rules import Settings
 
 TEXT = frozenset({"tokenizer", "separator"})
 SETTINGS = {
@@ -50,16 +52,10 @@ class DataConfig:
     """Shuffle sequences anew in every epoch."""
 
     def __post_init__(self) -> None:
-        if self.path is not None and self.name is not None:
-            raise ValueError(
-                f"data.path={self.path} and data.name={self.name}: only one can be read; path is for files, "
-                "name for Hugging Face datasets; remove the other"
-            )
         check("data", self, held_out=BELOW_1, vocab_size=whole(1, MOST_IDS))
         if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
             raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
-        if self.separator is not None and self.tokenizer is None:
-            raise ValueError(f"data.separator={self.separator} has no effect without data.tokenizer; remove it")
+        check_compatible(Settings.of(data=self))
         self.refuse_idle(self.source, [self.source])
 
     @property

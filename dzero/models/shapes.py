@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import check, divisors, positive, whole
+from dzero.utils.rules import Settings
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("auxiliary-loss-free", "loss", "none")
@@ -104,8 +106,7 @@ class MoEShape(LlamaShape):
         for key, allowed in (("scores", SCORES), ("balance", BALANCES)):
             if getattr(self, key) not in allowed:
                 raise ValueError(f"model.{key}={getattr(self, key)!r}: choose one of {[*allowed]}")
-        if self.balance_rate is not None and self.balance == "none":
-            raise ValueError(f"model.balance_rate={self.balance_rate} has no effect with model.balance=none; remove it")
+        check_compatible(Settings.of(model=self))
 
     @property
     def _ffn_params(self) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import check, whole
+from dzero.utils.rules import Settings
 
 MOST_TRACED = 1000
 
@@ -24,13 +26,7 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         check("monitor", self, log_every_steps=whole(), scalars_every_steps=whole())
-        if not self.tensorboard and self.scalars_every_steps != 1:
-            raise ValueError(
-                f"monitor.scalars_every_steps={self.scalars_every_steps} has no effect with monitor.tensorboard=false; "
-                "remove it, or set monitor.tensorboard=true"
-            )
-        if not self.tensorboard and not self.plan:
-            raise ValueError("monitor.plan=false has no effect with monitor.tensorboard=false; remove it")
+        check_compatible(Settings.of(monitor=self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +49,7 @@ class ProfileConfig:
                 "since the step before warms the profiler up"
             )
         check("profile", self, start_step=whole(), steps=whole(1, MOST_TRACED))
-        if not self.enabled:
-            for name in ("start_step", "steps", "memory_snapshot"):
-                if getattr(self, name) != getattr(type(self), name):
-                    raise ValueError(
-                        f"profile.{name}={getattr(self, name)} has no effect with profile.enabled=false; "
-                        "remove it, or set profile.enabled=true"
-                    )
+        check_compatible(Settings.of(profile=self))
 
     def check(self, run_steps: int) -> None:
         """Raise ValueError if a run of `run_steps` steps ends before the trace does."""

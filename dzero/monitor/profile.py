@@ -28,7 +28,9 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from dzero.compatibility import check_compatible
 from dzero.monitor.config import ProfileConfig
+from dzero.utils.rules import Settings
 
 TRACES, SNAPSHOTS = "profile/rank*.pt.trace.json.gz", "profile/rank*.memory_snapshot.pickle"
 """Files of all ranks, in the run's folder."""
@@ -66,10 +68,7 @@ class Profiler:
         if not config.enabled:
             return
         config.check(run_steps)
-        if config.memory_snapshot and device.type != "cuda":
-            raise ValueError(
-                f"profile.memory_snapshot=true has no effect on {device.type}, only on cuda; set it to null or false"
-            )
+        check_compatible(Settings.of(profile=config).having({"device": device.type}))
         if device.type == "cuda" and config.memory_snapshot is not False:
             self.snapshot_path = run_folder / SNAPSHOTS.replace("*", str(rank))
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.compatibility import check_compatible
 from dzero.errors import converting
 from dzero.optim.adamw import AdamW
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.config import BETAS, EPS, OURS, OptimConfig
 from dzero.optim.loss_scaler import ScalerConfig
-from dzero.optim.muon import Muon, check_muon, matrices_of, split_by_rule
-from dzero.optim.torch_optimizer import TorchOptimizer, check_rule, mixes
+from dzero.optim.muon import Muon, matrices_of, split_by_rule
+from dzero.optim.torch_optimizer import TorchOptimizer, mixes
 from dzero.zero.layout import Layout
 from dzero.zero.shard import Sharded
 
@@ -65,28 +66,17 @@ def check_rule_name(config: OptimConfig) -> None:
         raise ValueError(f"optim.rule={config.rule!r}: choose adamw, muon or one of torch.optim's {classes}")
 
 
-def check_layout(config: OptimConfig, layout: Layout) -> None:
-    """Raise ValueError if the update rule does not support the shards or dtypes of a layout."""
-    if config.rule == "muon":
-        check_muon(layout)
-    elif config.rule != "adamw":
-        check_rule(getattr(torch.optim, config.rule), layout)
-
-
-def check_uncut(config: OptimConfig, cuts: Mapping[str, int]) -> None:
-    """Raise ValueError if a setting cuts matrices that the update rule needs whole.
+def check_layout(config: OptimConfig, layout: Layout, cuts: Mapping[str, int] | None = None) -> None:
+    """Raise ValueError if the update rule does not support the shards or dtypes of a layout.
 
     Args:
         config: The update rule.
-        cuts: Number of parts into which each setting, by its key, cuts matrices.
+        layout: Layout of the model.
+        cuts: Number of parts into which each further setting, by its key, cuts matrices.
     """
-    mixing = config.rule == "muon" if config.rule in OURS else mixes(getattr(torch.optim, config.rule))
-    for key, parts in cuts.items():
-        if parts > 1 and mixing:
-            raise ValueError(
-                f"{key}={parts} with optim.rule={config.rule}: it mixes elements of a matrix, and those that are cut "
-                f"along other axes or into tiles are not put together; take {key}=1, or optim.rule=adamw"
-            )
+    elementwise = config.rule != "muon" if config.rule in OURS else not mixes(getattr(torch.optim, config.rule))
+    facts = {"optim.rule": config.rule, "optim.elementwise": elementwise, "optim.takes_whole": not elementwise}
+    check_compatible(layout.settings.having({**facts, **(cuts or {})}))
 
 
 def moments_of(config: OptimConfig) -> int:

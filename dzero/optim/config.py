@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import BELOW_1, check, number, positive, whole
+from dzero.utils.rules import Settings
 
 SCALES = ("rms", "original")
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -71,16 +73,4 @@ class OptimConfig:
             raise ValueError(f"optim.options={unfit}: must be finite numbers")
         if self.betas is not None and not (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)):
             raise ValueError(f"optim.betas={self.betas}: two numbers in [0, 1), e.g. [0.9, 0.95]")
-        if self.rule != "muon" and self.muon != MuonConfig():
-            raise ValueError(
-                f"optim.muon has no effect with optim.rule={self.rule}; remove it, or take optim.rule=muon"
-            )
-        if self.rule in OURS:
-            if self.options:
-                raise ValueError(
-                    f"optim.options={self.options} has no effect with optim.rule={self.rule}; set optim.betas and "
-                    "optim.eps"
-                )
-            return
-        if self.betas is not None or self.eps is not None:
-            raise ValueError(f"optim.betas and optim.eps belong to adamw; give {self.rule}'s own through optim.options")
+        check_compatible(Settings.of(optim=self))

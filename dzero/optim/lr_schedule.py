@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import check, number, whole
+from dzero.utils.rules import Settings
 
 KINDS = ("constant", "cosine", "wsd")
 
@@ -35,12 +37,7 @@ class ScheduleConfig:
         if self.kind not in KINDS:
             raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
         check("schedule", self, warmup_steps=whole(0), decay_steps=whole(), final=number(1.0))
-        if self.kind == "constant" and self.final != type(self).final:
-            raise ValueError(f"schedule.final={self.final} has no effect with schedule.kind=constant; remove it")
-        if (self.kind == "wsd") != (self.decay_steps is not None):
-            raise ValueError(
-                f"schedule.decay_steps={self.decay_steps} with schedule.kind={self.kind}: only wsd takes and needs it"
-            )
+        check_compatible(Settings.of(schedule=self))
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Return a function of the step, from 0, that computes the factor of a run of `total_steps`.

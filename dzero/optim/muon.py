@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dzero.comm.ledger import Entry, Traffic
+from dzero.compatibility import check_compatible
 from dzero.hardware import dtype_of
 from dzero.optim.adamw import AdamW, How
 from dzero.optim.config import MuonConfig
@@ -28,7 +29,6 @@ from dzero.optim.offloaded_step import PendingUpdate
 from dzero.optim.param_state import MOMENTS, ParamState
 from dzero.optim.requires_unsharded import check_whole
 from dzero.zero.layout import Layout
-from dzero.zero.offload_config import KINDS
 from dzero.zero.shard import Sharded
 
 RULES = ("muon", "adamw")
@@ -70,7 +70,7 @@ class Muon(AdamW):
         scaler: ScalerConfig | None = None,
         threads: int | None = None,
     ) -> None:
-        check_muon(sharded.layout)
+        check_compatible(sharded.layout.settings.having({"optim.rule": "muon"}))
         muon = muon or MuonConfig()
         own = {key: getattr(muon, key) for key in OPTIONS} | {"lr": lr if muon.lr is None else muon.lr}
         groups = split_by_rule([{"params": _trained(sharded)}], matrices_of(sharded, muon.exclude))
@@ -108,7 +108,7 @@ class Muon(AdamW):
                 raise ValueError(
                     f"{name} has {param.ndim} dims, Muon's parameters 2: put it in a group of rule='adamw'"
                 )
-        check_whole(matrices, self._sharded, "Muon")
+        check_whole(matrices, self._sharded, "muon")
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self.param_groups.remove(group)
@@ -193,26 +193,6 @@ def split_by_rule(groups: Iterable[dict[str, Any]], matrices: Collection[nn.Para
 
 def _trained(sharded: Sharded) -> list[nn.Parameter]:
     return [param for param in sharded.named_params().values() if param.requires_grad]
-
-
-def check_muon(layout: Layout) -> None:
-    """Raise ValueError for a layout in which an owner cannot gather whole matrices on the device."""
-    if layout.shares > 1:
-        raise ValueError(
-            "zero.states_over=all: Muon's matrices are put together from shards, not from parts of them; take "
-            "zero.states_over=shard, or optim.rule=adamw"
-        )
-    if layout.pipeline_ranks > 1:
-        raise ValueError(
-            f"mesh.pp={layout.pipeline_ranks} with optim.rule=muon: who owns which matrix is not "
-            "settled between parts; take mesh.pp=1, or optim.rule=adamw"
-        )
-    for kind in KINDS:
-        if (tier := layout.tiers[kind][0]) != "device":
-            raise ValueError(
-                f"offload.{kind}={tier}: Muon's matrices are put together between ranks on the device; take "
-                f"offload.{kind}=device, or optim.rule=adamw"
-            )
 
 
 def _payload(compute: str, layout: Layout) -> torch.dtype:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
 from dzero.zero.shard import Sharded
 
 
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
-    """Raise ValueError if tiles or a mesh axis cut a parameter of `names`; the message says that `rule` requires it."""
-    tiles = {part for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
+    """Raise ValueError if tiles or a mesh axis cut a parameter of `names`, which `optim.rule=rule` requires whole."""
+    tiles = {part: len(parts) for _, cut, parts in tiled(sharded.model) if cut.dim is not None for part in parts}
     splits = {shape.name: shape.split for unit in sharded.shapes for shape in unit.params}
+    mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.takes_whole": True})
     for name in names:
-        split, needs = splits[name], f"{rule} needs parameters whole: take"
+        split = splits[name]
+        cuts = {"block.tiles": tiles.get(name, 1)}
         if split is not None and split.dim is not None:
-            raise ValueError(
-                f"{name} is cut along the axis {split.axis} as well, and {needs} mesh.{split.axis}=1, or "
-                "optim.rule=adamw"
-            )
-        if name in tiles:
-            raise ValueError(f"{name} is a tile, and {needs} block.tiles=1, or optim.rule=adamw")
+            cuts[f"mesh.{split.axis}"] = split.count
+        try:
+            check_compatible(mixing.having(cuts))
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from None

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.compatibility import check_compatible
 from dzero.optim.base import MasterOptimizer, PortableState, StateSpec
 from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.master_param import MasterParam
 from dzero.optim.offloaded_step import OffloadedStep, PendingUpdate, work_of
 from dzero.optim.requires_unsharded import check_whole
 from dzero.optim.state_placement import StatePlacement, device_bytes, read
+from dzero.utils.rules import Settings
 from dzero.zero.dtensors import local_of, placed_like
-from dzero.zero.layout import Layout
 from dzero.zero.rounding import to_working
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
@@ -63,8 +64,8 @@ class TorchOptimizer(MasterOptimizer):
         elementwise: bool | None = None,
         **options: Any,
     ) -> None:
-        check_rule(rule, sharded.layout, elementwise)
-        self._mixes = mixes(rule, elementwise)
+        check_rule(rule, sharded.layout.settings, elementwise)
+        self._mixing = rule.__name__ if mixes(rule, elementwise) else None
         super().__init__(sharded, params, dict(options), max_norm=max_norm, scaler=scaler)
         if "foreach" in inspect.signature(rule).parameters:
             options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
@@ -97,9 +98,9 @@ class TorchOptimizer(MasterOptimizer):
 
     def _check_groups(self, named: dict[str, nn.Parameter]) -> None:
         super()._check_groups(named)
-        if self._mixes:
+        if self._mixing is not None:
             mixed = [self._names[param] for group in self.param_groups for param in group["params"]]
-            check_whole(mixed, self._sharded, "a rule that mixes elements of a parameter")
+            check_whole(mixed, self._sharded, self._mixing)
 
     def _update(self, grads: dict[str, torch.Tensor], factor: float) -> None:
         self.synchronize()  # updates of the last step still use the settings and states of the wrapped class
@@ -296,36 +297,6 @@ def _is_torchs(rule: type[torch.optim.Optimizer]) -> bool:
     return rule.__module__.startswith("torch.optim")
 
 
-def check_rule(rule: type[torch.optim.Optimizer], layout: Layout, elementwise: bool | None = None) -> None:
+def check_rule(rule: type[torch.optim.Optimizer], settings: Settings, elementwise: bool | None = None) -> None:
     """Raise ValueError if a class would be wrong on the shards of a layout, or does not support its storage."""
-    if mixes(rule, elementwise) and layout.master.sharded:
-        foreign = "" if _is_torchs(rule) else ", or pass elementwise=True if it does"
-        raise ValueError(
-            f"{rule.__name__} is not known to update every element by itself, so on shards (zero.stage="
-            f"{layout.stage}) its result would be silently wrong: take zero.stage=0 or one of {list(ELEMENTWISE)}"
-            f"{foreign}{'; optim.rule=muon puts matrices together' if rule is torch.optim.Muon else ''}"
-        )
-    if layout.shares > 1:
-        raise ValueError(
-            f"zero.states_over=all with {rule.__name__}: only adamw keeps parts of a shard's states; take "
-            "optim.rule=adamw, or zero.states_over=shard"
-        )
-    if (layout.moments.tier, layout.moments.fraction) != (layout.master.tier, layout.master.fraction):
-        raise ValueError(
-            f"{rule.__name__} keeps its states where the masters are: set offload.moments and offload.moments_fraction "
-            "to offload.master's"
-        )
-    if layout.master.tier == "disk":
-        raise ValueError(
-            f"offload.master=disk: {rule.__name__} keeps its states in memory, where only adamw can do without; take "
-            "offload.master=host, or optim.rule=adamw"
-        )
-    if layout.offload.mode == "backward":
-        raise ValueError(
-            f"offload.overlap=backward: only adamw can take updates back, not {rule.__name__}; take forward"
-        )
-    if layout.remainder or layout.moments.dtype != torch.float32:
-        raise ValueError(
-            f"{rule.__name__} keeps fp32 masters and its own states: take precision.master=fp32 and "
-            "precision.moments=fp32, or optim.rule=adamw"
-        )
+    check_compatible(settings.having({"optim.rule": rule.__name__, "optim.elementwise": not mixes(rule, elementwise)}))

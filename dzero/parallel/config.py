@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import check, whole
+from dzero.utils.rules import Settings
 
 ACTIVATIONS = ("none", "selective", "full")
 MOST_TILES = 2**16
@@ -29,16 +31,7 @@ class BlockConfig:
                 f"block.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
             )
         check("block", self, tiles=whole(1, MOST_TILES), loss_tiles=whole(1, MOST_TILES))
-        if self.tiles > 1 and self.activation_checkpoint == "selective":
-            raise ValueError(
-                f"block.activation_checkpoint=selective with block.tiles={self.tiles}: what it computes again gathers "
-                "all tiles of a block at once; take activation_checkpoint=full, which recomputes tile by tile, or none"
-            )
-        if self.tiles > 1 and self.compile:
-            raise ValueError(
-                f"block.compile=true with block.tiles={self.tiles}: a tile is gathered inside its block, which ends "
-                "compiled code there; leave compile unset or take false"
-            )
+        check_compatible(Settings.of(block=self))
 
     def compiles(self, device_type: str) -> bool:
         """Return whether blocks are compiled on a device of this type."""

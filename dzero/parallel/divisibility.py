@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dzero.mesh_config import STAGES_PER_RANK
+from dzero.mesh_config import STAGES_PER_RANK, MeshConfig
+from dzero.models.config import ModelConfig
 from dzero.utils.ranges import divisors
 
 
@@ -63,3 +64,18 @@ def check_microbatches(schedule: str, microbatches: int, ranks: int) -> None:
             f"{repair} (train.accumulate), or mesh.pp_schedule=gpipe, which takes any number and keeps the activations "
             "of all"
         )
+
+
+def check_sizes(mesh: MeshConfig, model: ModelConfig) -> None:
+    """Raise ValueError if a mesh does not divide the sizes in a model's settings.
+
+    Sizes that the settings do not contain, such as those of a folder, are checked when the model is cut.
+    """
+    if mesh.tp > 1 and model.heads is not None:
+        dense = model.shared_experts or 0 if model.kind == "moe" else 1
+        ffn_size = dense * (model.ffn_size or 0)
+        Sizes(model.heads, model.kv_heads or model.heads, ffn_size, model.vocab_size or 0).check(mesh.tp, "mesh.tp")
+    if mesh.pp > 1 and model.layers is not None:
+        check_blocks(model.layers, mesh.pp, mesh.stages_per_rank)
+    if mesh.cp_attention == "ulysses" and model.heads is not None:
+        check_heads(model.heads // mesh.tp, (model.kv_heads or model.heads) // mesh.tp, mesh.cp)

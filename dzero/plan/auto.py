@@ -53,8 +53,6 @@ def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
             not given, so that ranks could choose differently.
     """
     check_foreseen(config)
-    if config.mesh.pp > 1:
-        raise RunError(f"zero=auto with mesh.pp={config.mesh.pp}: of a pipeline nothing is chosen; give zero.stage")
     config = replace(config, auto=False)
     hardware = _hardware(config)
     defaults = {key: default_of(config, key) for key in next(space(1)) if key != STAGE}

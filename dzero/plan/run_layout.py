@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dzero.compatibility import check_compatible
 from dzero.config import RunConfig
 from dzero.data.files import find
 from dzero.errors import user_errors
 from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
-from dzero.optim.build import check_layout, check_rule_name, check_uncut
+from dzero.optim.build import check_layout, check_rule_name
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
+from dzero.utils.rules import Settings
 from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
 
@@ -50,8 +52,6 @@ def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
     """
     replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
     check_rule_name(config.optim)
-    cuts = {"mesh.tp": config.mesh.tp, "mesh.ep": config.mesh.ep, "block.tiles": config.block.tiles}
-    check_uncut(config.optim, cuts)
     layout = Layout.of(
         config.zero,
         config.precision,
@@ -66,7 +66,7 @@ def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
     )
     if config.mesh.pp > 1:
         check_microbatches(config.mesh.pp_schedule, layout.microbatches, config.mesh.pp)
-    check_layout(config.optim, layout)
+    check_layout(config.optim, layout, {"block.tiles": config.block.tiles})
     return layout
 
 
@@ -97,6 +97,7 @@ def check_all_here(runs: Sequence[RunConfig]) -> None:
 def check_here(config: RunConfig) -> None:
     """Raise ValueError or OSError for problems with this machine's devices and files, before any worker starts."""
     check_group()
+    check_compatible(Settings.of(profile=config.profile).having({"device": device_type(config.launch)}))
     if not launched():
         check_workers(workers_of(config))
         check_ranks(config, workers_of(config))

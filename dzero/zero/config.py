@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dzero.compatibility import check_compatible
+from dzero.utils.rules import Settings
+
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
@@ -59,11 +62,7 @@ class ZeroConfig:
         if self.units is not None and not is_names and not callable(self.units):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, or in Python a predicate of modules")
         is_exact(self.reduction, "cpu")  # raises ValueError for an unknown reduction
-        if self.reshard_after_forward is not True and self.stage != 3:
-            raise ValueError(
-                f"zero.reshard_after_forward={self.reshard_after_forward} has no effect at zero.stage={self.stage}, "
-                "which keeps unsharded parameters from forward to backward; remove it or take zero.stage=3"
-            )
+        check_compatible(Settings.of(zero=self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +91,7 @@ class PrecisionConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"precision.{key}={value!r}: choose one of {allowed}")
-        if self.master == "remainder" and self.param != "bf16":
-            raise ValueError(
-                f"precision.master=remainder needs precision.param=bf16, not {self.param}: the remainder is the low "
-                "half of an fp32 whose high half is the bf16 parameter; take precision.master=fp32"
-            )
-        if self.grad not in ("auto", "fp32", self.param):
-            raise ValueError(f"precision.grad={self.grad}: choose auto, fp32 or precision.param's {self.param}")
+        check_compatible(Settings.of(precision=self))
 
 
 PRECISIONS = {

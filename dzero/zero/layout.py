@@ -16,15 +16,15 @@ are all derived from it. This module has no tensors and no communication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from dzero.hardware import dtype_of
+from dzero.compatibility import check_compatible
+from dzero.hardware import dtype_name, dtype_of
 from dzero.mesh import expert_degrees
-from dzero.utils.ranges import divisors
+from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import KINDS, OffloadConfig
 from dzero.zero.unit_shapes import UnitShape
@@ -87,6 +87,8 @@ class Layout:
     """Ranks of the pipeline, which share the layers."""
     unused: str = "agree"
     """Setting `ZeroConfig.unused`."""
+    settings: Settings = field(default=Settings({}), repr=False, compare=False)
+    """Settings that the layout was derived from, for checks of what comes later, such as an update rule."""
 
     @classmethod
     def of(
@@ -122,15 +124,10 @@ class Layout:
         """
         offload = offload or OffloadConfig()
         hybrid = replicate > 1 and shard > 1
-        _check_stage(zero, shard)
-        _check_gradients(precision, hybrid)
-        _check_tiers(zero, precision, offload)
-        _check_states_over(
-            zero, offload, replicate, shard, {"tp": model_ranks, "pp": pipeline_ranks, "ep": expert_ranks}
-        )
-        _check_cut(zero, offload, "a model that is", model_ranks, "tp")
-        _check_cut(zero, offload, "experts that are", expert_ranks, "ep")
-        _check_pipeline(offload, pipeline_ranks)
+        axes = {"axis.replicate": replicate, "axis.shard": shard}
+        cuts = {"mesh.tp": model_ranks, "mesh.pp": pipeline_ranks, "mesh.ep": expert_ranks}
+        settings = Settings.of(zero=zero, precision=precision, offload=offload).having(axes | cuts)
+        check_compatible(settings)
         if expert_ranks > 1:
             expert_degrees(replicate, shard, expert_ranks, model_ranks)
         param = dtype_of(precision.param)
@@ -140,11 +137,7 @@ class Layout:
         fp32_grad = precision.grad == "fp32" or (precision.grad == "auto" and wide)
         grad = torch.float32 if fp32_grad else param
         wire = dtype_of(precision.reduce) if precision.reduce != "auto" else grad if summed_on_wire else param
-        if wire.itemsize > grad.itemsize:
-            raise ValueError(
-                f"precision.reduce={precision.reduce} is wider than the {grad} gradients it would carry; "
-                "take precision.grad=fp32 as well, or precision.reduce=auto"
-            )
+        check_compatible(settings.having({"grad.dtype": dtype_name(grad)}))
         remainder = precision.master == "remainder"
         moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
 
@@ -170,6 +163,7 @@ class Layout:
             model_ranks=model_ranks,
             pipeline_ranks=pipeline_ranks,
             unused=zero.unused,
+            settings=settings,
         )
 
     def of_unit(self, unit: UnitShape) -> Layout:
@@ -229,113 +223,4 @@ class Layout:
         return GradSyncPolicy(
             reduce=is_last or self.grad.sharded,
             reshard=is_last or self.param.sharded or self.shard == 1,
-        )
-
-
-def _check_stage(zero: ZeroConfig, shard: int) -> None:
-    if zero.stage == 0 and shard != 1:
-        raise ValueError(
-            f"zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not {shard}: "
-            "make_mesh(device_type, replicate=<world size>)"
-        )
-    post_forward = zero.reshard_after_forward
-    allowed = divisors(shard)[1:-1]
-    if not isinstance(post_forward, bool) and post_forward not in allowed:
-        axis = f"the shard axis of {shard} ranks"
-        choose = f"true, false or a non-trivial divisor of {axis}: {allowed}"
-        choose = choose if allowed else f"true or false; {axis} has no non-trivial divisor"
-        raise ValueError(f"zero.reshard_after_forward={post_forward}: choose {choose}")
-
-
-def _check_gradients(precision: PrecisionConfig, hybrid: bool) -> None:
-    if hybrid and precision.grad not in ("auto", "fp32"):
-        raise ValueError(
-            f"precision.grad={precision.grad}: hybrid sharding keeps fp32 gradients between its two hops; "
-            "take precision.grad=auto or fp32"
-        )
-
-
-def _check_states_over(
-    zero: ZeroConfig, offload: OffloadConfig, replicate: int, shard: int, others: Mapping[str, int]
-) -> None:
-    if zero.states_over == "shard":
-        return
-    if replicate == 1 or shard == 1:
-        raise ValueError(
-            f"zero.states_over={zero.states_over} has no effect on {replicate} (replicate) x {shard} (shard) ranks: it "
-            "cuts the states of a shard over its copies; remove it, or take zero.stage=1, 2 or 3 and mesh.replicate > 1"
-        )
-    if offload.param != "device":
-        raise ValueError(
-            f"offload.param={offload.param} with zero.states_over={zero.states_over}: new values come from other ranks "
-            "to the device; take offload.param=device, other states may leave it"
-        )
-    if offload.mode in ("backward", "delayed"):
-        raise ValueError(
-            f"offload.overlap={offload.overlap} with zero.states_over={zero.states_over}: a unit's new values travel "
-            "between ranks as soon as it is updated, and cannot wait or be taken back; take offload.overlap=forward or "
-            "step"
-        )
-    for axis, ranks in others.items():
-        if ranks > 1:
-            raise ValueError(
-                f"zero.states_over={zero.states_over} with a model that is cut over {ranks} ranks (mesh.{axis}): "
-                "states that three axes cut are not built; take zero.states_over=shard"
-            )
-
-
-def _check_cut(zero: ZeroConfig, offload: OffloadConfig, what: str, ranks: int, axis: str) -> None:
-    if ranks == 1:
-        return
-    what = f"{what} cut over {ranks} ranks (mesh.{axis})"
-    if offload.param != "device":
-        raise ValueError(
-            f"offload.param={offload.param} with {what}: FSDP2 takes parameters that are cut along another axis from "
-            "the device only; take offload.param=device, other states may leave it"
-        )
-    if not isinstance(zero.reshard_after_forward, bool):
-        raise ValueError(
-            f"zero.reshard_after_forward={zero.reshard_after_forward} with {what}: FSDP2 keeps no second copy of "
-            "parameters that are cut along another axis; take true or false"
-        )
-
-
-def _check_pipeline(offload: OffloadConfig, pipeline_ranks: int) -> None:
-    if pipeline_ranks == 1:
-        return
-    if offload.activations != "device":
-        raise ValueError(
-            f"offload.activations={offload.activations} with mesh.pp={pipeline_ranks}: a pipeline runs the backward of "
-            "its oldest microbatch first, and activations come back in the order in which the newest went; take "
-            "offload.activations=device"
-        )
-    if offload.mode in ("backward", "delayed"):
-        raise ValueError(
-            f"offload.overlap={offload.overlap} with mesh.pp={pipeline_ranks}: tied parameters and norms need the "
-            "gradients of all parts; take offload.overlap=forward or step"
-        )
-
-
-def _check_tiers(zero: ZeroConfig, precision: PrecisionConfig, offload: OffloadConfig) -> None:
-    alike = offload.moments == offload.master and offload.moments_fraction == offload.master_fraction
-    if precision.moments == "int8" and not alike:
-        raise ValueError(
-            f"offload.moments={offload.moments} with offload.master={offload.master}: 8-bit moments are decoded "
-            "where the update runs, so both need one tier and one fraction"
-        )
-    if offload.master == "disk" and precision.param == "fp32" and offload.mode in ("backward", "delayed"):
-        raise ValueError(
-            f"offload.overlap={offload.overlap} with offload.master=disk and precision.param=fp32: new weights wait on "
-            "the host, but fp32 parameters are their own masters, which go back to disk at once; take "
-            "offload.overlap=forward, or precision.param=bf16"
-        )
-    if offload.param != "device" and zero.stage != 3:
-        raise ValueError(
-            f"offload.param={offload.param} with zero.stage={zero.stage}: only stage 3 frees gathered parameters "
-            "after use; take zero.stage=3, or offload.param=device"
-        )
-    if offload.param != "device" and not isinstance(zero.reshard_after_forward, bool):
-        raise ValueError(
-            f"offload.param={offload.param} with zero.reshard_after_forward={zero.reshard_after_forward}: FSDP2 keeps "
-            "a second copy on the device and does not let it come from elsewhere; take reshard_after_forward=true"
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dzero.compatibility import check_compatible
 from dzero.utils.ranges import FRACTION, MOST_BYTES, check, positive, whole
+from dzero.utils.rules import Settings
 
 TIERS = ("device", "host", "disk")
 OVERLAPS = ("auto", "step", "forward", "backward", "delayed")
@@ -103,43 +105,13 @@ class OffloadConfig:
             if fraction not in FRACTION:
                 told = f"must be {FRACTION}; for none, offload.{kind}=device"
                 raise ValueError(f"offload.{kind}_fraction={fraction}: {told}")
-            if tier == "device" and fraction != 1.0:
-                raise ValueError(
-                    f"offload.{kind}_fraction={fraction} has no effect with offload.{kind}=device; remove it"
-                )
-        if self.param != "device" and (self.master == "device" or self.param_fraction > self.master_fraction):
-            raise ValueError(
-                f"offload.param={self.param} with offload.param_fraction={self.param_fraction}, "
-                f"offload.master={self.master}, "
-                f"offload.master_fraction={self.master_fraction}: a parameter leaves the device with its master, which "
-                "is larger; take offload.master=host and offload.master_fraction ≥ offload.param_fraction"
-            )
         if self.overlap not in OVERLAPS:
             raise ValueError(f"offload.overlap={self.overlap!r}: choose one of {list(OVERLAPS)}")
-        if self.overlap != type(self).overlap and self.master == "device":
-            raise ValueError(
-                f"offload.overlap={self.overlap} has no effect while updates run on the device; remove it, or take "
-                "offload.master=host"
-            )
         undo, ahead = whole(1, MOST_BYTES), whole(1, MOST_AHEAD)
         check("offload", self, undo_bytes=undo, delay_warmup_steps=whole(0), prefetch_units=ahead)
-        for key, mode in (("undo_bytes", "backward"), ("delay_warmup_steps", "delayed")):
-            value = getattr(self, key)
-            if value != getattr(type(self), key) and self.overlap != mode:
-                raise ValueError(
-                    f"offload.{key}={value} has no effect with offload.overlap={self.overlap}, only with {mode}"
-                )
         if self.activations not in TIERS:
             raise ValueError(f"offload.activations={self.activations!r}: choose one of {list(TIERS)}")
-        if self.overlap == "backward" and "device" in {self.grad, self.master, self.moments}:
-            raise ValueError(
-                "offload.overlap=backward updates units on the host while gradients are still arriving: it needs "
-                "offload.grad, offload.master and offload.moments on host or disk"
-            )
-        if not self.uses_disk:
-            for key, default in (("prefetch_units", 2), ("disk", DiskConfig())):
-                if getattr(self, key) != default:
-                    raise ValueError(f"offload.{key} has no effect while nothing is on disk; remove it")
+        check_compatible(Settings.of(offload=self).having({"offload.uses_disk": self.uses_disk}))
 
     @property
     def mode(self) -> str:

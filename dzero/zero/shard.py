@@ -37,7 +37,7 @@ from dzero.parallel.context.parallelize import ContextParallel
 from dzero.parallel.expert.dispatch import ExpertParallel
 from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.parallel.tiling.tile import fill_tiles, find_tiles
+from dzero.parallel.tiling.tile import count_tiles, fill_tiles
 from dzero.streams import Loans, exist
 from dzero.utils.terminal import plain
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, is_exact
@@ -402,9 +402,9 @@ class _Sharder:
         self.units = units
         self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
-        shapes, tiled = [*self.shapes.values()], bool(find_tiles(model))
-        check_tables(layout, shapes, tiled=tiled)
-        check_splits(shapes, groups_of_model, tiled=tiled)
+        shapes, tiles = [*self.shapes.values()], count_tiles(model)
+        check_tables(layout, shapes, tiles=tiles)
+        check_splits(shapes, groups_of_model, tiles=tiles)
         check_experts(shapes, mesh, experts, layout.model_ranks)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         rank = mesh.get_local_rank(SHARD)

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dzero.compatibility import check_compatible
 from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.utils.rules import Settings
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
 
-def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiled: bool) -> None:
+def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *, tiles: int) -> None:
     """Raise ValueError if parameters are cut along an axis that `groups` lacks, or if such a model has tiles."""
     dense = (unit for unit in units if unit.shared_by == 1)
     split = next((param for unit in dense for param in unit.params if param.split is not None), None)
@@ -23,11 +25,7 @@ def check_splits(units: list[UnitShape], groups: dict[str, dist.ProcessGroup], *
             f"parameter {split.name} is cut along the axis {axis}, which the mesh does not have: pass the whole mesh "
             f"(dzero.make_mesh(..., {axis}={split.split.count})), of which it was parallelized over mesh[{axis!r}]"
         )
-    if tiled:
-        raise ValueError(
-            f"tiles with {axis}={split.split.count}: a tile is cut out of whole matrices; take block.tiles=1, since "
-            f"the axis {axis} makes operators smaller too"
-        )
+    check_compatible(Settings({f"mesh.{axis}": split.split.count, "block.tiles": tiles}))
 
 
 def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParallel | None, model_ranks: int) -> None:
@@ -48,16 +46,9 @@ def check_experts(units: list[UnitShape], mesh: DeviceMesh, experts: ExpertParal
         raise ValueError("experts= was made over another mesh: pass one mesh to parallelize_experts and to shard")
 
 
-def check_tables(layout: Layout, units: list[UnitShape], *, tiled: bool) -> None:
+def check_tables(layout: Layout, units: list[UnitShape], *, tiles: int) -> None:
     """Raise ValueError if tiled or fused parameters rule out the layout's sharding or dtype of states."""
-    if layout.shares > 1 and tiled:
-        raise ValueError(
-            "zero.states_over=all with tiles: the states of a tile are not cut over copies; take block.tiles=1 and "
-            "block.loss_tiles=1, or zero.states_over=shard"
-        )
+    check_compatible(layout.settings.having({"block.tiles": tiles}))
     fused = [param.name for unit in units for param in unit.params if param.fused]
-    if fused and layout.moments.dtype == torch.uint8:
-        raise ValueError(
-            f"precision.moments=int8: parameter {fused[0]} is cut in several places, which its blocks would mix; take "
-            "precision.moments=bf16"
-        )
+    if fused:
+        check_compatible(layout.settings.having({"param.fused": fused[0]}))

@@ -93,7 +93,7 @@ def test_shards_are_padded_rows_of_the_first_dim() -> None:
         (lambda: ZeroConfig(reduction="fast"), "zero.reduction='fast': choose one of ['auto', 'exact', 'native']"),
         (
             lambda: ZeroConfig(stage=1, reshard_after_forward=False),
-            "zero.reshard_after_forward=False has no effect at zero.stage=1",
+            "zero.reshard_after_forward=false has no effect with zero.stage=1",
         ),
         (lambda: PrecisionConfig(param="bf17"), "precision.param='bf17': choose one of ['fp32', 'bf16', 'fp16']"),
         (lambda: PrecisionConfig(reduce="int8"), "precision.reduce='int8': choose one of"),
@@ -101,25 +101,27 @@ def test_shards_are_padded_rows_of_the_first_dim() -> None:
         (lambda: PrecisionConfig(moments="fp8"), "precision.moments='fp8': choose one of ['fp32', 'bf16', 'int8']"),
         (
             lambda: PrecisionConfig(param="fp16", master="remainder"),
-            "precision.master=remainder needs precision.param=bf16, not fp16",
+            "precision.master=remainder with precision.param=fp16: the remainder is",
         ),
-        (lambda: PrecisionConfig(grad="fp16"), "precision.grad=fp16: choose auto, fp32 or precision.param's bf16"),
-        (lambda: layout(reduce="fp32"), "precision.reduce=fp32 is wider than the torch.bfloat16 gradients"),
+        (lambda: PrecisionConfig(grad="fp16"), "precision.grad=fp16 with precision.param=bf16"),
+        (lambda: layout(reduce="fp32"), "precision.reduce=fp32 with gradients stored in bf16: the payload is wider"),
         (
             lambda: layout(replicate=2, shard=2, grad="bf16"),
-            "precision.grad=bf16: hybrid sharding keeps fp32 gradients between its two hops; take precision.grad=auto",
+            "precision.grad=bf16 with axis replicate=2 and axis shard=2: hybrid sharding keeps fp32 gradients between "
+            "its two hops; take precision.grad=auto",
         ),
         (
             lambda: Layout.of(ZeroConfig(stage=0), PrecisionConfig(), replicate=1, shard=2),
-            "zero.stage=0 replicates everything, so its mesh has a shard axis of 1, not 2",
+            "zero.stage=0 with axis shard=2: it replicates everything",
         ),
         (
             lambda: Layout.of(ZeroConfig(stage=3, reshard_after_forward=3), PrecisionConfig(), replicate=1, shard=8),
-            "zero.reshard_after_forward=3: choose true, false or a non-trivial divisor of the shard axis of 8 ranks",
+            "zero.reshard_after_forward=3 with axis shard=8: parameters are resharded over a part of the axis; take "
+            "true, false or a non-trivial divisor: [2, 4]",
         ),
         (lambda: MeshConfig(replicate=0), "mesh.replicate=0: must be a whole number ≥ 1"),
         (lambda: MeshConfig(replicate=3).degrees(8, stage=2), "does not divide the 8 ranks; allowed: [1, 2, 4, 8]"),
-        (lambda: MeshConfig(replicate=2).degrees(8, stage=0), "mesh.replicate=2 has no effect at zero.stage=0"),
+        (lambda: MeshConfig(replicate=2).degrees(8, stage=0), "mesh.replicate=2 has no effect with zero.stage=0"),
     ],
 )
 def test_errors_name_the_key_the_value_and_the_repair(make: Any, message: str) -> None:
@@ -164,5 +166,5 @@ def test_what_cuts_experts_is_refused_where_it_does_not_fit() -> None:
     with pytest.raises(ValueError, match=r"mesh.ep=3 does not divide the 8 data-parallel ranks of axis shard"):
         Layout.of(ZeroConfig(), PrecisionConfig(), replicate=1, shard=8, expert_ranks=3)
     nearby = ZeroConfig(stage=3, reshard_after_forward=2)
-    with pytest.raises(ValueError, match=r"reshard_after_forward=2 with experts that are cut over 4 ranks"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=2 with mesh.ep=4"):
         Layout.of(nearby, PrecisionConfig(), replicate=1, shard=8, expert_ranks=4)

@@ -172,8 +172,8 @@ MODEL = ModelConfig(hidden_size=36, layers=3, heads=6, ffn_size=50)
 
 
 def test_what_it_does_not_go_with_is_refused_with_what_to_take() -> None:
-    assert "mesh.replicate > 1" in refused(replicate=1, shard=4)
-    assert "mesh.replicate > 1" in refused(stage=0, replicate=4, shard=1)
+    assert "mesh.replicate=2 or more" in refused(replicate=1, shard=4)
+    assert "fewer replicas" in refused(stage=0, replicate=4, shard=1)
     assert "offload.param=device" in refused(stage=3, param="host", master="host")
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="backward")
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="delayed")

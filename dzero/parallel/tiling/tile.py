@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -94,6 +95,12 @@ def find_tiles(model: nn.Module) -> list[tuple[str, nn.Module]]:
             cut |= origins
             found += [(f"{name}.{index}", each) for index, each in module.named_children()]
     return found
+
+
+def count_tiles(model: nn.Module) -> int:
+    """Return the largest number of tiles of a module of `model`; 1 if none has tiles."""
+    parents = Counter(name.rpartition(".")[0] for name, _ in find_tiles(model))
+    return max(parents.values(), default=1)
 
 
 def fill_tiles(model: nn.Module, materialise: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:

@@ -1,0 +1,117 @@
+"""Rules about settings that do not go together: what a rule is, and how settings are checked against it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+CONDITION = re.compile(r"(?P<key>[\w.]+)((?P<operator>!=|=|>)(?P<values>\S+))?")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Plain values of settings, as far as they are known.
+
+    Attributes:
+        values: Values by key, such as `{"zero.stage": 3}`; derived facts have keys too.
+        changed: Keys whose value is not the default.
+    """
+
+    values: Mapping[str, Any]
+    changed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, **groups: Any) -> Settings:
+        """Return the fields of configuration dataclasses, by the names of their groups."""
+        found = [
+            (f"{group}.{field.name}", getattr(config, field.name), _default(field))
+            for group, config in groups.items()
+            for field in fields(config)
+        ]
+        values = {key: value for key, value, _ in found}
+        return cls(values, frozenset(key for key, value, default in found if value != default))
+
+    def having(self, facts: Mapping[str, Any]) -> Settings:
+        """Return these settings and `facts`."""
+        return Settings({**self.values, **facts}, self.changed)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[key]
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that are refused together, as one row of a table.
+
+    Attributes:
+        when: Conditions on settings, separated by spaces: `key=a|b`, `key!=a|b`, `key>1`, or `key` for any value. The
+            message is about the first. A rule does not apply where one of its settings is unknown.
+        why: Reason, as a clause.
+        take: Settings to take instead, or a function that finds them.
+        example: Command line that the rule refuses; empty if only Python can make such settings.
+        also: Relation between the settings that must hold too.
+        idle: Whether the first setting is refused only because it would have no effect; a default is not.
+    """
+
+    when: str
+    why: str
+    take: str | Callable[[Settings], str]
+    example: str
+    also: Callable[[Settings], bool] | None = None
+    idle: bool = False
+
+    @cached_property
+    def conditions(self) -> dict[str, tuple[str, frozenset[str]]]:
+        """Operator and values of the condition on each setting, by its key."""
+        found = {}
+        for each in self.when.split():
+            match = CONDITION.fullmatch(each)
+            assert match is not None, each
+            found[match["key"]] = match["operator"] or "", frozenset((match["values"] or "").split("|"))
+        return found
+
+    def refuses(self, settings: Settings) -> bool:
+        """Return whether `settings` are refused."""
+        if not self.conditions.keys() <= settings.values.keys():
+            return False
+        if self.idle and next(iter(self.conditions)) not in settings.changed:
+            return False
+        holds = all(_holds(settings[key], *condition) for key, condition in self.conditions.items())
+        return holds and (self.also is None or self.also(settings))
+
+    def message(self, settings: Settings, facts: Mapping[str, str]) -> str:
+        """Return the error message: the settings with their values, the reason, and what to take instead.
+
+        Args:
+            settings: The refused settings.
+            facts: Phrase for each derived fact, with `{}` for its value. A fact with an empty phrase is not named.
+        """
+        named = [facts.get(key, f"{key}={{}}").format(shown(settings[key])) for key in self.conditions]
+        first, *others = [each for each in named if each]
+        together = f" with {' and '.join(others)}" if others else ""
+        take = self.take if isinstance(self.take, str) else self.take(settings)
+        if not self.idle:
+            return f"{first}{together}: {self.why}; take {take}"
+        why, instead = f", {self.why}" if self.why else "", f", or take {take}" if take else ""
+        return f"{first} has no effect{together}{why}; remove it{instead}"
+
+
+def _holds(value: Any, operator: str, values: frozenset[str]) -> bool:
+    """Return whether a condition holds for `value`."""
+    if operator == ">":
+        return value is not None and value > int(*values)
+    return not operator or (shown(value) in values) == (operator == "=")
+
+
+def shown(value: Any) -> str:
+    """Format a value as it is written on a command line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return "..." if is_dataclass(value) else str(value)
