@@ -140,11 +140,11 @@ def support_matrix() -> Any:
 def test_the_page_of_what_works_together_names_every_rule() -> None:
     page = "\n".join(support_matrix().support())
     assert all(f"| {rule.why} |" in page for rule in RULES)
-    refused: Mapping[tuple[str, str], Rule] = support_matrix().refusals()
-    assert ("context", "transformers") in refused
-    assert ("stage 2", "parameters off device") in refused
-    assert ("stage 3", "parameters off device") not in refused
-    assert ("tensor", "experts") not in refused
+    refused: Mapping[str, Mapping[str, Rule]] = support_matrix().refusals()
+    assert "transformers" in refused["context"]
+    assert {"stage 0", "stage 1", "stage 2"} <= refused["parameters off device"].keys()
+    assert "stage 3" not in refused["parameters off device"]
+    assert "experts" not in refused["tensor"]
 
 
 TWO_SETTINGS = re.compile(r"\b[a-z]+\.[a-z_]+=[^;]*\bwith [a-z]+\.[a-z_]+=|has no effect with")

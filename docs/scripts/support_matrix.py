@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-from dzero.compatibility import RULES
-from dzero.utils.rules import Rule, Settings
+from dzero.compatibility import FACTS, RULES
+from dzero.utils.rules import Rule, Settings, shown
 
 FEATURES: dict[str, Mapping[str, Any]] = {
-    "stage 0": {"zero.stage": 0, "mesh.replicate": 1},
+    "stage 0": {"zero.stage": 0},
     "stage 1": {"zero.stage": 1},
     "stage 2": {"zero.stage": 2},
     "stage 3": {"zero.stage": 3},
-    "hybrid": {"axis.replicate": 2, "axis.shard": 4},
+    "hybrid": {"mesh.replicate": 2, "axis.replicate": 2, "axis.shard": 4},
     "states over replicas": {"zero.states_over": "all"},
     "resharding over N": {"zero.reshard_after_forward": 2},
     "16-bit masters": {"precision.master": "remainder", "precision.param": "bf16"},
@@ -37,19 +37,20 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "transformers": {"model.kind": "hf"},
 }
 """Settings of each feature of the matrix."""
+HIDDEN = tuple(key for key, phrase in FACTS.items() if not phrase)
 WHOLE = {f"offload.{kind}_fraction": 1.0 for kind in ("master", "moments")}
 
 
-def refusals() -> dict[tuple[str, str], Rule]:
-    """Return the rule that refuses each pair of features, if one does."""
-    found = {}
+def refusals() -> dict[str, dict[str, Rule]]:
+    """Return, for each feature, the features that it does not go together with, and the rules that refuse them."""
+    found: dict[str, dict[str, Rule]] = {name: {} for name in FEATURES}
     for first, second in combinations(FEATURES, 2):
         one, other = FEATURES[first], FEATURES[second]
         if all(one[key] == other[key] for key in one.keys() & other.keys()):
-            settings = Settings({**WHOLE, **one, **other})
-            rule = next((rule for rule in RULES if not rule.idle and rule.refuses(settings)), None)
+            settings = Settings({**WHOLE, **one, **other}, frozenset({*one, *other}))
+            rule = next((rule for rule in RULES if rule.refuses(settings)), None)
             if rule is not None:
-                found[first, second] = rule
+                found[first][second] = found[second][first] = rule
     return found
 
 
@@ -57,9 +58,7 @@ def _table(rules: list[Rule]) -> Iterator[str]:
     yield "| settings | why | instead |\n| --- | --- | --- |"
     for rule in rules:
         take = rule.take if isinstance(rule.take, str) else "named in the message"
-        named = " ".join(
-            f"`{each}`" for each in rule.when.split() if not each.startswith(("optim.elementwise", "optim.takes_whole"))
-        )
+        named = " ".join(f"`{each}`" for each in rule.when.split() if not each.startswith(HIDDEN))
         yield f"| {named.replace('|', chr(92) + '|')} | {rule.why} | {take} |"
     yield ""
 
@@ -70,13 +69,11 @@ def support() -> Iterator[str]:
     yield "Everything on this page is made from the table of rules in `dzero/compatibility.py`, by which `train.py`,"
     yield "`dzero.shard` and `dzero plan` refuse settings in one line before anything starts.\n"
     yield "## Two features\n"
-    yield "A blank works. A cross is refused; the tables below say why.\n"
-    refused, names = refusals(), [*FEATURES]
-    yield "| | " + " | ".join(names[:-1]) + " |"
-    yield "| --- |" + " :-: |" * (len(names) - 1)
-    for row, second in enumerate(names[1:], 1):
-        cells = ["✗" if (first, second) in refused else "" for first in names[:row]]
-        yield f"| {second} | " + " | ".join(cells + [""] * (len(names) - 1 - row)) + " |"
+    yield "Each goes together with all others but those named; of the stages a run has one. The tables below say why.\n"
+    yield "| feature | settings | not with |\n| --- | --- | --- |"
+    for name, others in refusals().items():
+        settings = " ".join(f"`{key}={shown(value)}`" for key, value in FEATURES[name].items() if key not in FACTS)
+        yield f"| {name} | {settings} | {', '.join(others)} |"
     yield "\n## Refused\n"
     yield "Conditions hold together: `=` one of the values, `!=` none of them, a name alone any value.\n"
     yield from _table([rule for rule in RULES if not rule.idle])
