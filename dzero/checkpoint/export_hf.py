@@ -30,7 +30,7 @@ import torch
 
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, StoredBox
+from dzero.checkpoint.format import BUFFER, DTYPES, StoredBox
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.states import values_of
 from dzero.checkpoint.store import PARTIAL, Directory
@@ -95,11 +95,9 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
         if name in source:
             raise CheckpointError(str(checkpoint.path), f"{stored} and {source[name]} are both {name}")
         like = checkpoint.part(stored)
-        kept = stored.startswith(f"{BUFFER}.")
         source[name] = stored
-        parts[name] = StoredBox(
-            None, like.dtype if kept else NAMES[wanted], like.shape, (0,) * len(like.shape), like.shape, 0, 0
-        )
+        kept = stored.startswith(f"{BUFFER}.")
+        parts[name] = StoredBox.unplaced(None, DTYPES[like.dtype] if kept else wanted, like.shape)
     return plan_of(parts, source, config, wanted, shard_bytes)
 
 
@@ -187,12 +185,11 @@ def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, d
     groups: list[dict[str, StoredBox]] = [{}]
     filled = 0
     for name, part in parts.items():
-        count = math.prod(part.size) * DTYPES[part.dtype].itemsize
-        if groups[-1] and filled + count > shard_bytes:
+        if groups[-1] and filled + part.size_bytes > shard_bytes:
             groups.append({})
             filled = 0
         groups[-1][name] = part
-        filled += count
+        filled += part.size_bytes
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     return {name: laid_out(group) for name, group in zip(names if len(groups) > 1 else [SINGLE], groups, strict=True)}
 

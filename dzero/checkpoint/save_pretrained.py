@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import SHARD_BYTES, plan_of, write
-from dzero.checkpoint.format import DTYPES, NAMES, StoredBox
+from dzero.checkpoint.format import DTYPES, StoredBox
 from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, host_mesh
 from dzero.models.published import describe, published_name
@@ -57,9 +57,7 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     tensors = dict(_tensors(sharded))
     source = {published_name(described["kind"], name): name for name in tensors}
     parts = {
-        name: StoredBox(None, NAMES[tensor.dtype], (*tensor.shape,), (0,) * tensor.ndim, (*tensor.shape,), 0, 0)
-        for name, own in source.items()
-        for tensor in [tensors[own]]
+        name: StoredBox.unplaced(None, tensors[own].dtype, tuple(tensors[own].shape)) for name, own in source.items()
     }
     planned = plan_of(parts, source, json.loads(described["config"]), sharded.layout.param.dtype, shard_bytes)
     waiting = [own for own in source.values() if tensors[own].numel()]

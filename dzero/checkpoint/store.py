@@ -28,7 +28,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -83,7 +82,7 @@ class Directory:
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
 
     def open(self, name: str, flags: int) -> int:
@@ -292,6 +291,12 @@ def read_manifest(folder: Directory) -> Manifest:
     except ValueError as error:
         raise CheckpointError(path, str(error)) from error
     return manifest
+
+
+def manifest_at(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint `path`; raise `CheckpointError` if that fails."""
+    with Directory(path) as folder:
+        return read_manifest(folder)
 
 
 def checkpoint_at(path: Path | str) -> Path:

@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ def laid_out(parts: Mapping[str, StoredBox]) -> dict[str, StoredBox]:
     """Return `parts` with their positions in the file, one after the other in the given order."""
     at, placed = 0, {}
     for name, part in parts.items():
-        end = at + part.box.elems * DTYPES[part.dtype].itemsize
+        end = at + part.size_bytes
         placed[name] = msgspec.structs.replace(part, start=at, end=end)
         at = end
     return placed
@@ -74,7 +73,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:

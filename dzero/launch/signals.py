@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 EXIT_SAVED = 75
 """Exit code of a stopped and saved run (EX_TEMPFAIL of sysexits.h: try again). resume=auto continues the run."""
@@ -57,7 +57,7 @@ class StopRequest:
                 signal.signal(number, self._in_main_thread)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)

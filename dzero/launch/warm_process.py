@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Pipe
-from types import TracebackType
 from typing import Any
 
 from dzero.errors import RunError
@@ -133,7 +132,7 @@ class WarmProcess:
     def __enter__(self) -> WarmProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
         try:
             self._process.wait(CLOSE_S)
