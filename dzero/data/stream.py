@@ -27,19 +27,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class TokenStream:
-    """Endless iterator over the microbatches of one rank; the module's docstring defines windows and samples.
+    """Endless microbatches of one rank of a data-parallel group; the module's docstring defines windows and samples.
 
-    Args:
-        tokens: Sequence of token ids, or a 1-D integer array.
-        sequence_tokens: Tokens of a sequence, T.
-        microbatch_sequences: Sequences of a microbatch.
-        rank: Rank in the data-parallel group.
-        ranks: Size of the data-parallel group.
-        seed: Seed of the order.
-        shuffle: Shuffle every epoch. False: every epoch is in the order of the corpus.
-
-    Raises:
-        ValueError: If the tokens do not fill one window.
+    Without `shuffle`, every epoch is in the order of the corpus. Tokens that do not fill one window are an error.
     """
 
     def __init__(
@@ -64,18 +54,11 @@ class TokenStream:
         self.seed, self.shuffle = seed, shuffle
         self.samples = 0
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
+    def next(self) -> Batch:
         """Return the next (inputs, targets), both int64 CPU tensors [microbatch_sequences, sequence_tokens]."""
         batch = self.peek()
         self.skip()
         return batch
-
-    def next(self) -> Batch:
-        """Return `next(stream)`."""
-        return self.__next__()
 
     def peek(self) -> Batch:
         """Return the next microbatch without moving the stream."""
@@ -103,8 +86,7 @@ class TokenStream:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue exactly where `state` was taken, on any number of ranks.
 
-        Raises:
-            ValueError: If corpus, sequence length, seed or shuffling differ. The stream has not changed then.
+        Another corpus, sequence length, seed or shuffling is an error, and leaves the stream unchanged.
         """
         identity = self._identity()
         if missing := sorted({"epoch", "position", *identity} - state.keys()):
@@ -161,10 +143,8 @@ def evaluation_batches(
     """Return one rank's microbatches of held-out tokens: as many on every rank, no window twice, no padding.
 
     At most `max_batches` are returned; None means as many as fit. The windows are spread evenly over the tokens, in
-    order. The remainder that does not fill a step of all ranks is left out.
-
-    Raises:
-        ValueError: At the call, if the tokens do not fill one step.
+    order. The remainder that does not fill a step of all ranks is left out. The call itself raises ValueError if the
+    tokens do not fill one step.
     """
     _check_slice(microbatch_sequences, rank, ranks)
     if max_batches is not None and max_batches < 1:

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.shapes import LlamaShape
 
 OUTER = {"embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head"}
 INNER = {
