@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from dzero.errors import RunError
 from dzero.launch.config import LauncherConfig, launched
 from dzero.launch.signals import EXIT_SAVED, SAME_S, UNWIND_S
-from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, found
+from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, WorkerFailure, found
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
@@ -89,7 +89,7 @@ class _Workers:
         self._ranks: dict[int, int] = {}
         self._running: set[int] = set()
         self._ended: dict[int, ForkExit] = {}
-        self._reports: list[Any] = []
+        self._reports: list[WorkerFailure] = []
         self._sent: set[tuple[int, int]] = set()
         self._passed_on = self._ending = False
         self._store_fork: int | None = None
@@ -252,13 +252,12 @@ def _leave(number: int, *, saved: bool) -> NoReturn:
     sys.exit(EXIT_SAVED if saved else 128 + number)
 
 
-def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]) -> str:
+def _cause(
+    reports: Sequence[WorkerFailure], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]
+) -> str:
     """Return why the run failed: a worker that was killed by a signal from elsewhere, else the earliest report.
 
-    Args:
-        reports: Reports of workers (`dzero.launch.warm_process.WorkerFailure`).
-        killed: Process id and exit of each rank that was killed, but not by this launcher.
-        ended: Exit of every rank that failed.
+    `killed` has process id and exit of each such rank, and `ended` the exit of every rank that failed.
     """
     for rank, (pid, end) in killed.items():
         name = signal.Signals(-end.code).name
@@ -269,7 +268,7 @@ def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], e
         codes = {rank: end.code for rank, end in ended.items()}
         tails = [f"\nrank {rank}'s last output:\n{end.output.rstrip()}" for rank, end in ended.items() if end.output]
         return f"workers ended without a report; exit codes by rank: {codes}{''.join(tails[:1])}"
-    first = min(reports, key=lambda report: int(report.time_ns))
+    first = min(reports, key=lambda report: report.time_ns)
     if first.traceback is None:
-        return str(first.message)
+        return first.message
     return f"rank {first.rank} failed; the other workers were ended\n{first.traceback}"

@@ -28,13 +28,9 @@ UNWIND_S = 3.0
 
 
 class StopRequest:
-    """Context that records signals which ask this process to stop.
+    """Context that records signals which ask this process to stop; `asked` is the first one.
 
-    Args:
-        deadline_s: Seconds to save after the first signal. None: signals are left as they are.
-
-    Attributes:
-        asked: The first signal, or None.
+    The process has `deadline_s` seconds to save after it. With None, signals are left as they are.
     """
 
     def __init__(self, deadline_s: float | None) -> None:

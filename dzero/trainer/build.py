@@ -161,11 +161,8 @@ class BuiltModel:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, an fp32 scalar in nats; where sequences are sharded, of this rank's part.
 
-        If gradients are enabled, the balancing loss of the experts is included.
-
-        Args:
-            tokens: Token ids, int64 [sequences, tokens].
-            targets: The ids that follow them, in the same shape.
+        `tokens` and the `targets` that follow them are int64 [sequences, tokens]. If gradients are enabled, the
+        balancing loss of the experts is included.
         """
         tokens, targets = self._mine(tokens), self._mine(targets)
         with record_function("forward"):
@@ -185,11 +182,8 @@ class BuiltModel:
     def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run forward and backward of a step's microbatches; return this rank's part of their mean loss.
 
-        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss.
-
-        Args:
-            batches: Tokens and targets of each microbatch.
-            scale: Scales each loss before its backward.
+        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss. `batches`
+        are tokens and targets of each microbatch, and `scale` scales each loss before its backward.
         """
         assert self.pipeline is not None
         total = torch.zeros((), device=self.device)

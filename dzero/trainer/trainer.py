@@ -106,12 +106,9 @@ class Trainer:
             print(*self.saves.notes, nothing, sep="\n", flush=True)
 
     def run(self) -> RunSummary:
-        """Train to the last step, evaluate on the way, and return the summary.
+        """Train to the last step, evaluate on the way, and return the summary, which only differs in traffic by rank.
 
-        The summary is the same on every rank, except for traffic.
-
-        Raises:
-            SystemExit: If a signal asked to stop; the code is `EXIT_SAVED` if the last step is saved, else 1.
+        If a signal asks to stop, exit with `EXIT_SAVED` if the last step is saved, else with 1.
         """
         config, steps = self.config, self.config.train.steps
         self.sharded.forget_masters()
@@ -122,7 +119,7 @@ class Trainer:
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
             for line in [self._describe_run(), *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
-            self.recorder.begin_run()
+            self.recorder.memory.reset()
             held_out = None
             for step in range(self.done_steps + 1, steps + 1):
                 shared = self.step(step, monitor, stop=stop.asked is not None)
@@ -143,7 +140,7 @@ class Trainer:
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
-        self.recorder.begin_step()
+        self.recorder.meter.begin()
         first = step == self.done_steps + 1
         with self.built.counted() if first else nullcontext():
             loss = self._microbatches()
@@ -235,7 +232,7 @@ class Trainer:
         """Write this run's plan to TensorBoard."""
         if monitor.board is not None and self.config.monitor.plan:
             ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
-            with self.recorder.aside():
+            with self.recorder.memory.aside():
                 told = log_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
             self.recorder.planned_bytes, lacks = told
             if lacks:

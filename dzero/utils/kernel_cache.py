@@ -52,8 +52,7 @@ def _digest() -> str:
 def _private_folder(folder: Path) -> Path:
     """Create the folder and its parent for this user only, and remove the oldest folders of other digests.
 
-    Raises:
-        OSError: If it cannot be created, or other users could write to it.
+    Raise OSError if it cannot be created, or other users could write to it.
     """
     folder.parent.parent.mkdir(parents=True, exist_ok=True)
     folder = folder.parent.parent.resolve() / folder.parent.name / folder.name

@@ -18,9 +18,7 @@ MOST_BYTES = 2**60
 class Range:
     """Numbers from `least` to `most`, without `least` if `above`, without `most` if `below`.
 
-    Attributes:
-        unit: Unit of the numbers, for messages.
-        or_null: Meaning of null, if messages should mention it.
+    Messages name the `unit` of the numbers, and the meaning of null if `or_null` is set.
     """
 
     least: float
@@ -64,15 +62,9 @@ SECONDS = Range(1e-3, 30.0 * 24 * 3600, unit=" seconds")
 
 
 def check(group: str, config: Any, **ranges: Range) -> None:
-    """Check fields of a configuration dataclass; fields that are None are unset and pass.
+    """Raise ValueError for the first field of a configuration dataclass that is out of its range.
 
-    Args:
-        group: Name of the group for messages, e.g. `train` or `optim.muon`.
-        config: Dataclass to check.
-        **ranges: Allowed range of each field, by field name.
-
-    Raises:
-        ValueError: If a field is out of its range. The message has its name, its value and the range.
+    Fields that are None are unset and pass. Messages name the `group`, e.g. `train` or `optim.muon`.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
