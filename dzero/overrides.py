@@ -59,7 +59,14 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
     """
     wants_internals = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would otherwise print with a stack trace
-    sys.argv[1:] = [*spelt_out(sys.argv[1:]), *_without_folders_of_their_own()]
+    sys.argv[1:] = spelt_out(sys.argv[1:])
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's workers, rank 0 alone makes Hydra's output folders
+        sys.argv += [
+            "hydra.run.dir=.",
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+            "hydra/hydra_logging=none",
+        ]
     try:
         try:
             runs = check(sys.argv[1:], conf)
@@ -181,7 +188,7 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
         else [str(override.input_line)]
         for override in overrides
     ]
-    yield from (list(choice) for choice in itertools.product(*choices))
+    yield from map(list, itertools.product(*choices))
 
 
 def _checked_run(settings: list[str], schema: type[RunConfig]) -> RunConfig:
@@ -282,10 +289,3 @@ def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str
 def _closest(word: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, allowed, n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _without_folders_of_their_own() -> list[str]:
-    """Return overrides with which torchrun workers other than rank 0 make no Hydra output folders."""
-    if os.environ.get("RANK", "0") == "0":
-        return []
-    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

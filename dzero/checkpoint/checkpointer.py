@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -142,35 +143,33 @@ class Checkpointer:
             CheckpointError: On all ranks alike, if no checkpoint can be loaded or the save in progress failed.
         """
         self.finish()
-        shelf, auto, names = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
-        notes, tried = list[str](), list[str]()
+        shelf, auto = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO
 
         def offer() -> str:
-            """Return the next candidate, on rank 0."""
-            if not names:
-                is_one = not auto and is_there(shelf.path / MANIFEST)
-                names.extend([""] if is_one else candidates(shelf, notes) or [""])
-                if strict and notes:
-                    raise CheckpointError("", "; ".join([*notes, STRICT]))
-            if len(tried) < len(names):
-                return names[len(tried)]
-            what = "no checkpoint of this run is whole; move them away to start anew"
-            raise CheckpointError(str(shelf.path), "; ".join([what, *notes]))
+            """Return the candidates, the best first, and messages about them, on rank 0."""
+            notes: list[str] = []
+            is_one = not auto and is_there(shelf.path / MANIFEST)
+            names = [""] if is_one else candidates(shelf, notes) or [""]
+            if strict and notes:
+                raise CheckpointError("", "; ".join([*notes, STRICT]))
+            return json.dumps([names, notes])
 
-        while True:
-            name = self._ranks.agree(offer if dist.get_rank() == 0 else str)[0]
-            if auto and not name:
-                return None
+        names, notes = json.loads(self._ranks.agree(offer if dist.get_rank() == 0 else str)[0])
+        if auto and names == [""]:
+            return None
+        for name in names:
             found, wrong = self._take(shelf.path / name)
             if found is not None:
                 break
             if strict or not name:
                 raise CheckpointError("", f"{wrong}; {STRICT}" if name else wrong)
-            tried.append(name)
             notes.append(f"PASSED OVER {shelf.path / name}: {wrong}")
-        if tried:
-            lost = step_of(tried[0]) - found.step
-            notes.append(f"going on from {found.path} instead: {lost} steps before {tried[0]} are made again")
+        else:
+            what = "no checkpoint of this run is whole; move them away to start anew"
+            raise CheckpointError(str(shelf.path), "; ".join([what, *notes]))
+        if name != names[0]:
+            lost = step_of(names[0]) - found.step
+            notes.append(f"going on from {found.path} instead: {lost} steps before {names[0]} are made again")
         resumed = manifest_at(found.path)
         self._lineage, self._source, self._begun = resumed.origin.resumed(resumed.step), found.path, False
         if self._saver is not None:

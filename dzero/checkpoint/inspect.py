@@ -116,9 +116,9 @@ def _settings(checkpoint: Checkpoint) -> Table:
     rows = []
     for group, values in _config(checkpoint).items():
         keys = values if isinstance(values, dict) else {"": values}
-        rows.append((_shown(group), " ".join(f"{key}={value}".lstrip("=") for key, value in keys.items())))
-    shown = tuple((group, _shown(values)) for group, values in rows)
-    return Table("settings of the run that saved it", ("group", "settings"), shown, left=2)
+        settings = " ".join(f"{key}={value}".lstrip("=") for key, value in keys.items())
+        rows.append((_shown(group), _shown(settings)))
+    return Table("settings of the run that saved it", ("group", "settings"), tuple(rows), left=2)
 
 
 def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspected:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,15 +132,18 @@ class Saver:
             seals = self._ranks.agree(lambda: staged.result()())
             manifest = Manifest(VERSION, step, tuple(seals), state, *lineage, time.time_ns())
             self._ranks.agree(partial(self._publish, name, manifest) if self._rank == 0 else str)
-        except BaseException:
+        except BaseException as error:
             if self._rank == 0:
                 self._shelf.discard(name)
-            raise
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise
+            # A run may be configured to survive errors of this class.
+            raise CheckpointError("", f"rank {self._rank}: {type(error).__name__}: {error}") from error
         return name
 
     def _finish(self, folder: Directory, writer: ShardWriter, stack: ExitStack) -> str:
         """Make this rank's file and index durable, verify the file if configured, and return the index's seal."""
-        with _told(), stack:
+        with stack:
             index = writer.finish()
             data, sealed = seal(index)
             folder.write(index_name(self._rank), data)
@@ -151,13 +154,12 @@ class Saver:
         return sealed
 
     def _publish(self, name: str, manifest: Manifest) -> str:
-        with _told():
-            with Directory(self._shelf.partial(name)) as folder:
-                folder.write(MANIFEST, seal(manifest)[0])
-            with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
-                self._shelf.publish(name)
-            self._shelf.point(name, manifest.origin)
-            keep(self._shelf, self._config.keep, manifest.origin)
+        with Directory(self._shelf.partial(name)) as folder:
+            folder.write(MANIFEST, seal(manifest)[0])
+        with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
+            self._shelf.publish(name)
+        self._shelf.point(name, manifest.origin)
+        keep(self._shelf, self._config.keep, manifest.origin)
         return ""
 
     def _staging(self, parts: Mapping[str, StoredBox]) -> IOBuffers:
@@ -194,14 +196,3 @@ def _ranks(ranks: list[int]) -> str:
     if first == last:
         return f"rank {first}"
     return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Raise any background error as `CheckpointError`, which a run may be configured to survive."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError("", f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error

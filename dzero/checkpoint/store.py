@@ -105,11 +105,9 @@ class Directory:
         """Read a small file; raise `CheckpointError` if it has more than `most_bytes`."""
         fd = self.open(name, os.O_RDONLY)
         with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > most_bytes:
-                size = os.fstat(fd).st_size
-                raise CheckpointDamaged(
-                    str(self.path / name), f"{size} bytes, more than the {most_bytes} that it may have"
-                )
+            if (size := os.fstat(fd).st_size) > most_bytes:
+                what = f"{size} bytes, more than the {most_bytes} that it may have"
+                raise CheckpointDamaged(str(self.path / name), what)
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -217,11 +215,7 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Lock the folder for this run, and yield a new random word that is stored in the folder for `word`.
-
-        Raises:
-            CheckpointError: If another run saves to the folder.
-        """
+        """Lock the folder for this run, and yield a new random word that is stored in the folder for `word`."""
         _make(self.path)
         with Directory(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)

@@ -13,25 +13,11 @@ from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.published import llama_config, published_name
+from dzero.models.published import FIXED, SETTINGS, llama_config, published_name
 from dzero.models.safetensors_reader import StoredTensor, stored_tensors
 
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Settings that are constant in `Llama`, by their names in config.json."""
 DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults of transformers' LlamaConfig for settings that a config.json leaves out."""
-SETTINGS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_size",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "tie_word_embeddings": "tied",
-}
-"""Names of settings in `LlamaShape`, by their names in config.json."""
 
 
 def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:

@@ -34,7 +34,6 @@ from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.plan.run_layout import parallel_of
 from dzero.zero.init_params import Materialise
@@ -92,13 +91,12 @@ class BuiltModel:
             fill(self.sharded, weights)
         self._context = self.sharded.context
         self._tiled = config.block.loss_tiles > 1
-        self.hidden = None if parts is None else self._hidden(config, parts)
-        self.pipeline = None if self.hidden is None else self._pipeline(config, self.sharded, self.hidden)
-
-    def _hidden(self, config: RunConfig, parts: ModelStages) -> HiddenStates:
-        train, mesh = config.train, config.mesh
-        tokens = train.sequence_tokens // (mesh.cp * mesh.tp)
-        return HiddenStates((train.microbatch_sequences, tokens, parts.width), self.sharded.layout.param.dtype)
+        self.hidden: HiddenStates | None = None
+        self.pipeline: Pipeline | None = None
+        if parts is not None:
+            shape = config.train.microbatch_sequences, config.train.sequence_tokens // (mesh.cp * mesh.tp), parts.width
+            self.hidden = HiddenStates(shape, self.sharded.layout.param.dtype)
+            self.pipeline = self._pipeline(config, self.sharded, self.hidden)
 
     def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: HiddenStates) -> Pipeline:
         assert sharded.parts is not None

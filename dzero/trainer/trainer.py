@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
+from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.prefetch import BatchPrefetcher
@@ -49,7 +50,10 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
     """Run one worker of a run, inside the process group; all ranks use rank 0's `run_folder`."""
     outlast_readers()
     with Watchdog(config.launch.timeout) as watch:
-        folder = _folder_of_rank_0(run_folder, device)
+        # torchrun may start ranks in other folders or at other times, so all take that of rank 0.
+        world = dist.group.WORLD
+        assert world is not None
+        folder = Path(gather_json(str(run_folder.absolute()), world)[0])
         with user_errors():
             trainer = Trainer(config, folder, device)
         watch.follow(trainer.sharded.ledger.collective_log)
@@ -251,13 +255,3 @@ class Trainer:
             f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {from_here(self.run_folder)}"
         )
-
-
-def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:
-    """Return rank 0's folder, since torchrun may start ranks in other folders or at other times."""
-    path = torch.zeros(4096, dtype=torch.uint8)
-    encoded = str(folder.absolute()).encode()
-    path[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    path = path.to(device)
-    dist.broadcast(path, src=0)
-    return Path(bytes(path.cpu().tolist()).rstrip(b"\0").decode())
