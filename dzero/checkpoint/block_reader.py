@@ -9,10 +9,10 @@ from contextlib import ExitStack
 
 import torch
 
-from dzero.checkpoint.errors import CheckpointDamaged
+from dzero.checkpoint.errors import CheckpointDamaged, reported_as_checkpoint_error
 from dzero.checkpoint.format import FileIndex, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
+from dzero.checkpoint.store import Directory
 from dzero.offload.direct_io import Direction, make_direct, transfer
 
 THREADS = 4

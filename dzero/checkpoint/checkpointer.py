@@ -179,8 +179,7 @@ class Checkpointer:
     def _take(self, path: Path) -> tuple[Resumed | None, str]:
         """Load the checkpoint at `path`; if it is damaged, return what is wrong and leave every state undefined.
 
-        Raises:
-            CheckpointError: On all ranks, for an error that is not damage.
+        An error that is not damage is raised on all ranks.
         """
         self._optim.synchronize()
         found: list[Resumed] = []

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
+from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError, reported_as_checkpoint_error
 from dzero.checkpoint.format import MANIFEST, MOST_MANIFEST_BYTES, Manifest, seal, unseal
 from dzero.checkpoint.lineage import Lineage, Segment
 
@@ -40,19 +40,6 @@ PARTIAL, GOING = ".partial", ".going"
 LATEST, LOCK = "latest.json", ".lock"
 LEFT = re.compile(rf"({STEP.pattern}|{re.escape(LATEST)})({re.escape(PARTIAL)}|{re.escape(GOING)})")
 MOST_LATEST_BYTES, MOST_LOCK_BYTES = MOST_MANIFEST_BYTES, 4096
-REPAIRS = {
-    errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
-    errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
-    errno.EACCES: "this user may not; change the permissions, or checkpoint.folder",
-    errno.EROFS: "choose a checkpoint.folder that can be written",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EEXIST: "another file is in the way; remove it",
-    errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
-    errno.ENOTDIR: "name a folder",
-    errno.ENOENT: "it is missing; take another checkpoint",
-}
-DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR)
-"""System errors that mean missing bytes; others mean that the bytes could not be accessed."""
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -302,15 +289,3 @@ def checkpoint_at(path: Path | str) -> Path:
         what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
         raise CheckpointError(str(path), what)
     return path / name
-
-
-@contextmanager
-def reported_as_checkpoint_error(path: Path | str) -> Iterator[None]:
-    """Raise system errors as `CheckpointError`, with the file and a remedy."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        repair, kind = REPAIRS.get(error.errno or 0), CheckpointDamaged if error.errno in DAMAGE else CheckpointError
-        raise kind(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import torch
 
+from dzero.checkpoint.errors import reported_as_checkpoint_error
 from dzero.checkpoint.format import DTYPES, FileIndex, StoredBox, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
+from dzero.checkpoint.store import Directory
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 
 THREADS = 4

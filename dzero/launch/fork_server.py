@@ -1,7 +1,6 @@
 """Warm process: imports the run's modules, and forks processes at the launcher's request.
 
-`launch/warm_process.py` is the launcher's side. Forks are safe because the warm process runs no code of a run, has one
-thread, and uses no device.
+`launch/warm_process.py` is the launcher's side, and says why forks are safe.
 """
 
 from __future__ import annotations

@@ -83,13 +83,7 @@ class LlamaShape:
 class MoEShape(LlamaShape):
     """Sizes of the mixture of experts; `ffn_size` is the width of one expert.
 
-    Attributes:
-        experts: Experts per layer.
-        top_k: Experts that each token uses.
-        shared_experts: Width of the SwiGLU that all tokens use, in multiples of `ffn_size`.
-        scores: `softmax` over all experts, or `sigmoid` of each expert's logit.
-        balance: Load balancing method; see the note in `models/moe.py`.
-        balance_rate: Rate of the balancing. None: the default in `RATES`.
+    `ModelConfig` tells what the settings mean, and a note in `models/moe.py` the methods of balancing.
     """
 
     experts: int
