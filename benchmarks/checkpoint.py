@@ -52,8 +52,8 @@ from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.io_buffers import BLOCK_BYTES
 from dzero.checkpoint.store import CheckpointStore
 from dzero.checkpoint.writer import THREADS
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 from dzero.offload.disk import DiskStore
 from dzero.offload.memory_pool import HostMemoryPool

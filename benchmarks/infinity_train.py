@@ -32,8 +32,8 @@ from stats import ratio_of_medians
 from workload import Batches, Workload, loss_of
 
 from dzero import AdamW, ZeroConfig, shard
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.offload.direct_io import Direction
 
 FILL_STEPS = 1

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.shapes import LlamaShape, MoEShape
 
 RANKS = 4
 Step = Callable[[Tensor], Tensor]

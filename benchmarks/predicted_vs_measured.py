@@ -45,8 +45,8 @@ from dzero.estimate.probes import Effort, probe
 from dzero.estimate.step_time import pace_of
 from dzero.estimate.transfers import moved_of
 from dzero.hardware import give_back_freed_memory, peak_rss_bytes, reset_peak_rss, rss_bytes
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.cost_model import expected_traffic

@@ -25,6 +25,7 @@ from report import append_row, table, write_table
 
 from dzero import config
 from dzero.data.stream import TokenStream
+from dzero.monitor.meter import Meter
 from dzero.monitor.sinks import Monitor
 from dzero.trainer.metrics import MetricsRecorder
 from dzero.trainer.trainer import Trainer
@@ -33,7 +34,7 @@ CONF = Path(__file__).parents[1] / "conf"
 WARMUP = 10
 TINY = "model.hidden_size=16 model.heads=2 model.kv_heads=1 model.ffn_size=16 train.sequence_tokens=16"
 CALLED: dict[str, list[tuple[type, str]]] = {
-    "record": [(MetricsRecorder, name) for name in ("begin_step", "share", "before_update", "end_step")],
+    "record": [(Meter, "begin"), *((MetricsRecorder, name) for name in ("share", "before_update", "end_step"))],
     "log and board": [(Monitor, "step")],
     "data": [(TokenStream, "next")],
 }

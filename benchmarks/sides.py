@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from workload import loss_of
 
 from dzero import AdamW, PrecisionConfig, ZeroConfig, shard
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 
 Step = Callable[[Tensor], Tensor]
 ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

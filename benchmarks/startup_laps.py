@@ -46,7 +46,7 @@ def main() -> None:
         lap("worker: join the group")
         trainer = Trainer(run, Path(folder), device)
         lap("worker: read the data, build and shard the model")
-        trainer.recorder.begin_run()
+        trainer.recorder.memory.reset()
         monitor = Monitor(run.monitor, Path(folder), rank=1, total_steps=20)
         trainer.step(1, monitor)
         lap("worker: the first step")

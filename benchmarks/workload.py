@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from dzero.models.config import ModelConfig
+from dzero.models.config import ModelConfig, MoEShape
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.shapes import MoEShape
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 TEXT_BYTES = 4 << 20

@@ -18,7 +18,9 @@ import errno
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parent
 RAISE = dis.opmap["RAISE_VARARGS"]
@@ -81,6 +83,19 @@ def converting(what: str, *kinds: type[Exception], repair: str = "") -> Iterator
         if is_raised_here(error):
             raise
         raise ValueError(f"{what}: {in_short(error)}{repair and f'; {repair}'}") from error
+
+
+def import_optional(module: str, purpose: str, extra: str) -> Any:
+    """Import an optional package; the error for a missing one says that `purpose` needs it, and names the extra."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise ModuleNotFoundError(
+            f"{purpose} needs the package {package}: pip install 'dzero[{extra}]'", name=error.name
+        ) from error
 
 
 def is_raised_here(error: BaseException) -> bool:

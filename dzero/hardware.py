@@ -98,16 +98,7 @@ def peak_flops_of(name: str, dtype: torch.dtype, *, tf32: bool = False) -> float
 
 
 def dtype_of(name: str, *, key: str = "dtype", allowed: Iterable[str] = tuple(DTYPES)) -> torch.dtype:
-    """Return torch.bfloat16 for `bf16`, and so on.
-
-    Args:
-        name: Short name of the dtype.
-        key: Name of the setting, for messages.
-        allowed: Allowed names.
-
-    Raises:
-        ValueError: If `name` is not allowed.
-    """
+    """Return torch.bfloat16 for `bf16`, and so on; raise ValueError, which names the setting, if it is not allowed."""
     names = tuple(allowed)
     if name not in names:
         raise ValueError(f"{key}={name}: choose one of {', '.join(names)}")

@@ -55,14 +55,18 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfig]], None]) -> None:
     """Check the command line, then run Hydra's `main`; exit with a message for errors that the user can fix.
 
-    Args:
-        main: Function decorated with `hydra.main`.
-        conf: Folder of the config groups.
-        check_here: Called once with all runs of the command line; raises RunError if this machine cannot run them.
+    `check_here` is called once with all runs of the command line; it raises RunError if this machine cannot run them.
     """
     wants_internals = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # makes Hydra raise errors that it would otherwise print with a stack trace
-    sys.argv[1:] = [*spelt_out(sys.argv[1:]), *_without_folders_of_their_own()]
+    sys.argv[1:] = spelt_out(sys.argv[1:])
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's workers, rank 0 alone makes Hydra's output folders
+        sys.argv += [
+            "hydra.run.dir=.",
+            "hydra.output_subdir=null",
+            "hydra/job_logging=none",
+            "hydra/hydra_logging=none",
+        ]
     try:
         try:
             runs = check(sys.argv[1:], conf)
@@ -87,15 +91,9 @@ def run(main: Callable[[], Any], conf: Path, check_here: Callable[[list[RunConfi
 
 
 def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> RunConfig:
-    """Return the checked configuration that `settings` make, for commands that start no Hydra run.
+    """Return the checked configuration that words KEY=VALUE make, for commands that start no Hydra run.
 
-    Args:
-        settings: Words of the command line, KEY=VALUE.
-        conf: Folder of the config groups.
-        schema: Class of the configuration.
-
-    Raises:
-        ConfigError: If a setting is unknown, has a wrong type, or is impossible.
+    Raise ConfigError if a setting is unknown, has a wrong type, or is impossible.
     """
     register(schema)
     settings = spelt_out(settings)
@@ -116,14 +114,8 @@ def spelt_out(words: Sequence[str]) -> list[str]:
 def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> list[RunConfig]:
     """Return the runs that a command line starts, composed and validated.
 
-    Args:
-        arguments: Words of the command line. If they start no run or select another configuration, Hydra handles them,
-            and no runs are returned.
-        conf: Folder of the config groups.
-        schema: Registered class of the configuration.
-
-    Raises:
-        ConfigError: For the first setting that is unknown, has a wrong type, or is impossible.
+    No runs are returned if the words start none or select another configuration: Hydra handles them. Raise ConfigError
+    for the first setting that is unknown, has a wrong type, or is impossible.
     """
     flags = flags_of(arguments)
     if flags & (NO_RUN | OTHER_CONFIG):
@@ -196,7 +188,7 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
         else [str(override.input_line)]
         for override in overrides
     ]
-    yield from (list(choice) for choice in itertools.product(*choices))
+    yield from map(list, itertools.product(*choices))
 
 
 def _checked_run(settings: list[str], schema: type[RunConfig]) -> RunConfig:
@@ -225,8 +217,7 @@ def _check_figures(settings: list[str]) -> None:
 def _hint(key: str, schema: type[RunConfig], value: str = "") -> Any:
     """Return the declared type of a setting; Any inside a free mapping.
 
-    Raises:
-        ConfigError: If the key does not exist. The message suggests others, with the given `value`.
+    Raise ConfigError, which suggests other keys with the given `value`, if the key does not exist.
     """
     owner: Any = schema
     done: list[str] = []
@@ -280,10 +271,7 @@ def _keys(owner: Any, prefix: str = "") -> Iterator[str]:
 def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str]:
     """Return at most three keys that an unknown key may stand for, from the most likely kind of match only.
 
-    Args:
-        key: Unknown key.
-        here: Keys of the group that the key names.
-        everywhere: All keys.
+    `here` are the keys of the group that the key names, and `everywhere` all keys.
     """
     last = key.rpartition(".")[2]
     if last.lower() in USUAL_NAMES:
@@ -301,10 +289,3 @@ def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str
 def _closest(word: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, allowed, n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _without_folders_of_their_own() -> list[str]:
-    """Return overrides with which torchrun workers other than rank 0 make no Hydra output folders."""
-    if os.environ.get("RANK", "0") == "0":
-        return []
-    return ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]

@@ -26,17 +26,9 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rendezvous(purpose: str, timeout: timedelta) -> tuple[PrefixStore, int, int]:
-    """Connect to an empty store that this attempt's ranks share.
+    """Connect to the empty store for `purpose` that this attempt's ranks share; return it, this rank, and their number.
 
-    Args:
-        purpose: Name of the store; each purpose has its own.
-        timeout: How long to wait for all ranks.
-
-    Returns:
-        The store, this rank, and the number of ranks.
-
-    Raises:
-        RunError: If a rank does not join in time.
+    Raise RunError if a rank does not join in time.
     """
     until_s = time.monotonic() + timeout.total_seconds()
     where = ", ".join(f"{key}={os.environ[key]}" for key in VARIABLES if key in os.environ)

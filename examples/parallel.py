@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import dzero
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 
 STEPS, TOKENS = 5, 16
 SHAPE = LlamaShape(vocab_size=64, hidden_size=32, layers=2, heads=4, kv_heads=2, ffn_size=64)

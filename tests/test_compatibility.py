@@ -148,7 +148,7 @@ def test_the_page_of_what_works_together_names_every_rule() -> None:
 
 
 TWO_SETTINGS = re.compile(r"\b[a-z]+\.[a-z_]+=[^;]*\bwith [a-z]+\.[a-z_]+=|has no effect with")
-SIZES = {"models/config.py", "models/shapes.py", "parallel/divisibility.py"}
+SIZES = {"models/config.py", "parallel/divisibility.py"}
 """Files that compare a setting with a size or with the kind of model that knows it."""
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from dzero.__main__ import _parser
 from dzero.config import CONF
+from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.llama import Llama
 from dzero.models.moe import Experts, MoE
-from dzero.models.shapes import LlamaShape, MoEShape
 from dzero.overrides import composed
 
 ROOT = Path(__file__).parents[1]

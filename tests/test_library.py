@@ -14,8 +14,8 @@ from pool import Pool
 from torch import Tensor, nn
 
 import dzero
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 
 STEPS, MICROBATCHES, SAMPLES, TOKENS, VOCAB = 6, 2, 2, 10, 32
 LR = 3e-3

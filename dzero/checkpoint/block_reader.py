@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from types import TracebackType
 
 import torch
 
-from dzero.checkpoint.errors import CheckpointDamaged
+from dzero.checkpoint.errors import CheckpointDamaged, reported_as_checkpoint_error
 from dzero.checkpoint.format import FileIndex, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
+from dzero.checkpoint.store import Directory
 from dzero.offload.direct_io import Direction, make_direct, transfer
 
 THREADS = 4
@@ -25,14 +24,10 @@ Block = tuple[int, int]
 
 
 class BlockReader:
-    """Reader of the ranks' data files, which it opens and size-checks on first use.
+    """Reader of the data files that `indexes` describes by rank; it opens and size-checks them on first use.
 
-    Methods raise `CheckpointError` if a file is missing or has another size, or if a block is damaged.
-
-    Args:
-        folder: Folder of the checkpoint.
-        indexes: Index of each file to read, by rank.
-        buffers: Unused buffers to read through, each at least as large as the largest block. None allocates own ones.
+    It reads through `buffers`, each at least as large as the largest block, or through its own. Methods raise
+    `CheckpointError` if a file is missing or has another size, or if a block is damaged.
     """
 
     def __init__(self, folder: Directory, indexes: Mapping[int, FileIndex], buffers: IOBuffers | None = None) -> None:
@@ -45,7 +40,7 @@ class BlockReader:
     def __enter__(self) -> BlockReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def read(self, wanted: Mapping[int, Sequence[Want]]) -> None:
@@ -60,13 +55,8 @@ class BlockReader:
         for _ in self._serve_all(by_block, keep=True):
             pass
 
-    def verify(self, rank: int) -> None:
-        """Read all of a rank's file and raise `CheckpointError` for the first damaged block."""
-        for _ in self.verifying(rank):
-            pass
-
-    def verifying(self, rank: int) -> Iterator[int]:
-        """Verify a rank's file as `verify` does, and yield the bytes of each block."""
+    def verify(self, rank: int) -> Iterator[int]:
+        """Read all of a rank's file and yield the bytes of each block; raise for the first damaged one."""
         return self._serve_all({(rank, number): [] for number in range(len(self._indexes[rank].sums))}, keep=False)
 
     def _serve_all(self, by_block: Mapping[Block, Sequence[Want]], *, keep: bool) -> Iterator[int]:

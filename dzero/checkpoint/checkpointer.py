@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
-from dzero.checkpoint.format import MANIFEST, NAMES, StoredBox
+from dzero.checkpoint.format import MANIFEST, StoredBox
+from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.manifest_types import check_state
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver, all_see
-from dzero.checkpoint.selection import ResumeOrigin, candidates, step_of
+from dzero.checkpoint.selection import candidates, step_of
 from dzero.checkpoint.states import CheckpointStates, Put
-from dzero.checkpoint.store import CheckpointStore, is_there
+from dzero.checkpoint.store import CheckpointStore, is_there, manifest_at
 from dzero.optim.base import MasterOptimizer
 from dzero.streams import this_device
 from dzero.zero.shard import Sharded
@@ -64,8 +65,8 @@ class Checkpointer:
         self._states = CheckpointStates(sharded, optim)
         self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
-        self._origin: ResumeOrigin | None = None
-        self._begun = False
+        self._lineage, self._begun = Lineage().resumed(0), False
+        self._source: Path | None = None
         with ExitStack() as self._undo:
             self._ranks = RankConsensus(config.folder)
             self._undo.callback(self._ranks.close)
@@ -87,13 +88,13 @@ class Checkpointer:
         Raises:
             CheckpointError: If the folder holds checkpoints of another run. Nothing in the folder has changed then.
         """
-        self._open().claim(self._origin)
+        self._open().claim(self._lineage, self._source)
         self._begun = True
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -117,7 +118,8 @@ class Checkpointer:
 
         if not self._begun:
             self.begin()
-        parts = self._states.parts() | {name: _own(tensor) for name, tensor in own.items()}
+        parts = self._states.parts()
+        parts |= {name: StoredBox.unplaced(None, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()}
         self._open().save(step, parts, write, {"optim": self._states.scalars(), "extra": extra})
 
     def finished(self) -> str | None:
@@ -141,36 +143,35 @@ class Checkpointer:
             CheckpointError: On all ranks alike, if no checkpoint can be loaded or the save in progress failed.
         """
         self.finish()
-        shelf, auto, names = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO, list[str]()
-        notes, tried = list[str](), list[str]()
+        shelf, auto = CheckpointStore(self.config.folder if which == AUTO else which), which == AUTO
 
         def offer() -> str:
-            """Return the next candidate, on rank 0."""
-            if not names:
-                is_one = not auto and is_there(shelf.path / MANIFEST)
-                names.extend([""] if is_one else candidates(shelf, notes) or [""])
-                if strict and notes:
-                    raise CheckpointError("", "; ".join([*notes, STRICT]))
-            if len(tried) < len(names):
-                return names[len(tried)]
-            what = "no checkpoint of this run is whole; move them away to start anew"
-            raise CheckpointError(str(shelf.path), "; ".join([what, *notes]))
+            """Return the candidates, the best first, and messages about them, on rank 0."""
+            notes: list[str] = []
+            is_one = not auto and is_there(shelf.path / MANIFEST)
+            names = [""] if is_one else candidates(shelf, notes) or [""]
+            if strict and notes:
+                raise CheckpointError("", "; ".join([*notes, STRICT]))
+            return json.dumps([names, notes])
 
-        while True:
-            name = self._ranks.agree(offer if dist.get_rank() == 0 else str)[0]
-            if auto and not name:
-                return None
+        names, notes = json.loads(self._ranks.agree(offer if dist.get_rank() == 0 else str)[0])
+        if auto and names == [""]:
+            return None
+        for name in names:
             found, wrong = self._take(shelf.path / name)
             if found is not None:
                 break
             if strict or not name:
                 raise CheckpointError("", f"{wrong}; {STRICT}" if name else wrong)
-            tried.append(name)
             notes.append(f"PASSED OVER {shelf.path / name}: {wrong}")
-        if tried:
-            lost = step_of(tried[0]) - found.step
-            notes.append(f"going on from {found.path} instead: {lost} steps before {tried[0]} are made again")
-        self._origin, self._begun = ResumeOrigin.of(found.path), False
+        else:
+            what = "no checkpoint of this run is whole; move them away to start anew"
+            raise CheckpointError(str(shelf.path), "; ".join([what, *notes]))
+        if name != names[0]:
+            lost = step_of(names[0]) - found.step
+            notes.append(f"going on from {found.path} instead: {lost} steps before {names[0]} are made again")
+        resumed = manifest_at(found.path)
+        self._lineage, self._source, self._begun = resumed.origin.resumed(resumed.step), found.path, False
         if self._saver is not None:
             self.begin()
         return replace(found, notes=notes if dist.get_rank() == 0 else [])
@@ -178,8 +179,7 @@ class Checkpointer:
     def _take(self, path: Path) -> tuple[Resumed | None, str]:
         """Load the checkpoint at `path`; if it is damaged, return what is wrong and leave every state undefined.
 
-        Raises:
-            CheckpointError: On all ranks, for an error that is not damage.
+        An error that is not damage is raised on all ranks.
         """
         self._optim.synchronize()
         found: list[Resumed] = []
@@ -216,8 +216,3 @@ class Checkpointer:
     def finish(self) -> str | None:
         """Wait for a save in progress; return the checkpoint's name or None; raise `CheckpointError` if it failed."""
         return None if self._saver is None else self._saver.finish()
-
-
-def _own(tensor: torch.Tensor) -> StoredBox:
-    shape = tuple(tensor.shape)
-    return StoredBox(None, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, 0, 0)

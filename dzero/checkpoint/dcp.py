@@ -111,6 +111,6 @@ class DcpReader(StorageReader):
 
 def _shown(checkpoint: Checkpoint, name: str) -> TensorStorageMetadata:
     """Describe a tensor and its boxes with torch's metadata types."""
-    part = checkpoint.part(name)
-    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in checkpoint.boxes(name)]
+    part, boxes = checkpoint.part(name), [each.box for _, _, each in checkpoint.parts(name)]
+    chunks = [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size)) for box in boxes]
     return TensorStorageMetadata(TensorProperties(DTYPES[part.dtype]), torch.Size(part.shape), chunks)

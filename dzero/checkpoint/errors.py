@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from dzero.errors import RankLost, RunError
+
+REPAIRS = {
+    errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
+    errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
+    errno.EACCES: "this user may not; change the permissions, or checkpoint.folder",
+    errno.EROFS: "choose a checkpoint.folder that can be written",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
+    errno.EEXIST: "another file is in the way; remove it",
+    errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
+    errno.ENOTDIR: "name a folder",
+    errno.ENOENT: "it is missing; take another checkpoint",
+}
+DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR)
+"""System errors that mean missing bytes; others mean that the bytes could not be accessed."""
 
 
 class CheckpointError(RunError):
@@ -19,3 +38,15 @@ class CheckpointDamaged(CheckpointError):
 
 class RankUnavailable(CheckpointError, RankLost):
     """A rank that did not respond when all ranks had to agree on a checkpoint."""
+
+
+@contextmanager
+def reported_as_checkpoint_error(path: Path | str) -> Iterator[None]:
+    """Raise system errors as `CheckpointError`, with the file and a remedy."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        repair, kind = REPAIRS.get(error.errno or 0), CheckpointDamaged if error.errno in DAMAGE else CheckpointError
+        raise kind(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

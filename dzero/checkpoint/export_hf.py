@@ -30,7 +30,7 @@ import torch
 
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import BUFFER, DTYPES, NAMES, StoredBox
+from dzero.checkpoint.format import BUFFER, DTYPES, StoredBox
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.states import values_of
 from dzero.checkpoint.store import PARTIAL, Directory
@@ -52,12 +52,7 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Files to write, and the tensors of the checkpoint that they are made from.
-
-    Attributes:
-        files: Tensors of each file, with their positions.
-        source: Name of the checkpoint's tensor, by exported name.
-    """
+    """Files to write, with the positions of their tensors; `source` has the checkpoint's name of each."""
 
     files: dict[str, dict[str, StoredBox]]
     source: dict[str, str]
@@ -70,16 +65,10 @@ class ExportPlan:
 
 
 def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> ExportPlan:
-    """Plan the export of a checkpoint.
+    """Plan the export of a checkpoint with parameters in `dtype`: `bf16`, `fp16` or `fp32`.
 
-    Args:
-        checkpoint: Checkpoint to export.
-        dtype: Dtype of the exported parameters: `bf16`, `fp16` or `fp32`.
-        shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
-
-    Raises:
-        ValueError: If `dtype` or `shard_bytes` is invalid.
-        CheckpointError: If the checkpoint does not describe its model.
+    A file has at most `shard_bytes` of tensors; a larger tensor gets a file of its own. Raise `CheckpointError` if the
+    checkpoint does not describe its model.
     """
     wanted = dtype_of(dtype, key="--dtype", allowed=EXPORTED)
     if shard_bytes < 1:
@@ -95,11 +84,9 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
         if name in source:
             raise CheckpointError(str(checkpoint.path), f"{stored} and {source[name]} are both {name}")
         like = checkpoint.part(stored)
-        kept = stored.startswith(f"{BUFFER}.")
         source[name] = stored
-        parts[name] = StoredBox(
-            None, like.dtype if kept else NAMES[wanted], like.shape, (0,) * len(like.shape), like.shape, 0, 0
-        )
+        kept = stored.startswith(f"{BUFFER}.")
+        parts[name] = StoredBox.unplaced(None, DTYPES[like.dtype] if kept else wanted, like.shape)
     return plan_of(parts, source, config, wanted, shard_bytes)
 
 
@@ -120,31 +107,24 @@ def export(
 ) -> None:
     """Write `planned` to the new folder `out`, which gets this name only when all of it is durable.
 
-    Args:
-        checkpoint: Checkpoint to read.
-        out: Folder to create.
-        planned: Result of `plan`.
-        progress: Called with the bytes of each piece that was written.
-
-    Raises:
-        CheckpointError: If `out` exists, the disk is too small, the checkpoint is damaged, or the dtype cannot hold a
-            value. Nothing is left behind then.
+    `progress` is called with the bytes of each piece that was written. If `out` exists, the disk is too small, the
+    checkpoint is damaged, or the dtype cannot hold a value, raise `CheckpointError` and leave nothing behind.
     """
     write(out, planned, partial(_converted, checkpoint), progress)
 
 
 def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], None] = lambda count: None) -> None:
-    """Write `planned` as `export` does, from the tensors that `read` returns: by source name, box and dtype, in order.
-
-    Raises:
-        CheckpointError: As `export`.
-    """
+    """Write `planned` as `export` does, from what `read` returns: by source name, box and dtype, in order."""
     out = out.absolute()
     unfinished = out.with_name(out.name + PARTIAL)
     for path, whose in ((out, ""), (unfinished, ", left by an export that was stopped or is under way")):
         if os.path.lexists(path):
             raise CheckpointError(str(path), f"it is there already{whose}: remove it, or choose another folder")
-    _check_room(out, planned.tensor_bytes)
+    with _told(out.parent):
+        free = shutil.disk_usage(out.parent).free
+    if free < planned.tensor_bytes:
+        needed = f"{format_bytes(planned.tensor_bytes)} to write, {format_bytes(free)} free"
+        raise CheckpointError(str(out), f"{needed}: free space, or choose another disk")
     with _told(unfinished):
         unfinished.mkdir()
     try:
@@ -152,7 +132,9 @@ def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], 
             for name, parts in planned.files.items():
                 _write_tensors(read, folder, name, parts, planned.source, progress)
             if SINGLE not in planned.files:
-                folder.write(INDEX, _index(planned))
+                files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
+                index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
+                folder.write(INDEX, (json.dumps(index, indent=2) + "\n").encode())
             folder.write(CONFIG, planned.config.encode())
             folder.sync()
         with _told(out):
@@ -187,20 +169,13 @@ def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, d
     groups: list[dict[str, StoredBox]] = [{}]
     filled = 0
     for name, part in parts.items():
-        count = math.prod(part.size) * DTYPES[part.dtype].itemsize
-        if groups[-1] and filled + count > shard_bytes:
+        if groups[-1] and filled + part.size_bytes > shard_bytes:
             groups.append({})
             filled = 0
         groups[-1][name] = part
-        filled += count
+        filled += part.size_bytes
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     return {name: laid_out(group) for name, group in zip(names if len(groups) > 1 else [SINGLE], groups, strict=True)}
-
-
-def _index(planned: ExportPlan) -> bytes:
-    files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
-    index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
-    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _write_tensors(
@@ -250,15 +225,6 @@ def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype
             f"{stored} holds {values.abs().max():.4g}, more than {dtype} can: export another --dtype",
         )
     return rounded
-
-
-def _check_room(out: Path, needed: int) -> None:
-    """Raise `CheckpointError` if the disk has less than `needed` bytes free."""
-    with _told(out.parent):
-        free = shutil.disk_usage(out.parent).free
-    if free < needed:
-        what = f"{format_bytes(needed)} to write, {format_bytes(free)} free: free space, or choose another disk"
-        raise CheckpointError(str(out), what)
 
 
 @contextmanager

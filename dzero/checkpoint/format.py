@@ -20,6 +20,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 import xxhash
 
 from dzero.checkpoint.box import Box, covered
@@ -68,10 +69,21 @@ class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: int
     end: int
 
+    @classmethod
+    def unplaced(cls, of: str | None, dtype: torch.dtype, shape: tuple[int, ...], box: Box | None = None) -> StoredBox:
+        """Return a box of a tensor, by default all of it, without a position in the file."""
+        box = box or Box.whole(shape)
+        return cls(of, NAMES[dtype], shape, box.offset, box.size, 0, 0)
+
     @property
     def box(self) -> Box:
         """Position of the box in the tensor."""
         return Box(self.offset, self.size)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the box."""
+        return self.box.elems * DTYPES[self.dtype].itemsize
 
     def check(self, name: str) -> None:
         """Raise ValueError if the fields are invalid or contradict each other."""
@@ -83,7 +95,7 @@ class StoredBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"{name}: a part at {self.offset} of size {self.size} is not within {self.shape}")
         if math.prod(max(1, dim) for dim in self.shape) * DTYPES[self.dtype].itemsize >= 1 << 63:
             raise ValueError(f"{name}: no memory holds {self.dtype} {list(self.shape)}")
-        if self.start < 0 or self.end - self.start != math.prod(self.size) * DTYPES[self.dtype].itemsize:
+        if self.start < 0 or self.end - self.start != self.size_bytes:
             raise ValueError(f"{name}: bytes {self.start} to {self.end} are not {self.dtype} {list(self.size)}")
 
 

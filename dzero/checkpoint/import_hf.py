@@ -29,7 +29,7 @@ def blank(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Ca
     `fill` reads the parameters later. Every rank reads all buffers.
     """
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: _zero if name in params else stored for name, stored in weights.items()}
+    return {name: (lambda: torch.zeros(())) if name in params else stored for name, stored in weights.items()}
 
 
 @torch.no_grad()
@@ -37,11 +37,6 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
     """Copy `weights` into the parameters of a sharded model that has no optimizer yet.
 
     Masters that an optimizer creates later get the values before rounding.
-
-    Raises:
-        RuntimeError: If the model has an optimizer.
-        ValueError: If a file is invalid or was changed.
-        OSError: If a file cannot be read.
     """
     shard_boxes = ShardBoxes(sharded)
     for unit in sharded.units:
@@ -52,7 +47,3 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
             if (origin := unit.origin.get(place.own_name)) is not None:
                 origin.put(values if unit.shares is None else values[unit.shares.rows(place.own_name)])
             local_of(place.param).copy_(to_working(values, place.param.dtype))
-
-
-def _zero() -> Tensor:
-    return torch.zeros(())

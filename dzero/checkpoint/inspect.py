@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,15 @@ PRECISIONS = ("param", "master", "moments")
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class Inspected:
-    """Tables to print, and in `wrong` one line for each damaged file or checkpoint."""
-
-    tables: list[Table]
-    wrong: list[str]
+Inspected = tuple[list[Table], list[str]]
+"""Tables to print, and one line for each damaged file or checkpoint."""
 
 
 def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None) -> Inspected:
-    """Describe a checkpoint, or all checkpoints in a folder.
+    """Describe a checkpoint, or all checkpoints in a folder; raise `CheckpointError` if there is none that opens.
 
-    Args:
-        path: Folder of a checkpoint, or of checkpoints.
-        verify: Read everything and compare checksums. Otherwise only file sizes are compared.
-        progress: Called with the bytes of each block that was read.
-
-    Raises:
-        CheckpointError: If the checkpoint cannot be opened, or the folder has none.
+    With `verify`, everything is read and compared with its checksums, and `progress` is called with the bytes of each
+    block. Otherwise only the sizes of files are compared.
     """
     if not is_there(path / MANIFEST):
         return _shelf(CheckpointStore(path), verify=verify, progress=progress)
@@ -51,7 +41,7 @@ def inspect(path: Path, *, verify: bool, progress: Progress = lambda count: None
         wrong = _wrong(checkpoint, verify=verify, progress=progress)
         files = _files(checkpoint, wrong, sound=OK if verify else UNREAD)
         tables = [_summary(checkpoint), _contents(checkpoint), files, _settings(checkpoint)]
-    return Inspected([table for table in tables if table.rows], [*filter(None, wrong)])
+    return [table for table in tables if table.rows], [*filter(None, wrong)]
 
 
 def bytes_of(path: Path) -> int:
@@ -69,8 +59,8 @@ def _wrong(checkpoint: Checkpoint, *, verify: bool, progress: Progress) -> list[
     found = []
     for rank in range(checkpoint.manifest.ranks):
         try:
-            checkpoint.check_size(rank)
-            for count in checkpoint.verify_file(rank) if verify else ():
+            checkpoint.files.check_size(rank)
+            for count in checkpoint.files.verify(rank) if verify else ():
                 progress(count)
             found.append("")
         except CheckpointError as error:
@@ -126,9 +116,9 @@ def _settings(checkpoint: Checkpoint) -> Table:
     rows = []
     for group, values in _config(checkpoint).items():
         keys = values if isinstance(values, dict) else {"": values}
-        rows.append((_shown(group), " ".join(f"{key}={value}".lstrip("=") for key, value in keys.items())))
-    shown = tuple((group, _shown(values)) for group, values in rows)
-    return Table("settings of the run that saved it", ("group", "settings"), shown, left=2)
+        settings = " ".join(f"{key}={value}".lstrip("=") for key, value in keys.items())
+        rows.append((_shown(group), _shown(settings)))
+    return Table("settings of the run that saved it", ("group", "settings"), tuple(rows), left=2)
 
 
 def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspected:
@@ -154,7 +144,7 @@ def _shelf(shelf: CheckpointStore, *, verify: bool, progress: Progress) -> Inspe
     if not rows and not wrong:
         raise CheckpointError(str(shelf.path), "no checkpoint is in it: name one's folder, or the folder above")
     header = ("name", "state", "", "step", "ranks", "size", "saved", "run")
-    return Inspected([Table(f"checkpoints in {shelf.path}", header, tuple(rows), left=3)], wrong)
+    return [Table(f"checkpoints in {shelf.path}", header, tuple(rows), left=3)], wrong
 
 
 def _bytes(checkpoint: Checkpoint) -> int:

@@ -17,13 +17,7 @@ BLOCK_BYTES = 16 << 20
 
 
 class IOBuffers:
-    """Pool of uint8 buffers; the queue `free` holds those that are not in use.
-
-    Args:
-        count: Number of buffers.
-        block_bytes: Bytes of each buffer.
-        device: Device that tensors are copied from; None if there is none.
-    """
+    """Pool of `count` uint8 buffers, which tensors may be copied to from `device`; `free` holds those not in use."""
 
     def __init__(self, count: int, *, block_bytes: int = BLOCK_BYTES, device: torch.device | None = None) -> None:
         self.count, self.block_bytes, self._device = count, block_bytes, device

@@ -12,25 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from dzero.checkpoint.errors import CheckpointError, RankUnavailable
+from dzero.comm.collectives import gather_json
 from dzero.mesh import timeout_of_ranks
 
-SAY_BYTES, WHY_BYTES = 1024, 1024
 BEAT_S, BEATS = 5.0, 3
 """Seconds between two heartbeats, and the minimum number of heartbeats within the timeout."""
-
-
-class _Row(NamedTuple):
-    """Message of a rank: that it is busy, its result, or why it has none."""
-
-    busy: bool
-    say: str
-    why: str
+BUSY: list[str | None] = [None, None]
 
 
 class RankConsensus:
@@ -46,12 +37,8 @@ class RankConsensus:
     def agree(self, do: Callable[[], str] = str) -> list[str]:
         """Run `do` on every rank and return all results, in rank order. Collective.
 
-        Args:
-            do: Returns this rank's result, of which `SAY_BYTES` bytes are exchanged. Its error is raised on this rank.
-
-        Raises:
-            CheckpointError: If `do` raised on another rank.
-            RankUnavailable: If a rank does not respond.
+        An error of `do` is raised on its rank, and as `CheckpointError` on all others. If a rank does not respond, all
+        others raise `RankUnavailable`.
         """
         mine: Future[str] = Future()
         told = self._thread.submit(self._tell, mine)
@@ -69,37 +56,24 @@ class RankConsensus:
         dist.destroy_process_group(self._group)
 
     def _tell(self, mine: Future[str]) -> list[str]:
-        rows = [_Row(True, "", "")]
-        while any(row.busy for row in rows):
+        rows = [BUSY]
+        while BUSY in rows:
             wait([mine], timeout=self._beat_s)
-            rows = self._gather(_row(mine))
-        for row in rows:
-            if row.why:
-                raise CheckpointError("", row.why)
-        return [row.say for row in rows]
-
-    def _gather(self, row: _Row) -> list[_Row]:
-        mine = torch.zeros(1 + SAY_BYTES + WHY_BYTES, dtype=torch.uint8)
-        mine[0] = row.busy
-        for start, size, text in ((1, SAY_BYTES, row.say), (1 + SAY_BYTES, WHY_BYTES, row.why)):
-            encoded = text.encode()[:size]
-            mine[start : start + len(encoded)] = torch.tensor([*encoded], dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        try:
-            dist.all_gather(every, mine, group=self._group)
-        except RuntimeError as error:
-            raise RankUnavailable(self._what, f"a rank is gone: {error}") from error
-        return [_Row(bool(each[0]), _text(each[1 : 1 + SAY_BYTES]), _text(each[1 + SAY_BYTES :])) for each in every]
+            try:
+                rows = gather_json(_row(mine), self._group)
+            except RuntimeError as error:
+                raise RankUnavailable(self._what, f"a rank is gone: {error}") from error
+        for _, why in rows:
+            if why:
+                raise CheckpointError("", why)
+        return [say or "" for say, _ in rows]
 
 
-def _row(mine: Future[str]) -> _Row:
+def _row(mine: Future[str]) -> list[str | None]:
+    """Return what a rank says: that it is busy, its result, or why it has none."""
     if not mine.done():
-        return _Row(True, "", "")
+        return BUSY
     if (error := mine.exception()) is None:
-        return _Row(False, mine.result(), "")
+        return [mine.result(), None]
     whose = "" if isinstance(error, CheckpointError) else f"rank {dist.get_rank()}: {type(error).__name__}: "
-    return _Row(False, "", f"{whose}{error}")
-
-
-def _text(data: torch.Tensor) -> str:
-    return bytes(data.tolist()).rstrip(b"\0").decode(errors="replace")
+    return [None, f"{whose}{error}"]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -33,9 +32,7 @@ COLUMNS_BYTES = 64 << 20
 class Checkpoint:
     """An open checkpoint, whose files are validated before their contents are used; raises `CheckpointError`.
 
-    Args:
-        path: Folder of the checkpoint.
-        check_files: Check at once that all ranks' files exist with the right size, not only when they are read.
+    With `check_files`, all ranks' files must exist with the right size at once, not only when they are read.
     """
 
     def __init__(self, path: Path | str, *, check_files: bool = True) -> None:
@@ -45,9 +42,9 @@ class Checkpoint:
             self.manifest = read_manifest(self._folder)
             self.indexes = [self._index(rank, sealed) for rank, sealed in enumerate(self.manifest.seals)]
             self._checked(MANIFEST, lambda: check_together(self.indexes))
-            self._files = undo.enter_context(BlockReader(self._folder, dict(enumerate(self.indexes))))
+            self.files = undo.enter_context(BlockReader(self._folder, dict(enumerate(self.indexes))))
             for rank in range(self.manifest.ranks if check_files else 0):
-                self._files.check_size(rank)
+                self.files.check_size(rank)
             self._undo = undo.pop_all()
         self._where: dict[str, list[tuple[int, str, StoredBox]]] = {}
         for index in self.indexes:
@@ -58,7 +55,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     @property
@@ -79,23 +76,12 @@ class Checkpoint:
                 str(self.path), f"{name} is {saved}, this model's {list(shape)}: it was saved from another model"
             )
 
-    def check_size(self, rank: int) -> None:
-        """Raise `CheckpointError` if a rank's file is missing or has another size."""
-        self._files.check_size(rank)
-
     def part(self, name: str) -> StoredBox:
         """Return any part of a tensor, as all agree in dtype and shape; raise `CheckpointError` if there is none."""
-        return self._parts(name)[0][2]
+        return self.parts(name)[0][2]
 
-    def boxes(self, name: str) -> list[Box]:
-        """Return the boxes of a tensor that ranks wrote."""
-        return [part.box for _, _, part in self._parts(name)]
-
-    def meeting(self, name: str, box: Box) -> list[tuple[int, str, StoredBox]]:
-        """Return (rank, entry, stored box) for every stored box of a tensor that overlaps `box`."""
-        return [each for each in self._parts(name) if each[2].box.common(box) is not None]
-
-    def _parts(self, name: str) -> list[tuple[int, str, StoredBox]]:
+    def parts(self, name: str) -> list[tuple[int, str, StoredBox]]:
+        """Return (rank, entry, stored box) for every box of a tensor that ranks wrote, or raise as `part` does."""
         if name not in self._where:
             raise CheckpointError(str(self.path), f"it holds no {name}: it was saved from another model or optimizer")
         return self._where[name]
@@ -104,7 +90,7 @@ class Checkpoint:
         """Read a box of a tensor, in its stored dtype, to the CPU."""
         return self.read_all([(name, box)])[0]
 
-    def bytes_of(self, boxes: Sequence[tuple[str, Box]]) -> int:
+    def bytes_of(self, boxes: Iterable[tuple[str, Box]]) -> int:
         """Return the bytes of `room` that `read_all` needs for `boxes`."""
         return sum(aligned(box.elems * DTYPES[self.part(name).dtype].itemsize) for name, box in boxes)
 
@@ -134,24 +120,23 @@ class Checkpoint:
                     wanted.setdefault(rank, []).append((_start(part, common), data))
                 else:
                     self._read_columns(rank, part, common, out[common.slices(box)])
-        self._files.read(wanted)
+        self.files.read(wanted)
         return found
 
     def read_entries(self, rank: int, entries: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read whole entries of a rank's file; raise `CheckpointError` if one does not exist."""
-        parts = {name: self._entry(rank, name) for name in entries}
-        found = {name: torch.empty(part.size, dtype=DTYPES[part.dtype]) for name, part in parts.items()}
-        self._files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
+        parts, found = self.indexes[rank].parts, dict[str, torch.Tensor]()
+        for name in entries:
+            if name not in parts:
+                raise CheckpointError(str(self.path / index_name(rank)), f"it holds no {name}")
+            found[name] = torch.empty(parts[name].size, dtype=DTYPES[parts[name].dtype])
+        self.files.read({rank: [(parts[name].start, _bytes(out)) for name, out in found.items()]})
         return found
 
     def verify(self) -> Iterator[int]:
         """Verify all files, and yield the bytes of each block; raise `CheckpointError` for damage."""
         for index in self.indexes:
-            yield from self.verify_file(index.rank)
-
-    def verify_file(self, rank: int) -> Iterator[int]:
-        """Verify a rank's file, and yield the bytes of each block; raise `CheckpointError` for damage."""
-        return self._files.verifying(rank)
+            yield from self.files.verify(index.rank)
 
     def _read_columns(self, rank: int, part: StoredBox, common: Box, out: torch.Tensor) -> None:
         """Read a box that is not whole rows of `part`, through the whole rows that hold it, some at a time."""
@@ -161,7 +146,7 @@ class Checkpoint:
             rows = common.narrow(first, min(most_rows, common.size[0] - first))
             wide = Box((rows.offset[0], *part.offset[1:]), (rows.size[0], *part.size[1:]))
             found = torch.empty(wide.size, dtype=DTYPES[part.dtype])
-            self._files.read({rank: [(_start(part, wide), _bytes(found))]})
+            self.files.read({rank: [(_start(part, wide), _bytes(found))]})
             out[first : first + rows.size[0]] = found[rows.slices(wide)]
 
     def _index(self, rank: int, sealed: str) -> FileIndex:
@@ -174,11 +159,6 @@ class Checkpoint:
         shape = self.part(name).shape
         if len(shape) != len(box.size) or Box.whole(shape).common(box) not in (box, None):
             raise CheckpointError(str(self.path), f"{name} is {list(shape)}; {box} is not within it")
-
-    def _entry(self, rank: int, name: str) -> StoredBox:
-        if name not in self.indexes[rank].parts:
-            raise CheckpointError(str(self.path / index_name(rank)), f"it holds no {name}")
-        return self.indexes[rank].parts[name]
 
     def _checked(self, name: str, check: Callable[[], None]) -> None:
         try:

@@ -9,7 +9,7 @@ If rank 0 fails, for instance on a full disk, it takes part in the remaining gat
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import SHARD_BYTES, plan_of, write
-from dzero.checkpoint.format import DTYPES, NAMES, StoredBox
+from dzero.checkpoint.format import DTYPES, StoredBox
 from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, host_mesh
 from dzero.models.published import describe, published_name
@@ -57,13 +57,11 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     tensors = dict(_tensors(sharded))
     source = {published_name(described["kind"], name): name for name in tensors}
     parts = {
-        name: StoredBox(None, NAMES[tensor.dtype], (*tensor.shape,), (0,) * tensor.ndim, (*tensor.shape,), 0, 0)
-        for name, own in source.items()
-        for tensor in [tensors[own]]
+        name: StoredBox.unplaced(None, tensors[own].dtype, tuple(tensors[own].shape)) for name, own in source.items()
     }
     planned = plan_of(parts, source, json.loads(described["config"]), sharded.layout.param.dtype, shard_bytes)
     waiting = [own for own in source.values() if tensors[own].numel()]
-    gathered = _Gathered(lambda name: _whole(tensors[name]), waiting)
+    gathered = _Gathered(tensors, waiting)
     ranks, failed = host_mesh(sharded.mesh), None
     if dist.get_rank() == 0:
         try:
@@ -81,8 +79,8 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
 class _Gathered:
     """Whole tensors, gathered one by one in the order of `names` on all ranks."""
 
-    def __init__(self, gather: Callable[[str], torch.Tensor], names: list[str]) -> None:
-        self._gather, self._names = gather, names
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
+        self._tensors, self._names = tensors, names
         self._name, self._tensor = "", torch.empty(0)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
@@ -90,7 +88,7 @@ class _Gathered:
         if name != self._name:
             assert self._names[0] == name
             self._name, self._tensor = name, torch.empty(0)
-            self._tensor = self._gather(self._names.pop(0)).cpu()
+            self._tensor = self._gather().cpu()
         rows = self._tensor.narrow(0, box.offset[0], box.size[0]) if self._tensor.ndim else self._tensor
         assert rows.dtype == dtype
         return rows.contiguous()
@@ -98,7 +96,11 @@ class _Gathered:
     def skip_rest(self) -> None:
         """Take part in the gathers that are left."""
         while self._names:
-            self._gather(self._names.pop(0))
+            self._gather()
+
+    def _gather(self) -> torch.Tensor:
+        tensor = self._tensors[self._names.pop(0)]
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,8 +110,3 @@ def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in state.items():
         if name not in aliases and tensor.dtype in DTYPES.values():
             yield name, tensor
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a tensor, where it is gathered."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ import torch.distributed as dist
 from dzero.checkpoint.block_reader import BlockReader
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.errors import CheckpointError
-from dzero.checkpoint.format import DTYPES, MANIFEST, VERSION, Manifest, StoredBox, index_name, seal
+from dzero.checkpoint.format import MANIFEST, VERSION, Manifest, StoredBox, index_name, seal
 from dzero.checkpoint.io_buffers import BLOCK_BYTES, IOBuffers
 from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
-from dzero.checkpoint.selection import ResumeOrigin, keep, refuse_foreign
+from dzero.checkpoint.selection import keep, refuse_foreign
 from dzero.checkpoint.store import CheckpointStore, Directory
 from dzero.checkpoint.writer import ShardWriter
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
@@ -47,8 +46,7 @@ Write = Callable[[Callable[[str, torch.Tensor], None]], None]
 class Saver:
     """Background saves of a run, whose states may be on `device`. Collective: every rank constructs one.
 
-    Raises:
-        CheckpointError: If another run saves to the folder, or a rank does not see it.
+    Raises `CheckpointError` if another run saves to the folder, or a rank does not see it.
     """
 
     def __init__(self, config: CheckpointConfig, ranks: RankConsensus, device: torch.device | None = None) -> None:
@@ -65,20 +63,16 @@ class Saver:
             all_see(ranks, config.folder, lambda: self._shelf.word() == word)
             self._undo = undo.pop_all()
 
-    def claim(self, origin: ResumeOrigin | None) -> None:
-        """Begin a run in the folder, and remove partial checkpoints of runs that died. Collective.
+    def claim(self, lineage: Lineage, source: Path | None = None) -> None:
+        """Begin a run of `lineage`, which may have resumed from a checkpoint `source`. Collective.
 
-        Args:
-            origin: Checkpoint that the run resumed from; None if it starts from scratch.
-
-        Raises:
-            CheckpointError: If the folder holds checkpoints of another run. Nothing has changed then.
+        Partial checkpoints of runs that died are removed. If the folder holds checkpoints of another run, raise
+        `CheckpointError`; nothing has changed then.
         """
-        lineage = Lineage().resumed(0) if origin is None else origin.lineage.resumed(origin.step)
 
         def take() -> str:
             """Check and clean the folder, on rank 0."""
-            refuse_foreign(self._shelf, lineage, origin)
+            refuse_foreign(self._shelf, lineage, source)
             self._shelf.clean()
             return ""
 
@@ -88,7 +82,7 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def prepare(self, parts: Mapping[str, StoredBox]) -> None:
@@ -98,18 +92,12 @@ class Saver:
     def save(self, step: int, parts: Mapping[str, StoredBox], write: Write, state: dict[str, Any]) -> None:
         """Save `parts` as they are now; return when they may change. Collective.
 
-        Args:
-            step: Step that the parts belong to.
-            parts: Layout of the parts, by entry.
-            write: Called with a function `put(name, tensor)`, to which it passes every part in order.
-            state: Values that are not tensors, as plain JSON; those of rank 0 are saved.
-
-        Raises:
-            CheckpointError: If the save before this one failed, or this one cannot begin.
+        `write` passes every part in order to `put(name, tensor)`. Of `state`, which is plain JSON, that of rank 0 is
+        saved. Raise `CheckpointError` if the save before this one failed, or this one cannot begin.
         """
         self.finish()
         if self._lineage is None:
-            self.claim(None)
+            self.claim(Lineage().resumed(0))
         assert self._lineage is not None
         name = self._ranks.agree(partial(self._shelf.begin, step) if self._rank == 0 else str)[0]
         stack, staged = ExitStack(), Future[Callable[[], str]]()
@@ -144,38 +132,41 @@ class Saver:
             seals = self._ranks.agree(lambda: staged.result()())
             manifest = Manifest(VERSION, step, tuple(seals), state, *lineage, time.time_ns())
             self._ranks.agree(partial(self._publish, name, manifest) if self._rank == 0 else str)
-        except BaseException:
+        except BaseException as error:
             if self._rank == 0:
                 self._shelf.discard(name)
-            raise
+            if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+                raise
+            # A run may be configured to survive errors of this class.
+            raise CheckpointError("", f"rank {self._rank}: {type(error).__name__}: {error}") from error
         return name
 
     def _finish(self, folder: Directory, writer: ShardWriter, stack: ExitStack) -> str:
         """Make this rank's file and index durable, verify the file if configured, and return the index's seal."""
-        with _told(), stack:
+        with stack:
             index = writer.finish()
             data, sealed = seal(index)
             folder.write(index_name(self._rank), data)
             if self._config.verify:
                 with BlockReader(folder, {self._rank: index}, self._buffers) as files:
-                    files.verify(self._rank)
+                    for _ in files.verify(self._rank):
+                        pass
         return sealed
 
     def _publish(self, name: str, manifest: Manifest) -> str:
-        with _told():
-            with Directory(self._shelf.partial(name)) as folder:
-                folder.write(MANIFEST, seal(manifest)[0])
-            with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
-                self._shelf.publish(name)
-            self._shelf.point(name, manifest.origin)
-            keep(self._shelf, self._config.keep, manifest.origin)
+        with Directory(self._shelf.partial(name)) as folder:
+            folder.write(MANIFEST, seal(manifest)[0])
+        with Checkpoint(self._shelf.partial(name)):  # checks that the ranks' parts make up whole tensors
+            self._shelf.publish(name)
+        self._shelf.point(name, manifest.origin)
+        keep(self._shelf, self._config.keep, manifest.origin)
         return ""
 
     def _staging(self, parts: Mapping[str, StoredBox]) -> IOBuffers:
         """Return buffers for all of `parts`, or as many as `staging_bytes` allows; later saves reuse them."""
         if self._touched is not None:
             self._touched.result()
-        needed = sum(part.box.elems * DTYPES[part.dtype].itemsize for part in parts.values())
+        needed = sum(part.size_bytes for part in parts.values())
         block_bytes = min(BLOCK_BYTES, self._config.staging_bytes // (2 * ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
         count = min(max(2, self._config.staging_bytes // block_bytes), needed // block_bytes + 2)
         if self._buffers is None or self._buffers.count < count:
@@ -186,8 +177,7 @@ class Saver:
 def all_see(ranks: RankConsensus, path: Path | str, looks: Callable[[], bool]) -> bool:
     """Return whether every rank sees `path`, as reported by `looks`; False if no rank does. Collective.
 
-    Raises:
-        CheckpointError: If only some ranks see the path; the message names these ranks and their hosts.
+    If only some ranks see it, raise `CheckpointError`, which names them and their hosts.
     """
     rows = [row.split(" ", 1) for row in ranks.agree(lambda: f"{int(looks())} {socket.gethostname()}")]
     hosts: dict[str, dict[str, list[int]]] = {"0": {}, "1": {}}
@@ -206,14 +196,3 @@ def _ranks(ranks: list[int]) -> str:
     if first == last:
         return f"rank {first}"
     return f"ranks {first}-{last}" if last - first == len(ranks) - 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """Raise any background error as `CheckpointError`, which a run may be configured to survive."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError("", f"rank {dist.get_rank()}: {type(error).__name__}: {error}") from error

@@ -7,72 +7,40 @@ belongs to no run: it is reported, and never removed.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.format import Manifest
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.store import STEP, CheckpointStore, Directory, read_manifest
+from dzero.checkpoint.store import STEP, CheckpointStore, manifest_at
 
 
-class ListedCheckpoint(NamedTuple):
-    """A checkpoint of a folder whose manifest could be read."""
-
-    name: str
-    step: int
-    saved_ns: int
-    lineage: Lineage
-
-
-class ResumeOrigin(NamedTuple):
-    """The checkpoint that a run resumed from."""
-
-    path: Path
-    step: int
-    lineage: Lineage
-
-    @classmethod
-    def of(cls, path: Path) -> ResumeOrigin:
-        """Read the origin from the manifest at `path`; raise `CheckpointError` if that fails."""
-        with Directory(path) as folder:
-            manifest = read_manifest(folder)
-        return cls(path, manifest.step, manifest.origin)
-
-
-def members(shelf: CheckpointStore) -> tuple[list[ListedCheckpoint], dict[str, CheckpointError]]:
-    """Return the checkpoints of a folder, and by name the errors of manifests that cannot be read."""
-    found, unreadable = list[ListedCheckpoint](), dict[str, CheckpointError]()
+def members(shelf: CheckpointStore) -> tuple[dict[str, Manifest], dict[str, CheckpointError]]:
+    """Return the manifests in a folder by name, without the large `state`, and the errors of those that do not open."""
+    found, unreadable = dict[str, Manifest](), dict[str, CheckpointError]()
     for name in shelf.names():
         try:
-            with Directory(shelf.path / name) as folder:
-                manifest = read_manifest(folder)
+            found[name] = replace(manifest_at(shelf.path / name), state={})
         except CheckpointError as error:
             unreadable[name] = error
-        else:
-            found.append(ListedCheckpoint(name, manifest.step, manifest.saved_ns, manifest.origin))
     return found, unreadable
 
 
 def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
-    """Return the names of the checkpoints to resume from, the best first; empty if nothing was saved.
+    """Return the names of the checkpoints to resume from, the best first, and add messages for the log to `notes`.
 
     The best is the checkpoint that the pointer names, or a newer one that continues it but that the pointer was not yet
     moved to. Its ancestors follow, the newest first. Without a pointer, the checkpoint that was saved last takes its
-    place.
-
-    Args:
-        shelf: Folder of checkpoints.
-        notes: List to which messages for the log are added.
-
-    Raises:
-        CheckpointError: If checkpoints exist but none can be opened, as only the user may decide to start from scratch.
+    place. Checkpoints of which none can be opened are an error: only the user may decide to start from scratch.
     """
     pointer, (found, unreadable) = None, members(shelf)
     try:
         pointer = shelf.pointer()
     except CheckpointError as error:
         notes.append(f"{error}; the checkpoint that was saved last is taken instead")
-    by_name = {member.name: member for member in found}
     if pointer is None:
         notes += [f"passed over: {error}" for error in unreadable.values()]
         if not found and notes:
@@ -81,21 +49,22 @@ def candidates(shelf: CheckpointStore, notes: list[str]) -> list[str]:
             )
         if not found:
             return []
-        best = max(found, key=_age)
-        name, lineage = best.name, best.lineage
+        name = _by_age(found)[-1]
+        lineage = found[name].origin
     else:
         newer = [error for name, error in unreadable.items() if step_of(name) > step_of(pointer.name)]
         notes += [f"passed over: {error}" for error in newer]
         name, lineage = pointer.name, pointer.origin
-        if not lineage.run and name in by_name:
-            lineage = by_name[name].lineage
-    others = sorted((member for member in found if member.name != name), key=_age, reverse=True)
+        if not lineage.run and name in found:
+            lineage = found[name].origin
+    step = found[name].step if name in found else step_of(name)
+    others = {each: found[each] for each in reversed(_by_age(found)) if each != name}
     if not lineage.run:  # saved before runs had ids, so only the time of the save orders them
-        return [name, *(member.name for member in others if not member.lineage.run)]
-    step = by_name[name].step if name in by_name else step_of(name)
-    here, after = (len(lineage.ancestors), step), [each.name for each in others if _descends(each, lineage.run, step)]
-    before = [(place, saved_ns, each) for place, saved_ns, each in _along(lineage, others) if place <= here]
-    return [*after, name, *(each for _, _, each in reversed(before))]
+        return [name, *(each for each, manifest in others.items() if not manifest.run)]
+    here = len(lineage.ancestors), step
+    after = [each for each, manifest in others.items() if _descends(manifest, lineage.run, step)]
+    before = [each for place, _, each in _along(lineage, others) if place <= here]
+    return [*after, name, *reversed(before)]
 
 
 def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
@@ -110,19 +79,19 @@ def keep(shelf: CheckpointStore, count: int, lineage: Lineage) -> list[str]:
     return going
 
 
-def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, origin: ResumeOrigin | None) -> None:
+def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, source: Path | None) -> None:
     """Raise `CheckpointError` if a run of `lineage` would save beside checkpoints of another run.
 
-    A run that resumed from a checkpoint in this folder may save there, because it chose among them.
+    A run that resumed from a checkpoint `source` in this folder may save there, because it chose among them.
     """
-    if origin is not None and os.path.realpath(origin.path.parent) == os.path.realpath(shelf.path):
+    if source is not None and os.path.realpath(source.parent) == os.path.realpath(shelf.path):
         return
     found, unreadable = members(shelf)
-    foreign = [each for each in found if lineage.position(each.lineage.run, each.step) is None]
+    foreign = {name: each for name, each in found.items() if lineage.position(each.run, each.step) is None}
     if not foreign and not unreadable:
         return
-    newest = max(foreign, key=_age).name if foreign else max(unreadable)
-    runs = {each.lineage.run[:8] or "without an id" for each in foreign}
+    newest = _by_age(foreign)[-1] if foreign else max(unreadable)
+    runs = {each.run[:8] or "without an id" for each in foreign.values()}
     whose = f" (run {', '.join(sorted(runs))})" if runs else ""
     raise CheckpointError(
         str(shelf.path),
@@ -133,25 +102,29 @@ def refuse_foreign(shelf: CheckpointStore, lineage: Lineage, origin: ResumeOrigi
 
 def step_of(name: str) -> int:
     """Return the step in a checkpoint's name."""
+    return _numbers(name)[0]
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    """Return the step, and the attempt at it, in a checkpoint's name."""
     match = STEP.fullmatch(name)
     assert match is not None
-    return int(match[1])
+    return int(match[1]), int(match[2] or 0)
 
 
-def _age(member: ListedCheckpoint) -> tuple[int, int, int]:
-    match = STEP.fullmatch(member.name)
-    assert match is not None
-    return member.saved_ns, member.step, int(match[2] or 0)
+def _by_age(found: Mapping[str, Manifest]) -> list[str]:
+    """Return the names of checkpoints, the one that was saved last at the end."""
+    return sorted(found, key=lambda name: (found[name].saved_ns, found[name].step, _numbers(name)[1]))
 
 
-def _along(lineage: Lineage, found: list[ListedCheckpoint]) -> list[tuple[tuple[int, int], int, str]]:
+def _along(lineage: Lineage, found: Mapping[str, Manifest]) -> list[tuple[tuple[int, int], int, str]]:
     """Return position, time of the save and name of the checkpoints in a lineage, in its order."""
-    own = [(lineage.position(each.lineage.run, each.step), each.saved_ns, each.name) for each in found]
+    own = [(lineage.position(each.run, each.step), each.saved_ns, name) for name, each in found.items()]
     return sorted((place, saved_ns, name) for place, saved_ns, name in own if place is not None)
 
 
-def _descends(member: ListedCheckpoint, run: str, step: int) -> bool:
+def _descends(manifest: Manifest, run: str, step: int) -> bool:
     """Return whether the checkpoint continues from `run` at `step`, directly or not."""
-    if member.lineage.run == run:
-        return member.step > step
-    return any(each == run and last >= step for each, last in member.lineage.ancestors)
+    if manifest.run == run:
+        return manifest.step > step
+    return any(each == run and last >= step for each, last in manifest.lineage)

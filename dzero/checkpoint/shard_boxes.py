@@ -118,12 +118,8 @@ class ShardBox(HeldTensor):
 class ShardBoxes:
     """Shard boxes of all parameters of a sharded model on this rank.
 
-    Args:
-        sharded: The sharded model.
-        stateful: Names of the parameters that have optimizer states, which may be sharded over replicas too.
-
-    Attributes:
-        whole: Name in the model as built, by name in the sharded model.
+    The parameters named in `stateful` have optimizer states, which may be sharded over replicas too. `whole` has the
+    names in the model as built, by name in the sharded model.
     """
 
     def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
@@ -144,15 +140,8 @@ class ShardBoxes:
             own = shards.rank(), shards.size()
             rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
             held = self._as_built.held(shape, *rows)
-            yield ShardBox(
-                held.name,
-                held.shape,
-                held.boxes,
-                held.held,
-                param=unit.params[shape.name],
-                own_name=shape.name,
-                saves=self._saves(shape, copies),
-            )
+            param, saves = unit.params[shape.name], self._saves(shape, copies)
+            yield ShardBox(**vars(held), param=param, own_name=shape.name, saves=saves)
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
         """Return whether this rank saves its part of a parameter.

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.format import BUFFER, MASTER, NAMES, PARAM, StoredBox
-from dzero.checkpoint.load_unit import UnitLoader
-from dzero.checkpoint.quantized_moments import SCALE
+from dzero.checkpoint.format import BUFFER, MASTER, PARAM, StoredBox
+from dzero.checkpoint.load_unit import SCALE, UnitLoader
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.shard_boxes import ShardBox, ShardBoxes
 from dzero.comm.collectives import gather_json
@@ -51,8 +50,7 @@ class CheckpointStates:
     def parts(self) -> dict[str, StoredBox]:
         """Return the parts that `write` saves, by entry and in order; like `write`, call it between steps.
 
-        Raises:
-            ValueError: If another optimizer has the states of a parameter.
+        Raise ValueError if another optimizer has the states of a parameter.
         """
         self._check_optimizers()
         parts: dict[str, StoredBox] = {}
@@ -64,9 +62,8 @@ class CheckpointStates:
             for place in self._without_master(saved):
                 parts |= _parts(place, PARAM, place.param.dtype, place.elems)
         for name, buffer in self._buffers():
-            whole, shape = Box.whole(tuple(buffer.shape)), tuple(buffer.shape)
             entry = f"{BUFFER}.{name}"
-            parts[entry] = StoredBox(entry, NAMES[buffer.dtype], shape, whole.offset, whole.size, 0, 0)
+            parts[entry] = StoredBox.unplaced(entry, buffer.dtype, tuple(buffer.shape))
         return parts
 
     def write(self, put: Put) -> None:
@@ -111,18 +108,17 @@ class CheckpointStates:
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
         """Load the states of `checkpoint`, whose manifest holds `scalars`.
 
-        Raises:
-            CheckpointError: If a tensor is missing, damaged, or of another shape.
-            ValueError: If states belong to another optimizer.
+        Raise `CheckpointError` if a tensor is missing, damaged, or of another shape, and ValueError if states belong to
+        another optimizer.
         """
         self._check_optimizers()
         self._optim.take_scalars(scalars)
         taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
         shard_boxes = [[*self._shard_boxes.of(unit)] for unit in self._sharded.units]
-        for unit, found in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
-            for place, values in found.without_master:
+        for unit, (portable_states, without_master) in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
+            for place, values in without_master:
                 local_of(place.param).view(-1).copy_(values.view(-1))
-            self._optim.import_state(unit, found.portable_states)
+            self._optim.import_state(unit, portable_states)
         for name, buffer in self._buffers(everywhere=True):
             checkpoint.check_shape(f"{BUFFER}.{name}", tuple(buffer.shape))
             buffer.copy_(checkpoint.read(f"{BUFFER}.{name}", Box.whole(tuple(buffer.shape))))
@@ -187,9 +183,8 @@ def values_of(checkpoint: Checkpoint) -> dict[str, str]:
 def _parts(place: ShardBox, key: str, dtype: torch.dtype, elems: int) -> dict[str, StoredBox]:
     """Return the parts of a state by entry, without positions in the file."""
     if f"{key}.".endswith(SCALE):  # scales of this shard's blocks, which begin anywhere in the tensor
-        return {f"{key}.{place.own_name}": StoredBox(None, NAMES[dtype], (elems,), (0,), (elems,), 0, 0)}
-    of = f"{key}.{place.name}"
-    parts = [StoredBox(of, NAMES[dtype], place.shape, box.offset, box.size, 0, 0) for box in place.boxes]
+        return {f"{key}.{place.own_name}": StoredBox.unplaced(None, dtype, (elems,))}
+    parts = [StoredBox.unplaced(f"{key}.{place.name}", dtype, place.shape, box) for box in place.boxes]
     return dict(zip(_entries(place, key), parts, strict=True))
 
 

@@ -28,11 +28,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
-from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError
+from dzero.checkpoint.errors import CheckpointDamaged, CheckpointError, reported_as_checkpoint_error
 from dzero.checkpoint.format import MANIFEST, MOST_MANIFEST_BYTES, Manifest, seal, unseal
 from dzero.checkpoint.lineage import Lineage, Segment
 
@@ -41,19 +40,6 @@ PARTIAL, GOING = ".partial", ".going"
 LATEST, LOCK = "latest.json", ".lock"
 LEFT = re.compile(rf"({STEP.pattern}|{re.escape(LATEST)})({re.escape(PARTIAL)}|{re.escape(GOING)})")
 MOST_LATEST_BYTES, MOST_LOCK_BYTES = MOST_MANIFEST_BYTES, 4096
-REPAIRS = {
-    errno.ENOSPC: "free space, or point checkpoint.folder to another disk",
-    errno.EDQUOT: "free space within your quota, or point checkpoint.folder to another disk",
-    errno.EACCES: "this user may not; change the permissions, or checkpoint.folder",
-    errno.EROFS: "choose a checkpoint.folder that can be written",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EEXIST: "another file is in the way; remove it",
-    errno.ELOOP: "symbolic links are not followed in checkpoints; name the folder itself",
-    errno.ENOTDIR: "name a folder",
-    errno.ENOENT: "it is missing; take another checkpoint",
-}
-DAMAGE = (errno.ENOENT, errno.EIO, errno.ESTALE, errno.EISDIR, errno.ENOTDIR)
-"""System errors that mean missing bytes; others mean that the bytes could not be accessed."""
 
 
 class Latest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -83,7 +69,7 @@ class Directory:
     def __enter__(self) -> Directory:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self.fd)
 
     def open(self, name: str, flags: int) -> int:
@@ -106,11 +92,9 @@ class Directory:
         """Read a small file; raise `CheckpointError` if it has more than `most_bytes`."""
         fd = self.open(name, os.O_RDONLY)
         with reported_as_checkpoint_error(self.path / name), os.fdopen(fd, "rb") as file:
-            if os.fstat(fd).st_size > most_bytes:
-                size = os.fstat(fd).st_size
-                raise CheckpointDamaged(
-                    str(self.path / name), f"{size} bytes, more than the {most_bytes} that it may have"
-                )
+            if (size := os.fstat(fd).st_size) > most_bytes:
+                what = f"{size} bytes, more than the {most_bytes} that it may have"
+                raise CheckpointDamaged(str(self.path / name), what)
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
@@ -218,11 +202,7 @@ class CheckpointStore:
 
     @contextmanager
     def locked(self) -> Iterator[str]:
-        """Lock the folder for this run, and yield a new random word that is stored in the folder for `word`.
-
-        Raises:
-            CheckpointError: If another run saves to the folder.
-        """
+        """Lock the folder for this run, and yield a new random word that is stored in the folder for `word`."""
         _make(self.path)
         with Directory(self.path) as folder:
             fd = folder.open(LOCK, os.O_RDWR | os.O_CREAT)
@@ -294,6 +274,12 @@ def read_manifest(folder: Directory) -> Manifest:
     return manifest
 
 
+def manifest_at(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint `path`; raise `CheckpointError` if that fails."""
+    with Directory(path) as folder:
+        return read_manifest(folder)
+
+
 def checkpoint_at(path: Path | str) -> Path:
     """Return `path`, or the latest checkpoint in it; raise `CheckpointError` if there is none."""
     path = Path(path)
@@ -303,15 +289,3 @@ def checkpoint_at(path: Path | str) -> Path:
         what = f"no checkpoint: neither {MANIFEST} nor {LATEST} is in it; name a checkpoint, or the folder above"
         raise CheckpointError(str(path), what)
     return path / name
-
-
-@contextmanager
-def reported_as_checkpoint_error(path: Path | str) -> Iterator[None]:
-    """Raise system errors as `CheckpointError`, with the file and a remedy."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        repair, kind = REPAIRS.get(error.errno or 0), CheckpointDamaged if error.errno in DAMAGE else CheckpointError
-        raise kind(str(path), f"{error.strerror or error}{f': {repair}' if repair else ''}") from error

@@ -13,15 +13,15 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 import msgspec
 import torch
 
+from dzero.checkpoint.errors import reported_as_checkpoint_error
 from dzero.checkpoint.format import DTYPES, FileIndex, StoredBox, data_name, digest
 from dzero.checkpoint.io_buffers import IOBuffers
-from dzero.checkpoint.store import Directory, reported_as_checkpoint_error
+from dzero.checkpoint.store import Directory
 from dzero.offload.direct_io import Direction, make_direct, transfer, whole_pages
 
 THREADS = 4
@@ -31,7 +31,7 @@ def laid_out(parts: Mapping[str, StoredBox]) -> dict[str, StoredBox]:
     """Return `parts` with their positions in the file, one after the other in the given order."""
     at, placed = 0, {}
     for name, part in parts.items():
-        end = at + part.box.elems * DTYPES[part.dtype].itemsize
+        end = at + part.size_bytes
         placed[name] = msgspec.structs.replace(part, start=at, end=end)
         at = end
     return placed
@@ -74,7 +74,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     def put(self, name: str, tensor: torch.Tensor) -> None:

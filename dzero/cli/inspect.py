@@ -14,9 +14,9 @@ def run(options: argparse.Namespace) -> None:
     """Print the tables; raise RunError if something is damaged."""
     path, to_read = options.checkpoint, bytes_of(options.checkpoint) if options.verify else 0
     with bar(f"verifying {path}", to_read) as progress:
-        inspected = inspect(path, verify=options.verify, progress=progress)
-    show(inspected.tables)
-    if inspected.wrong:
-        raise RunError("\n       ".join(inspected.wrong))
+        tables, wrong = inspect(path, verify=options.verify, progress=progress)
+    show(tables)
+    if wrong:
+        raise RunError("\n       ".join(wrong))
     if options.verify:
         print(f"\nverified: all {format_bytes(to_read)} are what was written")

@@ -27,11 +27,7 @@ from dzero.data.tokens import Tokens, largest_id, map_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens of a run; all ids are in [0, vocab_size).
-
-    Attributes:
-        summary: One line on what was read.
-    """
+    """Tokens of a run, whose ids are in [0, vocab_size), and one line on what was read."""
 
     train: Tokens
     held_out: Tokens
@@ -42,10 +38,7 @@ class Corpus:
 def load(config: DataConfig) -> Corpus:
     """Read the corpus that `config` describes; the result is the same on every rank that sees the same files.
 
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a file or row cannot be used. The message names it.
-        ModuleNotFoundError: If an optional package is missing. The message names the extra.
+    Errors name the file or row that cannot be used, or the extra of a package that is missing.
     """
     field = config.field or "text"
     if config.name is not None:

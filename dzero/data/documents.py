@@ -21,20 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dzero.data.files import FoundFiles
-from dzero.data.optional_packages import require
-from dzero.errors import converting
+from dzero.errors import converting, import_optional
 
 ROWS = 1024
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
 class Document(NamedTuple):
-    """A text in UTF-8 (of a .txt file, its bytes).
-
-    Attributes:
-        name: Name for error messages.
-        key: Bytes that are hashed for the held-out split.
-    """
+    """A text in UTF-8 (of a .txt file, its bytes), its name for errors, and the key that is hashed for the split."""
 
     name: str
     key: bytes
@@ -71,13 +65,10 @@ def read_files(found: FoundFiles, field: str) -> Iterator[Document]:
 
 
 def read_dataset(name: str, config: str | None, split: str | None, field: str) -> Iterator[Document]:
-    """Yield the rows of a Hugging Face dataset.
+    """Yield the rows of a Hugging Face dataset: a name on the hub, a folder of data files, or of a saved dataset.
 
-    Args:
-        name: Name on the hub, folder of data files, or folder of a saved dataset.
-        config: Configuration of the dataset. None: its only one.
-        split: Name of the split. None: `train`, or all of a dataset that was saved without splits.
-        field: Column that holds the text.
+    Without `config`, the dataset must have only one; without `split`, it is `train`, or all of a dataset that was saved
+    without splits.
     """
     dataset = _open_dataset(name, config, split)
     if field not in dataset.column_names:
@@ -118,8 +109,8 @@ def _read_jsonl(path: Path, field: str) -> Iterator[tuple[str, object]]:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:
-    pyarrow = require("pyarrow", "a .parquet file")
-    parquet = require("pyarrow.parquet", "a .parquet file")
+    pyarrow = import_optional("pyarrow", "a .parquet file", "data")
+    parquet = import_optional("pyarrow.parquet", "a .parquet file", "data")
     damage = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
     with (
         converting(f"{path} is no readable .parquet file", *damage, repair="write it again"),
@@ -135,7 +126,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[tuple[str, object]]:
 
 
 def _open_dataset(name: str, config: str | None, split: str | None) -> Any:
-    datasets = require("datasets", f"data.name={name}")
+    datasets = import_optional("datasets", f"data.name={name}", "data")
     folder = Path(name).expanduser()
     if name.startswith(("/", ".", "~")) and not folder.is_dir():
         raise FileNotFoundError(f"data.name={name}: no such folder (looked from {Path.cwd()})")

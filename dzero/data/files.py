@@ -16,11 +16,7 @@ SUFFIXES = TEXT_SUFFIXES + TOKEN_SUFFIXES
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """Files below `root`, sorted by relative path.
-
-    Attributes:
-        ignored: Number of other files in the folder, by suffix.
-    """
+    """Files below `root`, sorted by relative path, and the number of `ignored` others in the folder, by suffix."""
 
     root: Path
     paths: tuple[Path, ...]
@@ -40,11 +36,7 @@ def find(pattern: str) -> FoundFiles:
     """Find the files that `data.path` refers to.
 
     A file that is named directly or matched by a glob must have a known suffix. Of a folder, files with a known suffix
-    are used and all others are counted.
-
-    Raises:
-        FileNotFoundError: If there are no files.
-        ValueError: If a suffix is unknown, a file is empty, or texts are mixed with token files.
+    are used and all others are counted. Empty files, and texts mixed with token files, are errors.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -69,11 +61,8 @@ def _in_folder(root: Path) -> FoundFiles:
 
 
 def _by_glob(pattern: str, path: Path) -> FoundFiles:
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    root = path
-    while glob.has_magic(str(root)):
-        root = root.parent
-    paths = _sorted(root, matches)
+    root = next(each for each in (path, *path.parents) if not glob.has_magic(str(each)))
+    paths = _sorted(root, map(Path, glob.glob(str(path), recursive=True)))
     if not paths:
         what = "no file matches" if glob.has_magic(pattern) else "no such file or folder"
         raise FileNotFoundError(

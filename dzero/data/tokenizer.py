@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dzero.data.documents import Document, is_held_out
-from dzero.data.optional_packages import require
 from dzero.data.tokens import Array
-from dzero.errors import converting
+from dzero.errors import converting, import_optional
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 BATCH_BYTES = 4 * 2**20
@@ -27,26 +26,15 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHOOSE = "set data.separator to the token that ends a document"
 
 
-class Tokenizer(Protocol):
-    """Encoder of documents. Ids are in [0, vocab_size) and are stored in `dtype`."""
-
-    vocab_size: int
-    dtype: np.dtype[Any]
-    separator: int
-
-    def encode(self, documents: list[Document]) -> list[Array]:
-        """Return one array [tokens] of `dtype` for each document, in order; no document is empty."""
-
-
 class ByteTokenizer:
-    """Tokenizer with one token per byte."""
+    """Tokenizer with one token per byte; ids are in [0, vocab_size) and of `dtype`."""
 
     vocab_size = 256
     dtype: np.dtype[Any] = np.dtype(np.uint8)
     separator = 0
 
     def encode(self, documents: list[Document]) -> list[Array]:
-        """Return read-only views of the documents' bytes."""
+        """Return one array [tokens] for each document, a read-only view of its bytes."""
         return [np.frombuffer(document.text, np.uint8) for document in documents]
 
 
@@ -54,16 +42,13 @@ class FileTokenizer:
     """Tokenizer from a JSON file of `tokenizers` or `transformers`; it never truncates or pads.
 
     The special tokens of its template are not added. A document longer than a million characters is encoded in pieces
-    that end at line ends, because the encoder needs about a hundred bytes of memory per token of its input.
-
-    Args:
-        path: File of the tokenizer.
-        separator: Token that ends each document. None: the module's docstring describes how it is found.
+    that end at line ends, because the encoder needs about a hundred bytes of memory per token of its input. Without a
+    `separator`, the token that ends a document is found as the module's docstring describes.
     """
 
     def __init__(self, path: str, separator: str | None) -> None:
         file = Path(path).expanduser()
-        tokenizers = require("tokenizers", f"data.tokenizer={path}")
+        tokenizers = import_optional("tokenizers", f"data.tokenizer={path}", "data")
         if not file.is_file():
             raise FileNotFoundError(f"data.tokenizer={path}: no such file (looked from {Path.cwd()})")
         try:
@@ -89,13 +74,15 @@ class FileTokenizer:
         ]
 
 
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
 def encode_split(
     documents: Iterable[Document], codec: Tokenizer, held_out: float
 ) -> tuple[NDArray[Any], NDArray[Any], int]:
     """Encode documents with their separators, each as a whole on one side of the split.
 
-    Returns:
-        Train ids [tokens], held-out ids [tokens], and the number of documents.
+    Return train ids [tokens], held-out ids [tokens], and the number of documents.
     """
     sides = bytearray(), bytearray()
     separator = np.array(codec.separator, codec.dtype).tobytes()

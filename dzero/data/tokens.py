@@ -28,11 +28,8 @@ Array = NDArray[Any]
 class Tokens:
     """One-dimensional sequence of token ids.
 
-    `len(tokens)` is the number of tokens. `tokens[a:b]` is an array [b - a], a view if it is within one part.
-
-    Args:
-        parts: 1-D integer arrays, which are concatenated logically.
-        name: Name for error messages.
+    `len(tokens)` is the number of tokens. `tokens[a:b]` is an array [b - a], a view if it is within one of the 1-D
+    integer `parts`, which are concatenated logically.
     """
 
     parts: tuple[Array, ...]
@@ -84,10 +81,9 @@ class Tokens:
 
 
 def map_tokens(path: Path, dtype: str) -> Array:
-    """Memory-map a token file: a raw `.bin` file of `dtype`, or a 1-D integer `.npy` file, as [tokens].
+    """Memory-map a token file as [tokens]: a raw `.bin` file of `dtype`, or a 1-D integer `.npy` file.
 
-    Raises:
-        ValueError: If the file is empty, truncated, or not an array of token ids. The message names it.
+    Raise ValueError if it is empty, truncated, or not an array of token ids.
     """
     size_bytes = path.stat().st_size
     if size_bytes == 0:

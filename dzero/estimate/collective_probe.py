@@ -22,8 +22,8 @@ from dzero.estimate.medians import median_of_rounds
 from dzero.estimate.operator_probe import DTYPE, FEW, NARROW, SEQUENCE, WIDE, decoder_loss
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import make_mesh
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.zero.config import ZeroConfig
 from dzero.zero.shard import shard
 

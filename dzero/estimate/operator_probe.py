@@ -21,8 +21,8 @@ from torch.nn import functional
 from dzero.estimate.medians import seconds_of
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
 from dzero.estimate.operator_work import OperatorWork
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 
 NARROW = LlamaShape(vocab_size=256, hidden_size=64, layers=4, heads=2, kv_heads=2, ffn_size=128)
 WIDE = LlamaShape(vocab_size=4096, hidden_size=512, layers=2, heads=8, kv_heads=8, ffn_size=1408)

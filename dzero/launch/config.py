@@ -52,16 +52,12 @@ def check_group() -> None:
     told = {key: os.environ.get(key, "0") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if wrong := {key: value for key, value in told.items() if not value.isdecimal()}:
         raise ValueError(f"{wrong}: must be whole numbers; torchrun sets them, unset them for a run without it")
-    if not int(told["RANK"]) < int(told["WORLD_SIZE"]):
-        raise ValueError(
-            f"RANK={told['RANK']} with WORLD_SIZE={told['WORLD_SIZE']}: a rank is less than the number of ranks; "
-            "torchrun sets both, unset them for a run without it"
-        )
-    if "LOCAL_WORLD_SIZE" in os.environ and not int(told["LOCAL_RANK"]) < int(told["LOCAL_WORLD_SIZE"]):
-        raise ValueError(
-            f"LOCAL_RANK={told['LOCAL_RANK']} with LOCAL_WORLD_SIZE={told['LOCAL_WORLD_SIZE']}: a rank is less than "
-            "the number of ranks; torchrun sets both, unset them for a run without it"
-        )
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if ranks in os.environ and not int(told[rank]) < int(told[ranks]):
+            raise ValueError(
+                f"{rank}={told[rank]} with {ranks}={told[ranks]}: a rank is less than the number of ranks; torchrun "
+                "sets both, unset them for a run without it"
+            )
 
 
 def launched() -> bool:

@@ -1,7 +1,6 @@
 """Warm process: imports the run's modules, and forks processes at the launcher's request.
 
-`launch/warm_process.py` is the launcher's side. Forks are safe because the warm process runs no code of a run, has one
-thread, and uses no device.
+`launch/warm_process.py` is the launcher's side, and says why forks are safe.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SHOWN_BYTES = 4096
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Child:
     """A fork that is running; `ended` is a descriptor that becomes readable when it has ended."""
 
@@ -34,7 +33,7 @@ class _Child:
     pid: int
     ended: int
     says: Connection | None
-    output: int | None = field(default=None)
+    output: int | None
 
 
 def serve(channel_fd: int, launcher_pid: int) -> NoReturn:
@@ -70,8 +69,7 @@ def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
     ready = wait([channel, *says, *ended])
     for each in ready:
         if each in says:
-            child = says[each]
-            _pass_on(channel, child)
+            _pass_on(channel, says[each])
     for each in ready:
         if each in ended:
             child = children.pop(ended[each].request.number)
@@ -79,7 +77,9 @@ def _serve_one(channel: Connection, children: dict[int, _Child]) -> None:
                 _pass_on(channel, child)  # its last messages
             if child.says is not None:  # a child of the fork may still hold the other end
                 child.says.close()
-            channel.send(ForkExit(child.request.number, _reap(child), _output_of(child)))
+            os.close(child.ended)
+            code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+            channel.send(ForkExit(child.request.number, code, _output_of(child)))
     if channel in ready:
         request = channel.recv()
         if isinstance(request, Fork):
@@ -104,11 +104,6 @@ def _pass_on(channel: Connection, child: _Child) -> None:
         channel.send(ForkMessage(child.request.number, value))
 
 
-def _reap(child: _Child) -> int:
-    os.close(child.ended)
-    return os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-
-
 def _output_of(child: _Child) -> str:
     if child.output is None:
         return ""
@@ -131,7 +126,7 @@ def _fork(channel: Connection, request: Fork, others: Mapping[int, _Child]) -> _
                 other.says.close()
         _run(request, sending, output, warm_pid)
     sending.close()
-    return _Child(request=request, pid=pid, ended=os.pidfd_open(pid), says=receiving, output=output)
+    return _Child(request, pid, os.pidfd_open(pid), receiving, output)
 
 
 def _run(request: Fork, sending: Connection, output: int | None, warm_pid: int) -> NoReturn:
@@ -171,13 +166,7 @@ def _set_name(name: str) -> None:
 
 
 def answer(function: str, args: tuple[Any, ...], say: Callable[[Any], None]) -> None:
-    """Call a function and send (False, its result), or (True, the message of its RunError).
-
-    Args:
-        function: Name of the function, `module:function`.
-        args: Its arguments.
-        say: Function that sends a value to the launcher.
-    """
+    """Call the function `module:function` and send (False, its result), or (True, the message of its RunError)."""
     try:
         result = found(function)(*args)
     except RunError as error:

@@ -28,12 +28,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from dzero.errors import RunError
-from dzero.launch.config import LauncherConfig, launched
+from dzero.launch.config import launched
 from dzero.launch.signals import EXIT_SAVED, SAME_S, UNWIND_S
-from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, found
+from dzero.launch.warm_process import PASSED_ON, ForkExit, ForkMessage, WarmProcess, WorkerFailure, found
 
 POLL_S, STORE_S = 0.1, 1.0
 LEAVE_S = 2.0
@@ -42,17 +42,9 @@ STOP_S = 10.0
 """Seconds for workers to leave after a signal, beside the time to save. A worker hung in a library does not respond."""
 
 
-class LaunchedRun(Protocol):
-    """Part of a run's configuration that a launch reads."""
-
-    @property
-    def launch(self) -> LauncherConfig:
-        """Settings of the workers and of their timeouts."""
-
-
 def start(
     entry: Callable[..., None] | str,
-    config: LaunchedRun,
+    config: Any,
     run_folder: Path,
     *,
     workers: int,
@@ -63,7 +55,7 @@ def start(
 
     Args:
         entry: The function, or its name `module:function`, by which workers import it.
-        config: The run's settings.
+        config: The run's settings, of which workers read `launch`, a `LauncherConfig`.
         run_folder: Folder that the run writes to.
         workers: Number of workers to start; ignored under torchrun.
         warm: Warm process that forks them. None: one is started for this call.
@@ -89,12 +81,11 @@ class _Workers:
         self._ranks: dict[int, int] = {}
         self._running: set[int] = set()
         self._ended: dict[int, ForkExit] = {}
-        self._reports: list[Any] = []
+        self._reports: list[WorkerFailure] = []
         self._sent: set[tuple[int, int]] = set()
-        self._passed_on = self._ending = False
         self._store_fork: int | None = None
 
-    def run(self, entry: str, config: LaunchedRun, run_folder: Path, workers: int) -> None:
+    def run(self, entry: str, config: Any, run_folder: Path, workers: int) -> None:
         """Start all workers, wait for them, and report how the run ended."""
         with self._store() as meeting:
             for rank in range(workers):
@@ -137,7 +128,7 @@ class _Workers:
 
     def _wait(self) -> None:
         """Wait until all workers have ended; after a failure, end the others within `LEAVE_S`."""
-        kill_s = math.inf
+        kill_s, passed_on, ending = math.inf, False, False
         while self._running:
             event = self._warm.event(POLL_S)
             if isinstance(event, ForkMessage) and event.number in self._running:
@@ -150,28 +141,18 @@ class _Workers:
             elif isinstance(event, ForkExit) and event.number in self._running:
                 self._running.remove(event.number)
                 self._ended[self._ranks[event.number]] = event
-            if self._pass_first_signal_on():
+            asked = self._signals.asked
+            if asked and not passed_on:
+                passed_on = True
+                self._send(signal.SIGINT if asked[0] == signal.SIGINT else signal.SIGTERM)
                 kill_s = min(kill_s, time.monotonic() + self._save_s + STOP_S)
-            if self._insists() or (not self._ending and (self._reports or self._failed())):
-                self._ending = True
+            insists, self._signals.insisted = self._signals.insisted, False
+            if insists or (not ending and (self._reports or self._failed())):
+                ending = True
                 kill_s = time.monotonic() + (UNWIND_S + 1 if self._signals.asked else LEAVE_S)
                 self._send(signal.SIGTERM)
             if time.monotonic() > kill_s:
                 self._send(signal.SIGKILL)
-
-    def _pass_first_signal_on(self) -> bool:
-        """Pass the first signal on to the workers, and return whether this call did so."""
-        asked = self._signals.asked
-        if not asked or self._passed_on:
-            return False
-        self._passed_on = True
-        self._send(signal.SIGINT if asked[0] == signal.SIGINT else signal.SIGTERM)
-        return True
-
-    def _insists(self) -> bool:
-        """Return whether another signal has arrived after the first."""
-        insists, self._signals.insisted = self._signals.insisted, False
-        return insists
 
     def _killed(self) -> dict[int, tuple[int, ForkExit]]:
         """Return process id and exit of each rank that was killed, but not by this launcher."""
@@ -252,13 +233,12 @@ def _leave(number: int, *, saved: bool) -> NoReturn:
     sys.exit(EXIT_SAVED if saved else 128 + number)
 
 
-def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]) -> str:
+def _cause(
+    reports: Sequence[WorkerFailure], killed: Mapping[int, tuple[int, ForkExit]], ended: Mapping[int, ForkExit]
+) -> str:
     """Return why the run failed: a worker that was killed by a signal from elsewhere, else the earliest report.
 
-    Args:
-        reports: Reports of workers (`dzero.launch.warm_process.WorkerFailure`).
-        killed: Process id and exit of each rank that was killed, but not by this launcher.
-        ended: Exit of every rank that failed.
+    `killed` has process id and exit of each such rank, and `ended` the exit of every rank that failed.
     """
     for rank, (pid, end) in killed.items():
         name = signal.Signals(-end.code).name
@@ -269,7 +249,7 @@ def _cause(reports: Sequence[Any], killed: Mapping[int, tuple[int, ForkExit]], e
         codes = {rank: end.code for rank, end in ended.items()}
         tails = [f"\nrank {rank}'s last output:\n{end.output.rstrip()}" for rank, end in ended.items() if end.output]
         return f"workers ended without a report; exit codes by rank: {codes}{''.join(tails[:1])}"
-    first = min(reports, key=lambda report: int(report.time_ns))
+    first = min(reports, key=lambda report: report.time_ns)
     if first.traceback is None:
-        return str(first.message)
+        return first.message
     return f"rank {first.rank} failed; the other workers were ended\n{first.traceback}"

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 EXIT_SAVED = 75
 """Exit code of a stopped and saved run (EX_TEMPFAIL of sysexits.h: try again). resume=auto continues the run."""
@@ -28,13 +28,9 @@ UNWIND_S = 3.0
 
 
 class StopRequest:
-    """Context that records signals which ask this process to stop.
+    """Context that records signals which ask this process to stop; `asked` is the first one.
 
-    Args:
-        deadline_s: Seconds to save after the first signal. None: signals are left as they are.
-
-    Attributes:
-        asked: The first signal, or None.
+    The process has `deadline_s` seconds to save after it. With None, signals are left as they are.
     """
 
     def __init__(self, deadline_s: float | None) -> None:
@@ -57,7 +53,7 @@ class StopRequest:
                 signal.signal(number, self._in_main_thread)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._ends is None:
             return
         signal.set_wakeup_fd(-1)

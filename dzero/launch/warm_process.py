@@ -28,7 +28,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Pipe
-from types import TracebackType
 from typing import Any
 
 from dzero.errors import RunError
@@ -43,18 +42,9 @@ SERVE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fork:
-    """Request to run `function(*args, say)` in a fork, where `say` sends a value to the launcher.
-
-    Attributes:
-        number: Number of the fork.
-        function: Name of the function, `module:function`.
-        args: Its arguments.
-        env: Environment variables to set.
-        name: Name of the process as ps shows it, up to 15 bytes.
-        silent: Whether to record its output instead of printing it; the last part comes with `ForkExit`.
-    """
+    """Request to run a function in a fork; `WarmProcess.fork` tells what the fields mean."""
 
     number: int
     function: str
@@ -89,7 +79,7 @@ class ForkSignal:
     signal: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorkerFailure:
     """Reason why a worker failed; `traceback` is None for an error whose message is all that the user needs."""
 
@@ -104,13 +94,9 @@ class WarmProcessLost(RunError):
 
 
 class WarmProcess:
-    """Context manager that starts the warm process at its construction, and requests forks from it.
+    """Context manager that starts the warm process, which imports `modules`, and requests forks from it.
 
-    Args:
-        modules: Names of the modules to import.
-
-    Attributes:
-        pids: Process ids by the number of the fork.
+    `pids` has the process ids by the number of the fork.
     """
 
     def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
@@ -133,7 +119,7 @@ class WarmProcess:
     def __enter__(self) -> WarmProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
         try:
             self._process.wait(CLOSE_S)
@@ -148,13 +134,13 @@ class WarmProcess:
 
         Args:
             function: Name of the function, `module:function`.
-            *args: Its arguments, except the last one, `say`.
-            name: Name of the process, up to 15 bytes.
+            *args: Its arguments, except the last one, `say`, which sends a value to the launcher.
+            name: Name of the process as ps shows it, up to 15 bytes.
             env: Environment variables to set.
-            silent: Whether to record its output instead of printing it.
+            silent: Whether to record its output instead of printing it; the last part comes with `ForkExit`.
         """
         number, self._forks = self._forks, self._forks + 1
-        self._send(Fork(number=number, function=function, args=args, env=env or {}, name=name, silent=silent))
+        self._send(Fork(number, function, args, env or {}, name, silent))
         return number
 
     def signal(self, number: int, which: int) -> None:
@@ -162,14 +148,9 @@ class WarmProcess:
         self._send(ForkSignal(number, which))
 
     def event(self, timeout_s: float | None = None, of: int | None = None) -> ForkMessage | ForkExit | None:
-        """Return the next event, or None if there is none in time.
+        """Return the next event, of any fork or of fork `of`, or None if there is none in time.
 
-        Args:
-            timeout_s: Seconds to wait. None: without limit.
-            of: Number of the fork whose events are returned. None: those of all.
-
-        Raises:
-            WarmProcessLost: The warm process has ended, and all forks with it.
+        Raise `WarmProcessLost` if the warm process has ended, and all forks with it.
         """
         for kept in self._events:
             if of in (None, kept.number):
@@ -186,8 +167,7 @@ class WarmProcess:
     def call(self, function: str, *args: Any) -> Any:
         """Run a function in a process of its own, and return its result.
 
-        Raises:
-            RunError: The function raised it, or another exception, whose traceback the process has printed.
+        Raise RunError if the function raised it, or another exception, whose traceback the process has printed.
         """
         number = self.fork("dzero.launch.fork_server:answer", function, args, name="dzero check")
         answer: ForkMessage | None = None

@@ -45,10 +45,9 @@ TORCHS_OWN = tuple(
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Status of a rank at its last heartbeat.
+    """Status of a rank at its last heartbeat, the number of which is `beat`.
 
     Attributes:
-        beat: Number of the heartbeat.
         count: Number of collectives begun.
         last: Description of the last collective begun.
         ended: Reason why the rank left; empty while it runs.
@@ -58,9 +57,9 @@ class RankStatus:
     rank: int
     host: str
     pid: int
-    beat: int = 0
-    count: int = 0
-    last: str = "before its first collective"
+    beat: int
+    count: int
+    last: str
     ended: str = ""
     waits: bool = False
 
@@ -71,9 +70,8 @@ class RankStatus:
 class Watchdog:
     """Context around a worker's use of the process group, which explains failures that other ranks caused.
 
-    Raises:
-        RunError: An exception came out of a collective. The message names the missing ranks, and where all ranks are.
-        ReportedElsewhere: Another rank has reported the same.
+    It turns an exception out of a collective into RunError, which names the missing ranks and where all ranks are, or
+    into ReportedElsewhere if another rank has reported the same.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -133,10 +131,8 @@ class Watchdog:
 
     def _write(self, ended: str = "") -> None:
         self._beats += 1
-        count, last = self._collective_log.at
-        place = RankStatus(
-            self._rank, self._host, self._pid, self._beats, count, last, ended, self._collective_log.waits
-        )
+        log = self._collective_log
+        place = RankStatus(self._rank, self._host, self._pid, self._beats, *log.at, ended, log.waits)
         self._store.set(str(self._rank), json.dumps(asdict(place)))
 
     def _read(self) -> list[RankStatus | None]:
@@ -184,23 +180,19 @@ def report(
     error: object,
     of_parts: bool = False,
 ) -> str:
-    """Return the error message: the missing ranks as `rank` sees them, and the place of every rank.
+    """Return the message for an `error` out of a collective: the missing ranks as `rank` sees them, and where all are.
 
-    Args:
-        places: Status of every rank; None if it has written none.
-        silent: Ranks without a new heartbeat.
-        rank: The rank that reports.
-        timeout: Timeout of collectives.
-        error: The exception that came out of the collective.
-        of_parts: Whether the ranks are stages of a pipeline, which begin different collectives.
+    `silent` are those without a new heartbeat. With `of_parts`, ranks are stages of a pipeline, which begin different
+    collectives.
     """
     here = places[rank]
     assert here is not None
-    ended = [place for place in places if place is not None and place.ended]
-    busy = [place for place in places if place is not None and not place.waits and place != here]
+    there = [place for place in places if place is not None]
+    ended = [place for place in there if place.ended]
+    busy = [place for place in there if not place.waits and place != here]
     # At the same count, all ranks must be in the same collective.
-    others = [place for place in places if place is not None and place.count == here.count and place.last != here.last]
-    behind = [place for place in places if place is not None and place.count < here.count]
+    others = [place for place in there if place.count == here.count and place.last != here.last]
+    behind = [place for place in there if place.count < here.count]
     if ended:
         why = "; ".join(f"{place} ended with {place.ended}" for place in ended[:3])
     elif silent:
@@ -225,10 +217,8 @@ def _by_place(places: Sequence[RankStatus | None], silent: Sequence[RankStatus])
     """Return a line for each place (last collective), with the ranks that are there."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
-        if place is None:
-            at["not there yet"].append(rank)
-        else:
-            at[place.last + (" at its last beat" if place in silent else "")].append(rank)
+        where = "not there yet" if place is None else place.last + (" at its last beat" if place in silent else "")
+        at[where].append(rank)
     return [f"  rank {_ranges(ranks)}: {text}" for text, ranks in at.items()]
 
 

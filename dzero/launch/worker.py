@@ -43,14 +43,7 @@ Entry = Callable[[Any, Path, torch.device], None]
 
 
 def run(entry: str, config: Any, run_folder: Path, say: Callable[[WorkerFailure], None]) -> None:
-    """Run a worker of the launcher: join the group, call the entry, and report a failure.
-
-    Args:
-        entry: Name of the entry, `module:function`.
-        config: The run's settings.
-        run_folder: Folder that the run writes to.
-        say: Function that sends a failure to the launcher.
-    """
+    """Run a worker of the launcher: join the group, call the entry `module:function`, and send a failure by `say`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _unwind)
     for number in (signal.SIGHUP, signal.SIGQUIT):  # the launcher passes them on as SIGTERM
@@ -142,7 +135,7 @@ def to_torchrun(error: Exception) -> None:
 
 def _to_launcher(say: Callable[[WorkerFailure], None], error: Exception) -> None:
     text = None if isinstance(error, RunError) else traceback.format_exc()
-    say(WorkerFailure(rank=int(os.environ["RANK"]), time_ns=time.time_ns(), message=str(error), traceback=text))
+    say(WorkerFailure(int(os.environ["RANK"]), time.time_ns(), str(error), text))
 
 
 def _unwind(number: int, _: FrameType | None) -> None:

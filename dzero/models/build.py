@@ -8,25 +8,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dzero.models.config import ModelConfig
+from dzero.models.config import ModelConfig, MoEShape
 from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
 from dzero.models.safetensors_reader import StoredTensor
-from dzero.models.shapes import MoEShape
 from dzero.models.weights import local_weights
 
 
 def build(config: ModelConfig, vocab_size: int | None = None) -> nn.Module:
     """Return the decoder on the meta device, in fp32: tokens int64 [batch, time] -> logits [batch, time, vocab].
 
-    Args:
-        config: Kind and sizes of the model.
-        vocab_size: Vocabulary size of the data, for a model that does not set its own.
-
-    Raises:
-        ValueError: If the data has more ids than the model.
+    A model that does not set its own vocabulary takes that of the data, `vocab_size`; a smaller one is an error.
     """
     if config.kind == "hf":
         assert config.name_or_path is not None
@@ -41,10 +35,6 @@ def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: to
 
     The initializer reads whole tensors on every rank. For sharded models, `checkpoint/import_hf.py` reads only the
     elements that a rank keeps.
-
-    Raises:
-        FileNotFoundError: If a file of weights is missing.
-        ValueError: If a tensor is missing or has another shape.
     """
     return MetaInitializer(model, seed=seed, device=device, weights=weights_of(config, model))
 

@@ -6,13 +6,12 @@ Only the configuration file is read. No code from the folder runs, and nothing i
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dzero.errors import converting
+from dzero.errors import converting, import_optional
 from dzero.models.config import check_vocabulary
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -54,18 +53,11 @@ class HFDecoder(nn.Module):
 
 
 def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
-    """Return the model on the meta device, in fp32.
+    """Return the model on the meta device, in fp32, from a folder with config.json, or a type with its default sizes.
 
-    Args:
-        name_or_path: Folder with config.json, or a model type of transformers with its default sizes.
-        vocab_size: Vocabulary size of the data.
-
-    Raises:
-        ModuleNotFoundError: If transformers is not installed.
-        FileNotFoundError: If there is no such folder or model type.
-        ValueError: If the folder describes no causal LM, or its vocabulary is too small.
+    Raise ValueError if it is no causal LM, or its vocabulary is smaller than that of the data, `vocab_size`.
     """
-    transformers = _transformers()
+    transformers = import_optional("transformers", "model.kind=hf", "hf")
     config = _read_config(transformers, name_or_path)
     what = f"model.name_or_path={name_or_path}"
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -96,25 +88,8 @@ def _check_sizes(config: Any, folder: Path) -> None:
         )
 
 
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ModuleNotFoundError(
-            "model.kind=hf needs the package transformers: pip install 'dzero[hf]'", name=error.name
-        ) from error
-    module: ModuleType = transformers
-    return module
-
-
 def check_folder(name_or_path: str) -> None:
-    """Check a name or path as far as possible without transformers.
-
-    Raises:
-        FileNotFoundError: If the folder does not exist or has no config.json.
-    """
+    """Raise FileNotFoundError for a folder that is missing or has no config.json; works without transformers."""
     folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")

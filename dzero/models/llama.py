@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dzero.models.shapes import LlamaShape
+from dzero.models.config import LlamaShape
 
 DEVIATION = 0.02
 
@@ -29,9 +29,7 @@ DEVIATION = 0.02
 class Llama(nn.Module):
     """Llama decoder: tokens int64 [batch, time] -> logits [batch, time, vocab] in the parameters' dtype.
 
-    Args:
-        shape: Sizes of the decoder.
-        ffn: Function that makes the feed-forward module of each block. None: SwiGLU.
+    `ffn` makes the feed-forward module of each block, by default a SwiGLU.
     """
 
     def __init__(self, shape: LlamaShape, ffn: Callable[[], nn.Module] | None = None) -> None:
@@ -92,9 +90,7 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """Transformer block: x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> same shape and dtype as x.
 
-    Args:
-        shape: Sizes of the decoder.
-        ffn: Feed-forward module, which keeps the shape of its input.
+    The feed-forward module `ffn` keeps the shape of its input.
     """
 
     def __init__(self, shape: LlamaShape, ffn: nn.Module) -> None:
@@ -148,12 +144,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward layer down(silu(gate(x)) * up(x)): [..., hidden] -> [..., hidden].
-
-    Args:
-        shape: Sizes of the decoder.
-        width: Number of inner features. None: `shape.ffn_size`.
-    """
+    """Feed-forward layer down(silu(gate(x)) * up(x)), with `width` inner features: [..., hidden] -> [..., hidden]."""
 
     def __init__(self, shape: LlamaShape, width: int | None = None) -> None:
         super().__init__()

@@ -47,11 +47,9 @@ class _Fresh:
 class MetaInitializer:
     """Initializer that allocates and fills modules of a model in place; each tensor once, modules in any order.
 
-    Args:
-        model: Whole model on the meta device. Names and ties are recorded now.
-        seed: Seed of the random values.
-        device: Device to allocate on. Floating-point parameters are allocated in fp32.
-        weights: Functions that read tensors, by name in the model. Tensors without one are drawn.
+    Names and ties of `model`, which is whole and on the meta device, are recorded at construction. Floating-point
+    parameters are allocated in fp32. `weights` are functions that read tensors, by name in the model; all other tensors
+    are drawn.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class MetaInitializer:
     def __call__(self, module: nn.Module) -> None:
         """Allocate and fill all tensors of `module` and its children that are on meta; leave all others unchanged.
 
-        Raises:
-            ValueError: If no initializer wrote a tensor. The message names all such tensors.
+        Raise ValueError, which names them, if no initializer wrote some tensors.
         """
         on_meta = dict.fromkeys(t for part in module.modules() for _, t in _own(part) if t.is_meta)
         fresh = [self._allocate(tensor) for tensor in on_meta]

@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dzero.models.config import MoEShape
 from dzero.models.llama import DEVIATION, Llama, SwiGLU, residual_deviation
-from dzero.models.shapes import MoEShape
 
 
 class MoE(Llama):
@@ -143,11 +143,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, load: Tensor) -> None:
-        """Update the bias once and reset `load`.
-
-        Args:
-            load: Loads of all microbatches of a step on all ranks, int64 [experts].
-        """
+        """Update the bias once from the `load` of a step on all ranks, int64 [experts], and reset this rank's own."""
         assert self.bias is not None
         assert self.load is not None
         above = load * load.numel() - load.sum()  # integers, so that a load equal to the mean gives exactly 0
@@ -184,11 +180,7 @@ def grouped_linear(rows: Tensor, stacked: Tensor, counts: Tensor) -> Tensor:
 
     On CUDA this is one grouped matmul, which needs rows of a multiple of 16 bytes and does not wait for the counts. On
     the CPU it is one matmul per expert: torch's grouped matmul is a loop there too, and slower (benchmarks/LOG.md).
-
-    Args:
-        rows: Rows sorted by expert.
-        stacked: Weights of all experts [experts * out, in].
-        counts: Number of rows of each expert, int64 [experts].
+    The rows are sorted by expert; `stacked` is [experts * out, in], and `counts` the rows of each, int64 [experts].
     """
     weights = stacked.view(counts.numel(), -1, stacked.shape[1])
     if rows.is_cuda:
@@ -225,9 +217,7 @@ def with_added(loss: Tensor, model: nn.Module) -> Tensor:
 def token_sums(scores: Tensor, counts: Tensor) -> Tensor:
     """Return fp32 [2, experts]: the choices, and the sum over tokens of scores normalized to 1 for each token.
 
-    Args:
-        scores: Scores, fp32 [n, experts].
-        counts: Choices, int64 [experts].
+    `scores` are fp32 [n, experts], and `counts` the choices, int64 [experts].
     """
     return torch.stack((counts.float(), (scores / scores.sum(-1, keepdim=True)).sum(0)))
 

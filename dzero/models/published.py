@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.shapes import LlamaShape
 
 OUTER = {"embedding": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head"}
 INNER = {
@@ -34,6 +34,20 @@ INNER = {
     "up": "up_proj",
     "down": "down_proj",
 }
+SETTINGS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_size",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied",
+}
+"""Names of settings in `LlamaShape`, by their names in config.json."""
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""Settings that are constant in `Llama`, by their names in config.json."""
 KINDS = ("llama", "hf", "bare")
 WRAPPED = "model."
 """Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
@@ -82,21 +96,11 @@ def llama_config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
+        **{key: getattr(shape, name) for key, name in SETTINGS.items()},
+        **FIXED,
         **longest,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,
+        "head_dim": shape.head_dim,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": shape.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -56,8 +57,7 @@ class StoredTensor:
     def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """Read the elements [offset, offset + size) along every dim, and no other bytes, as a CPU tensor.
 
-        Raises:
-            ValueError: If the dtype is not in `FILE_DTYPES`, or the file is truncated.
+        Raise ValueError if the dtype is not in `FILE_DTYPES`, or the file is truncated.
         """
         if self.dtype not in FILE_DTYPES:
             raise ValueError(f"{self.file}: {self.name} is {self.dtype}; known are {', '.join(FILE_DTYPES)}")
@@ -70,13 +70,10 @@ class StoredTensor:
         run = math.prod(size[last:]) * found.element_size()
         first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
         out = found.view(-1).view(torch.uint8).numpy().data
-        fd = _open(self.file)
-        try:
+        with _opened(self.file) as fd:
             for number, at in enumerate(itertools.product(*(range(n) for n in size[:last]))):
                 elems = first + sum(o * stride for o, stride in zip(at, strides, strict=False))
                 self._fill(fd, out[number * run : (number + 1) * run], self.start + elems * found.element_size())
-        finally:
-            os.close(fd)
         return found
 
     def _fill(self, fd: int, out: memoryview, start: int) -> None:
@@ -90,14 +87,14 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all files in the index, or of the single file, by name; read only headers.
 
-    Raises:
-        FileNotFoundError: If a file is missing.
-        OSError: If a file is a symbolic link.
-        ValueError: If a file is damaged.
+    A file that is missing, damaged, or a symbolic link is an error.
     """
     files = [SINGLE]
     if os.path.lexists(folder / INDEX):
-        index = _decode(_read(folder / INDEX, 0, _size(folder / INDEX, MOST_INDEX_BYTES)), _Index, folder / INDEX)
+        with _opened(folder / INDEX) as fd:
+            if (size := os.fstat(fd).st_size) > MOST_INDEX_BYTES:
+                raise ValueError(f"{folder / INDEX}: {size} bytes, more than any index has")
+            index = _decode(os.pread(fd, size, 0), _Index, folder / INDEX)
         files = sorted(set(index.weight_map.values()))
     found: dict[str, StoredTensor] = {}
     for name in files:
@@ -110,11 +107,12 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _tensors(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file, by name."""
-    size = _size(file, None)
-    length = int.from_bytes(_read(file, 0, min(8, size)), "little")
-    if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
-        raise ValueError(f"{file}: not a whole safetensors file: a header of {length} bytes in {size}")
-    header = _decode(_read(file, 8, length), dict[str, msgspec.Raw], file)
+    with _opened(file) as fd:
+        size = os.fstat(fd).st_size
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+            raise ValueError(f"{file}: not a whole safetensors file: a header of {length} bytes in {size}")
+        header = _decode(os.pread(fd, length, 8), dict[str, msgspec.Raw], file)
     entries = {n: _decode(bytes(raw), _Entry, file) for n, raw in header.items() if n != "__metadata__"}
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -140,27 +138,9 @@ def _decode(data: bytes, kind: type[T], file: Path) -> T:
         raise ValueError(f"{file}: not a whole file of its kind ({error})") from error
 
 
-def _size(file: Path, most: int | None) -> int:
-    """Return the size of a file in bytes; raise ValueError if it exceeds `most`."""
-    fd = _open(file)
-    try:
-        size = os.fstat(fd).st_size
-    finally:
-        os.close(fd)
-    if most is not None and size > most:
-        raise ValueError(f"{file}: {size} bytes, more than any index has")
-    return size
-
-
-def _read(file: Path, start: int, count: int) -> bytes:
-    fd = _open(file)
-    try:
-        return os.pread(fd, count, start)
-    finally:
-        os.close(fd)
-
-
-def _open(file: Path) -> int:
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    """Open a regular file, never through a link."""
     if file.is_symlink():
         raise OSError(
             f"{file}: a symbolic link, as in the Hub's cache, is not followed: name a folder that holds the files "
@@ -168,4 +148,8 @@ def _open(file: Path) -> int:
         )
     if file.exists() and not file.is_file():
         raise OSError(f"{file}: a folder, a pipe or a device, not a file of weights")
-    return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)

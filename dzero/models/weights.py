@@ -9,29 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.published import llama_config, published_name
+from dzero.models.published import FIXED, SETTINGS, llama_config, published_name
 from dzero.models.safetensors_reader import StoredTensor, stored_tensors
-from dzero.models.shapes import LlamaShape
 
-FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Settings that are constant in `Llama`, by their names in config.json."""
 DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults of transformers' LlamaConfig for settings that a config.json leaves out."""
-SETTINGS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_size",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-    "tie_word_embeddings": "tied",
-}
-"""Names of settings in `LlamaShape`, by their names in config.json."""
 
 
 def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
@@ -39,15 +25,8 @@ def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
 
     Tensors must have the names and shapes of the published model. Tied tensors may be stored under any of their names,
     and the prefix of a model without head may be absent. A layout that transformers would convert first counts as
-    missing. All headers are checked now. Tensors that the model does not use cause a warning.
-
-    Args:
-        folder: Folder with config.json and safetensors files.
-        model: `Llama` or `HFDecoder`, as built.
-
-    Raises:
-        FileNotFoundError: If a file is missing.
-        ValueError: If a file is damaged, a tensor is missing or has another shape, or config.json is of another llama.
+    missing. All headers are checked now. Tensors that the model does not use cause a warning. A tensor that is missing
+    or has another shape, and the config.json of another llama, are errors.
     """
     kind, base = _kind(model)
     if isinstance(model, Llama):
@@ -79,12 +58,7 @@ def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
 
 
 def check_llama(folder: Path, shape: LlamaShape) -> None:
-    """Check that config.json in a folder describes a llama of this shape.
-
-    Raises:
-        FileNotFoundError: If the folder has no config.json.
-        ValueError: If config.json describes another model.
-    """
+    """Raise an error unless config.json in a folder describes a llama of this shape."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"model.weights={folder}: the folder has no config.json")

@@ -34,7 +34,6 @@ from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.plan.run_layout import parallel_of
 from dzero.zero.init_params import Materialise
@@ -92,13 +91,12 @@ class BuiltModel:
             fill(self.sharded, weights)
         self._context = self.sharded.context
         self._tiled = config.block.loss_tiles > 1
-        self.hidden = None if parts is None else self._hidden(config, parts)
-        self.pipeline = None if self.hidden is None else self._pipeline(config, self.sharded, self.hidden)
-
-    def _hidden(self, config: RunConfig, parts: ModelStages) -> HiddenStates:
-        train, mesh = config.train, config.mesh
-        tokens = train.sequence_tokens // (mesh.cp * mesh.tp)
-        return HiddenStates((train.microbatch_sequences, tokens, parts.width), self.sharded.layout.param.dtype)
+        self.hidden: HiddenStates | None = None
+        self.pipeline: Pipeline | None = None
+        if parts is not None:
+            shape = config.train.microbatch_sequences, config.train.sequence_tokens // (mesh.cp * mesh.tp), parts.width
+            self.hidden = HiddenStates(shape, self.sharded.layout.param.dtype)
+            self.pipeline = self._pipeline(config, self.sharded, self.hidden)
 
     def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: HiddenStates) -> Pipeline:
         assert sharded.parts is not None
@@ -161,11 +159,8 @@ class BuiltModel:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, an fp32 scalar in nats; where sequences are sharded, of this rank's part.
 
-        If gradients are enabled, the balancing loss of the experts is included.
-
-        Args:
-            tokens: Token ids, int64 [sequences, tokens].
-            targets: The ids that follow them, in the same shape.
+        `tokens` and the `targets` that follow them are int64 [sequences, tokens]. If gradients are enabled, the
+        balancing loss of the experts is included.
         """
         tokens, targets = self._mine(tokens), self._mine(targets)
         with record_function("forward"):
@@ -185,11 +180,8 @@ class BuiltModel:
     def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run forward and backward of a step's microbatches; return this rank's part of their mean loss.
 
-        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss.
-
-        Args:
-            batches: Tokens and targets of each microbatch.
-            scale: Scales each loss before its backward.
+        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss. `batches`
+        are tokens and targets of each microbatch, and `scale` scales each loss before its backward.
         """
         assert self.pipeline is not None
         total = torch.zeros((), device=self.device)

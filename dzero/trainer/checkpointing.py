@@ -39,10 +39,8 @@ NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 class RunCheckpoints:
     """Checkpoints of one worker's run. Methods do nothing if the run neither saves nor resumes.
 
-    Methods raise `CheckpointError` if a checkpoint cannot be loaded or saved.
-
-    Attributes:
-        notes: Messages for the user about what `resume` found.
+    They raise `CheckpointError` if a checkpoint cannot be loaded or saved. `notes` are messages for the user about what
+    `resume` found.
     """
 
     def __init__(
@@ -96,15 +94,9 @@ class RunCheckpoints:
         return resumed.step
 
     def after(self, step: int, monitor: Monitor, *, stop: bool) -> bool:
-        """Save if a save is due or the run stops here; report saves that completed.
+        """Save `step` if a save is due or the run stops here; report saves that completed to `monitor`.
 
-        Args:
-            step: Step that has just been made.
-            monitor: Receives messages about saves.
-            stop: Whether the run stops after this step.
-
-        Returns:
-            Whether this step is saved, if the run ends or stops here.
+        Return whether the step is saved, if the run ends or stops here.
         """
         if self._checkpoints is None:
             return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,12 +29,9 @@ from dzero.zero.cost_model import expected_control, expected_traffic, peak_bytes
 
 @dataclass(frozen=True)
 class SharedLoss:
-    """Result of a step that all ranks share before the update.
+    """Result of a step that all ranks share: the mean loss in nats, and whether any rank was asked to stop after it.
 
-    Attributes:
-        loss: Mean loss over the ranks, in nats.
-        nonfinite_rank: Last rank whose own loss is not finite, or None.
-        stop: Whether any rank was asked to stop after this step.
+    `nonfinite_rank` is the last rank whose own loss is not finite, or None.
     """
 
     loss: float
@@ -52,9 +48,7 @@ READING_STEPS = 10
 class MetricsRecorder:
     """Recorder of one worker's metrics; `done_steps` were made before the run was resumed.
 
-    Attributes:
-        losses: Mean loss of every step.
-        planned_bytes: Planned peak of this rank, or None.
+    `losses` has the mean loss of every step, and `planned_bytes` the planned peak of this rank, or None.
     """
 
     def __init__(
@@ -68,14 +62,14 @@ class MetricsRecorder:
     ) -> None:
         sharded, flops_per_token = built.sharded, built.flops_per_token
         self._assembled, self._sharded, self._optim = built, sharded, optim
-        self._memory, self._device = memory, device
+        self.memory, self._device = memory, device
         self._scaled = config.precision.param == "fp16"
         readers = config.mesh.readers(sharded.layout.ranks)
         self._step_tokens = config.train.sequences(readers) * config.train.sequence_tokens
         rank_tokens = self._step_tokens / dist.get_world_size()
         self._step_flops = None if flops_per_token is None else flops_per_token * rank_tokens
         self._peak_flops = peak_flops(device, sharded.layout.param.dtype)
-        self._meter = Meter(
+        self.meter = Meter(
             total_steps=config.train.steps - done_steps,
             flops_per_token=flops_per_token,
             peak_flops=self._peak_flops,
@@ -99,21 +93,9 @@ class MetricsRecorder:
         self._memory_read: Mapping[str, int] = {}
         self._lr = self._scale = 0.0
 
-    def begin_run(self) -> None:
-        """Start measuring peaks."""
-        self._memory.reset()
-
-    def aside(self) -> AbstractContextManager[None]:
-        """Return a context for work between two steps whose memory does not count as the run's."""
-        return self._memory.aside()
-
-    def begin_step(self) -> None:
-        """Start timing a step."""
-        self._meter.begin()
-
     def before_update(self) -> None:
         """Record what the update consumes: the size of gradients, the learning rate, and the loss scale."""
-        if self._meter.steps < LEARNING_STEPS:
+        if self.meter.steps < LEARNING_STEPS:
             self._grad_bytes = max(self._grad_bytes, storage_bytes(self._optim.gradients.on_device()))
         self._lr = float(self._optim.param_groups[0]["lr"])
         self._scale = self._optim.scaler.scale
@@ -121,14 +103,8 @@ class MetricsRecorder:
     def share(self, loss: torch.Tensor, *, stop: bool) -> Callable[[], SharedLoss]:
         """Share the loss and the stop request with all ranks, in one small gather along every axis.
 
-        Args:
-            loss: This rank's loss, a scalar on the device. In a pipeline stage without the loss, what the stage adds to
-                it, or 0.
-            stop: Whether this rank was asked to stop after this step.
-
-        Returns:
-            Function that returns the result. It waits for the device, so call it where the host has to wait for the
-            step anyway.
+        `loss` is a scalar on the device; in a pipeline stage without the loss, what the stage adds to it, or 0. The
+        function that is returned waits for the device, so call it where the host has to wait for the step anyway.
         """
         bad = torch.where(loss.isfinite(), -1, dist.get_rank())
         asked, counts = torch.full_like(bad, stop), torch.full_like(bad, self._has_loss)
@@ -150,7 +126,7 @@ class MetricsRecorder:
 
     def end_step(self, step: int, mean_loss: float) -> StepRecord:
         """Return the record of `step`, whose mean loss over all ranks is `mean_loss`."""
-        seconds = self._meter.end(self._step_tokens)
+        seconds = self.meter.end(self._step_tokens)
         self.losses.append(mean_loss)
         moved = self._sharded.ledger.take()
         self._counted |= {entry: each for entry, each in moved.items() if entry.phase == dtensor_traffic.PHASE}
@@ -162,7 +138,7 @@ class MetricsRecorder:
         lanes = self._optim.offload.take_use()
         for lane, use in lanes.items():
             self._lanes[lane] = self._lanes.get(lane, LaneUse()) + use
-        if self._meter.steps <= LEARNING_STEPS or self._meter.steps % READING_STEPS == 0:
+        if self.meter.steps <= LEARNING_STEPS or self.meter.steps % READING_STEPS == 0:
             self._memory_read = self.memory_by_kind()
         decision = self._optim.last_decision
         assert decision is not None
@@ -171,11 +147,11 @@ class MetricsRecorder:
             loss=mean_loss,
             lr=self._lr,
             grad_norm=decision.norm,
-            tokens=self._tokens_before + self._meter.tokens,
+            tokens=self._tokens_before + self.meter.tokens,
             seconds=seconds,
             loss_scale=self._scale if self._scaled else None,
-            speed=self._meter.now(),
-            eta_s=self._meter.eta_s(),
+            speed=self.meter.now(),
+            eta_s=self.meter.eta_s(),
             skipped_steps=self._optim.skipped_steps,
             memory_bytes=self._memory_read,
             traffic_bytes=by_kind,
@@ -193,21 +169,21 @@ class MetricsRecorder:
     def summarise(self, held_out: float | None) -> RunSummary:
         """Return the summary of the run so far; `held_out` is the last held-out loss."""
         return RunSummary(
-            steps=self._meter.steps,
-            tokens=self._meter.tokens,
-            seconds=self._meter.seconds,
-            counted_steps=self._meter.counted_steps,
+            steps=self.meter.steps,
+            tokens=self.meter.tokens,
+            seconds=self.meter.seconds,
+            counted_steps=self.meter.counted_steps,
             first_loss=self.losses[0],
             loss=self.losses[-1],
             held_out_loss=held_out,
-            speed=self._meter.overall(),
+            speed=self.meter.overall(),
             peak_flops=self._peak_flops,
             skipped_steps=self._optim.skipped_steps,
             peak_bytes=self._memory_of_ranks(),
             traffic=self._traffic,
-            traffic_steps=self._meter.steps,
+            traffic_steps=self.meter.steps,
             theory=self._theory(),
-            routed=self._assembled.routed(self._meter.steps),
+            routed=self._assembled.routed(self.meter.steps),
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
             step_flops=self._step_flops,
@@ -228,14 +204,14 @@ class MetricsRecorder:
         States are as measured; `param` includes the unsharded parameters that stages 1 and 2 keep. On the CPU, the host
         memory pool of the offload is in the same memory and is a kind of its own.
         """
-        if not self._state_bytes or self._meter.steps <= LEARNING_STEPS:
+        if not self._state_bytes or self.meter.steps <= LEARNING_STEPS:
             states, table = self._optim.state_bytes(), (self._sharded.layout, self._sharded.shapes)
             unsharded = peak_bytes(*table).param - resting_bytes(*table).param
             self._state_bytes = {**states, "param": states["param"] + unsharded}
         kinds = {**self._state_bytes, "grad": self._grad_bytes}
         if self._device.type == "cpu" and (host_pool := self._optim.offload.host_bytes):
             kinds["host_pool"] = host_pool
-        return self._memory.split(kinds)
+        return self.memory.split(kinds)
 
     def _memory_of_ranks(self) -> list[dict[str, int]]:
         memory = self.memory_by_kind()

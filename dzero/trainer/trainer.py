@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.profiler import record_function
 
+from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.prefetch import BatchPrefetcher
@@ -49,7 +50,10 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
     """Run one worker of a run, inside the process group; all ranks use rank 0's `run_folder`."""
     outlast_readers()
     with Watchdog(config.launch.timeout) as watch:
-        folder = _folder_of_rank_0(run_folder, device)
+        # torchrun may start ranks in other folders or at other times, so all take that of rank 0.
+        world = dist.group.WORLD
+        assert world is not None
+        folder = Path(gather_json(str(run_folder.absolute()), world)[0])
         with user_errors():
             trainer = Trainer(config, folder, device)
         watch.follow(trainer.sharded.ledger.collective_log)
@@ -106,12 +110,9 @@ class Trainer:
             print(*self.saves.notes, nothing, sep="\n", flush=True)
 
     def run(self) -> RunSummary:
-        """Train to the last step, evaluate on the way, and return the summary.
+        """Train to the last step, evaluate on the way, and return the summary, which only differs in traffic by rank.
 
-        The summary is the same on every rank, except for traffic.
-
-        Raises:
-            SystemExit: If a signal asked to stop; the code is `EXIT_SAVED` if the last step is saved, else 1.
+        If a signal asks to stop, exit with `EXIT_SAVED` if the last step is saved, else with 1.
         """
         config, steps = self.config, self.config.train.steps
         self.sharded.forget_masters()
@@ -122,7 +123,7 @@ class Trainer:
         with monitor, self.profiler, self.saves, StopRequest(deadline_s) as stop:
             for line in [self._describe_run(), *self.optim.describe(), *self.saves.notes]:
                 monitor.note(self.done_steps, line)
-            self.recorder.begin_run()
+            self.recorder.memory.reset()
             held_out = None
             for step in range(self.done_steps + 1, steps + 1):
                 shared = self.step(step, monitor, stop=stop.asked is not None)
@@ -143,7 +144,7 @@ class Trainer:
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
-        self.recorder.begin_step()
+        self.recorder.meter.begin()
         first = step == self.done_steps + 1
         with self.built.counted() if first else nullcontext():
             loss = self._microbatches()
@@ -235,7 +236,7 @@ class Trainer:
         """Write this run's plan to TensorBoard."""
         if monitor.board is not None and self.config.monitor.plan:
             ranks, vocab_size = self.sharded.layout.ranks, self.corpus.vocab_size
-            with self.recorder.aside():
+            with self.recorder.memory.aside():
                 told = log_plan(monitor.board, step, self.config, ranks, self.device.type, vocab_size)
             self.recorder.planned_bytes, lacks = told
             if lacks:
@@ -254,13 +255,3 @@ class Trainer:
             f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {from_here(self.run_folder)}"
         )
-
-
-def _folder_of_rank_0(folder: Path, device: torch.device) -> Path:
-    """Return rank 0's folder, since torchrun may start ranks in other folders or at other times."""
-    path = torch.zeros(4096, dtype=torch.uint8)
-    encoded = str(folder.absolute()).encode()
-    path[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    path = path.to(device)
-    dist.broadcast(path, src=0)
-    return Path(bytes(path.cpu().tolist()).rstrip(b"\0").decode())

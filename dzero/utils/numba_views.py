@@ -1,24 +1,90 @@
 """Helpers of CPU kernels: flat NumPy views of tensors, tensors by address, bf16 bit patterns, and numba's options.
 
-Kernels are compiled once per machine and combination of dtypes (`utils/kernel_cache.py`), and release the GIL. They
-round according to IEEE 754, without fast-math and contraction. So the vector body and the scalar tail of a loop give
-the same bits, and a slice gives the same bits as the whole.
+Kernels release the GIL. They round according to IEEE 754, without fast-math and contraction. So the vector body and the
+scalar tail of a loop give the same bits, and a slice gives the same bits as the whole.
+
+Note: cache of compiled kernels between processes, so that only the first run on a machine compiles them.
+
+    $XDG_CACHE_HOME/dzero/kernels/<digest>/     mode 0700; ~/.cache if XDG_CACHE_HOME is unset
+
+The digest covers this package's sources and the versions of numba and Python, because numba itself only checks the file
+of a kernel, not the functions that it calls. numba also keys entries by the processor and its features. It writes files
+under temporary names and renames them, so several processes may share the folder.
+
+A cached kernel is code, and numba reads it with pickle. So the folder must be a directory of this user that nobody else
+can write to, and nobody else can replace a part of its path by a link. Otherwise kernels are compiled in every process.
+If NUMBA_CACHE_DIR is set, the user has chosen the folder, and it is not checked.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+import xxhash
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from dzero.utils import kernel_cache
+PACKAGE = Path(__file__).parents[1]
+KEPT = 8
+"""Number of folders with other digests that are kept, for example of other checkouts."""
 
-JIT = {"nogil": True, "error_model": "numpy", "cache": kernel_cache.enable()}
+
+def enable_cache() -> bool:
+    """Make numba cache the kernels that are compiled from now on; return whether it does."""
+    if "NUMBA_CACHE_DIR" in os.environ:
+        return True
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        folder = _private_folder(home / "dzero" / "kernels" / _digest())
+    except (OSError, RuntimeError):  # no home directory, a full or read-only disk, or another user's folder
+        return False
+    numba.config.CACHE_DIR = str(folder)
+    return True
+
+
+def _digest() -> str:
+    """Return a digest that identifies this version of the kernels."""
+    found = xxhash.xxh3_128(f"{numba.__version__} {sys.version}".encode())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _private_folder(folder: Path) -> Path:
+    """Create the folder and its parent for this user only, and remove the oldest folders of other digests.
+
+    Raise OSError if it cannot be created, or other users could write to it.
+    """
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    folder = folder.parent.parent.resolve() / folder.parent.name / folder.name
+    for above in folder.parent.parents:
+        found = above.stat()
+        shared = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (0, os.getuid()) or shared:
+            raise PermissionError(f"{above}: others could put another directory in the place of one in it")
+    for each in (folder.parent, folder):
+        with suppress(FileExistsError):
+            each.mkdir(mode=0o700)
+        found = each.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{each} is not a directory of this user's alone")
+    others = [each for each in folder.parent.iterdir() if each != folder]
+    for old in sorted(others, key=lambda each: each.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+JIT = {"nogil": True, "error_model": "numpy", "cache": enable_cache()}
 Array = NDArray[Any]
 
 

@@ -5,6 +5,7 @@ Every bound is finite: a larger value is a typing mistake, and would overflow or
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +19,7 @@ MOST_BYTES = 2**60
 class Range:
     """Numbers from `least` to `most`, without `least` if `above`, without `most` if `below`.
 
-    Attributes:
-        unit: Unit of the numbers, for messages.
-        or_null: Meaning of null, if messages should mention it.
+    Messages name the `unit` of the numbers, and the meaning of null if `or_null` is set.
     """
 
     least: float
@@ -53,9 +52,9 @@ def number(most: float, *, or_null: str = "") -> Range:
     return Range(0.0, most, or_null=or_null)
 
 
-def positive(most: float, *, unit: str = "", or_null: str = "") -> Range:
+def positive(most: float, *, or_null: str = "") -> Range:
     """Return the range of numbers above 0 up to `most`."""
-    return Range(0.0, most, above=True, unit=unit, or_null=or_null)
+    return Range(0.0, most, above=True, or_null=or_null)
 
 
 FRACTION = positive(1.0)
@@ -64,15 +63,9 @@ SECONDS = Range(1e-3, 30.0 * 24 * 3600, unit=" seconds")
 
 
 def check(group: str, config: Any, **ranges: Range) -> None:
-    """Check fields of a configuration dataclass; fields that are None are unset and pass.
+    """Raise ValueError for the first field of a configuration dataclass that is out of its range.
 
-    Args:
-        group: Name of the group for messages, e.g. `train` or `optim.muon`.
-        config: Dataclass to check.
-        **ranges: Allowed range of each field, by field name.
-
-    Raises:
-        ValueError: If a field is out of its range. The message has its name, its value and the range.
+    Fields that are None are unset and pass. Messages name the `group`, e.g. `train` or `optim.muon`.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -87,21 +80,6 @@ def shown(value: float) -> str:
 
 
 def divisors(count: int) -> list[int]:
-    """Return the divisors of `count` ≥ 1 in ascending order, in time of at most its square root."""
-    found = [1]
-    for prime, power in _factors(count):
-        found = [each * prime**exponent for each in found for exponent in range(power + 1)]
-    return sorted(found)
-
-
-def _factors(count: int) -> list[tuple[int, int]]:
-    """Return the prime factors of `count` with their powers."""
-    found, prime = [], 2
-    while prime * prime <= count:
-        power = 0
-        while count % prime == 0:
-            count, power = count // prime, power + 1
-        if power:
-            found.append((prime, power))
-        prime += 1 if prime == 2 else 2
-    return [*found, (count, 1)] if count > 1 else found
+    """Return the divisors of `count` ≥ 1 in ascending order, in time of its square root."""
+    small = [each for each in range(1, math.isqrt(count) + 1) if count % each == 0]
+    return small + [count // each for each in reversed(small) if each * each != count]

@@ -16,10 +16,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 class DiskError(OSError, RunError):
     """Error of a scratch path: `errno`, `strerror` (action, cause and remedy) and `filename` (the path).
 
-    Args:
-        code: Error number.
-        path: Scratch path.
-        what: Action, cause and remedy.
+    Attributes:
         piece: Name of the data in transfer; empty if there was no transfer.
         offset: Offset of the transfer in the path's file, in bytes.
         count: Size of the transfer, in bytes.
@@ -45,11 +42,7 @@ def reported_as_disk_error(path: str, doing: str) -> Iterator[None]:
 
 
 def make_folder(path: str) -> None:
-    """Create the last folder of a scratch path if it is missing.
-
-    Raises:
-        DiskError: If its parent is missing too, or no file can be created in it.
-    """
+    """Create the last folder of a scratch path if it is missing; raise DiskError if no file can be created in it."""
     path = os.path.abspath(path)
     if not os.path.lexists(path):
         repair = "make it, or name another in offload.disk.paths"

@@ -19,9 +19,7 @@ from typing import Any, TextIO
 class LastingFile(io.FileIO):
     """File descriptor of an output stream that drops bytes which cannot be written.
 
-    Args:
-        descriptor: File descriptor; it stays open when this object is closed.
-        lost: Called once, with the error of the first write that failed.
+    The descriptor stays open when this object is closed. `lost` is called with the error of the first failed write.
     """
 
     def __init__(self, descriptor: int, lost: Callable[[OSError], None]) -> None:

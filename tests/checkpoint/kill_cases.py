@@ -36,11 +36,12 @@ from shelves import entry, raw
 from dzero.checkpoint.box import Box
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.checkpoint.format import MANIFEST
+from dzero.checkpoint.lineage import Lineage
 from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.checkpoint.reader import Checkpoint
 from dzero.checkpoint.saver import Saver
-from dzero.checkpoint.selection import ResumeOrigin, candidates
-from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore
+from dzero.checkpoint.selection import candidates
+from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore, manifest_at
 
 RANKS, ROWS, SAVES, DEADLINE_S = 2, 1000, 12, 60.0
 Say = Callable[[Any], None]
@@ -85,7 +86,9 @@ def run_of(rank: int, folder: Path, store: str, start: int, name: str = "") -> C
         agreement.agree()
         say(["opening"])
         with Saver(CheckpointConfig(folder=str(folder), staging_bytes=1 << 20), agreement) as saver:
-            saver.claim(ResumeOrigin.of(folder / name) if name else None)
+            manifest = manifest_at(folder / name) if name else None
+            lineage = Lineage().resumed(0) if manifest is None else manifest.origin.resumed(manifest.step)
+            saver.claim(lineage, folder / name if name else None)
             if rank == 0 and (
                 left := [
                     name for name in os.listdir(folder) if name not in (LOCK, LATEST, *CheckpointStore(folder).names())

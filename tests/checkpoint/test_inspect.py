@@ -43,7 +43,7 @@ def flip(path: Path, at: int) -> None:
 def test_everything_in_it_is_told(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "step_00000007")
     # A page of header for each file; 50 elements of 3 fp32 tensors and a bf16 one: 3 * 4096 + 50 * (3 * 4 + 2) bytes.
-    summary, contents, files, settings = inspect(path, verify=True).tables
+    summary, contents, files, settings = inspect(path, verify=True)[0]
     assert dict(summary.rows) == {
         "step": "7",
         "saved": "2026-01-02T03:04:05+00:00",
@@ -77,9 +77,7 @@ def test_what_is_damaged_is_named_and_ends_the_command_with_1(tmp_path: Path) ->
     path = checkpoint(tmp_path / "step_00000007")
     sound = dzero("inspect", path, "--verify")
     assert (sound.returncode, sound.stderr) == (0, "")
-    assert sound.stdout == (
-        plain(inspect(path, verify=True).tables) + "\n\nverified: all 12.7 KiB are what was written\n"
-    )
+    assert sound.stdout == (plain(inspect(path, verify=True)[0]) + "\n\nverified: all 12.7 KiB are what was written\n")
     flip(path / "rank_00001.safetensors", 4099)
     unread = dzero("inspect", path)
     assert unread.returncode == 0
@@ -93,7 +91,7 @@ def test_what_is_damaged_is_named_and_ends_the_command_with_1(tmp_path: Path) ->
     with open(path / "rank_00002.safetensors", "ab") as file:
         file.write(b"x")
     (path / "rank_00000.safetensors").unlink()
-    wrong = inspect(path, verify=False).wrong
+    _, wrong = inspect(path, verify=False)
     assert [re.search(r"rank_\d+\.safetensors: (\w+)", each)[1] for each in wrong] == ["No", "4237"]  # type: ignore[index]
     flip(path / "rank_00002.json", 20)
     broken = dzero("inspect", path)
@@ -107,15 +105,14 @@ def test_all_checkpoints_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / "step_00000120.partial").mkdir()
     flip(tmp_path / "step_00000020" / "manifest.json", 20)
     flip(tmp_path / "step_00000100" / "rank_00000.safetensors", -1)
-    inspected = inspect(tmp_path, verify=True)
-    (table,) = inspected.tables
+    (table,), wrong = inspect(tmp_path, verify=True)
     assert [row[:2] for row in table.rows] == [
         ("step_00000007", "ok"),
         ("step_00000020", "damaged"),
         ("step_00000100", "damaged"),
         ("step_00000120.partial", "unfinished"),
     ]
-    assert len(inspected.wrong) == 2
+    assert len(wrong) == 2
     assert dzero("inspect", tmp_path, "--verify").returncode == 1
     with pytest.raises(CheckpointError, match="no checkpoint is in it"):
         inspect(tmp_path / "nowhere", verify=False)
@@ -137,11 +134,11 @@ def test_a_run_of_train_py_is_told_with_its_settings(pool: Pool, tmp_path: Path)
     folder = tmp_path / "ck"
     settings = [f"checkpoint.folder={folder}", "checkpoint.every=2", "checkpoint.last=false", "zero.stage=3"]
     pool.run(train, 2, settled(text, "launch.workers=2", "offload=host", *settings), tmp_path, timeout_s=300.0)
-    (shelf,) = inspect(folder, verify=True).tables
+    (shelf,), _ = inspect(folder, verify=True)
     assert [row[:5] for row in shelf.rows] == [("step_00000002", "ok", "latest", "2", "2")]
     assert shelf.header[7] == "run"
     assert re.fullmatch("[0-9a-f]{8}", shelf.rows[0][7])
-    summary, contents, files, told = inspect(folder / "step_00000002", verify=True).tables
+    summary, contents, files, told = inspect(folder / "step_00000002", verify=True)[0]
     rows = dict(summary.rows)
     assert (rows["model"], rows["optimizer"], rows["stage"]) == ("llama", "adamw", "3")
     assert rows["tiers"] == "param device, grad host, master host, moments host"

@@ -16,8 +16,8 @@ from train_runs import SMALLEST, TORCHRUN
 
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.lineage import Lineage
-from dzero.checkpoint.selection import ResumeOrigin, candidates, keep, refuse_foreign
-from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore
+from dzero.checkpoint.selection import candidates, keep, refuse_foreign
+from dzero.checkpoint.store import LATEST, LOCK, CheckpointStore, manifest_at
 
 SECONDS = 400.0
 SMALL = [*SMALLEST, "launch.workers=2", "launch.threads=1", "zero.stage=3"]
@@ -123,7 +123,7 @@ def test_runs_of_a_sweep_share_an_absolute_folder_and_lose_nothing_of_each_other
     shelves = [CheckpointStore(kept / f"train.seed={seed}") for seed in (0, 1)]
     assert sorted(kept.iterdir()) == [shelf.path for shelf in shelves]
     assert [shelf.names() for shelf in shelves] == [["step_00000002"]] * 2
-    runs = {ResumeOrigin.of(shelf.path / "step_00000002").lineage for shelf in shelves}
+    runs = {manifest_at(shelf.path / "step_00000002").origin for shelf in shelves}
     assert len(runs) == 2
 
 
@@ -170,17 +170,17 @@ def test_a_lost_checkpoint_that_the_pointer_names_is_followed_by_its_ancestors(t
 
 def test_a_checkpoint_of_another_folder_opens_no_folder_of_another_run(tmp_path: Path) -> None:
     mine, foreign = shelf_of(tmp_path / "mine", (Lineage(A), 10)), shelf_of(tmp_path / "foreign", (Lineage(C), 5))
-    origin = ResumeOrigin.of(mine.path / "step_00000010")
-    lineage = origin.lineage.resumed(origin.step)
-    refuse_foreign(mine, lineage, origin)
-    refuse_foreign(CheckpointStore(tmp_path / "new"), lineage, origin)
+    source = mine.path / "step_00000010"
+    lineage = manifest_at(source).origin.resumed(manifest_at(source).step)
+    refuse_foreign(mine, lineage, source)
+    refuse_foreign(CheckpointStore(tmp_path / "new"), lineage, source)
     shutil.copytree(mine.path, tmp_path / "copy")
-    refuse_foreign(CheckpointStore(tmp_path / "copy"), lineage, origin)  # its own ancestors
+    refuse_foreign(CheckpointStore(tmp_path / "copy"), lineage, source)  # its own ancestors
     for each in (lineage, Lineage(D)):
         with pytest.raises(
             CheckpointError, match=r"it holds 1 checkpoints of another run \(run cccccccc\), the newest"
         ):
-            refuse_foreign(foreign, each, origin if each is lineage else None)
+            refuse_foreign(foreign, each, source if each is lineage else None)
     (foreign.path / "step_00000005" / "manifest.json").write_bytes(b"?")
     with pytest.raises(CheckpointError, match="it holds 1 checkpoints of another run, the newest step_00000005"):
         refuse_foreign(foreign, Lineage(D), None)

@@ -17,6 +17,7 @@ from dzero.checkpoint.rank_consensus import RankConsensus
 from dzero.mesh import make_mesh, timeout_of_ranks
 
 TIMEOUT_S = 1.5
+LONG = 5000
 
 
 @contextmanager
@@ -52,6 +53,7 @@ def agreed(rank: int, ranks: int) -> dict[str, Any]:
         except (OSError, CheckpointError) as error:
             seen["failed"] = repr(error)
         seen["after"] = agreement.agree()
+        seen["long"] = [len(said) for said in agreement.agree(lambda: "é" * LONG)]
         began_s = time.monotonic()
         if rank == 0:
             try:
@@ -72,6 +74,7 @@ def test_slow_failing_and_hung_ranks(pool: Pool) -> None:
     assert first["failed"] == "CheckpointError('rank 1: OSError: no such disk')"
     assert second["failed"] == "OSError('no such disk')"
     assert first["after"] == second["after"] == ["", ""]
+    assert first["long"] == second["long"] == [LONG, LONG]  # a message is never cut
     assert first["hung"].startswith("runs/checkpoints: a rank is gone: ")
     assert TIMEOUT_S * 0.9 < first["hung_s"] < 3 * TIMEOUT_S
 

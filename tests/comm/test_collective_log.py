@@ -105,6 +105,6 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
         "rank 0 got no answer about a checkpoint within launch.timeout_s=5: rank 1 (pid 101 on host)"
     )
 
-    early = [RankStatus(rank, "host", 100 + rank) for rank in range(2)]
+    early = [RankStatus(rank, "host", 100 + rank, 0, 0, "before its first collective") for rank in range(2)]
     start = report([*early], [early[1]], 0, TIMEOUT, dist.DistStoreError("wait timeout after 5000ms"))
     assert start.startswith("rank 0 got no answer at the start within launch.timeout_s=5: rank 1 (pid 101 on host)")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dzero.data.shuffle import shuffled
-from dzero.data.stream import TokenStream, evaluation_batches
+from dzero.data.stream import TokenStream, evaluation_batches, shuffled
 from dzero.data.tokens import Tokens
 
 T = 4

@@ -16,8 +16,8 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, ma
 from dzero.estimate.memory import memory_of
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts, costs_of
 from dzero.estimate.transfers import moved_of
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero.offload_config import DiskConfig

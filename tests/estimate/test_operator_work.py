@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
 from dzero.estimate.operator_probe import decoder_loss
 from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, OperatorWork, work_of
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 

@@ -13,9 +13,8 @@ import yaml
 from torch import Tensor
 
 from dzero.models.build import build, count, flops_per_token, materialiser
-from dzero.models.config import ModelConfig
+from dzero.models.config import LlamaShape, ModelConfig
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 TINY: dict[str, Any] = {"hidden_size": 24, "layers": 2, "heads": 6, "kv_heads": 2, "ffn_size": 40}

@@ -13,10 +13,9 @@ import yaml
 from moe_reference import SHAPE, TokenByToken
 
 from dzero.models.build import build, count, flops_per_token, materialiser
-from dzero.models.config import ModelConfig
+from dzero.models.config import ModelConfig, MoEShape
 from dzero.models.moe import Mixture, MoE, Router, grouped_linear
 from dzero.models.published import describe
-from dzero.models.shapes import MoEShape
 from dzero.models.weights import local_weights
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig

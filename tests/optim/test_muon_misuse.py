@@ -17,9 +17,9 @@ from training_loops import sharded_net
 
 from dzero import OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.errors import RunError
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.models.shapes import LlamaShape
 from dzero.optim.build import build_optimizer
 from dzero.optim.config import MuonConfig, OptimConfig
 from dzero.optim.muon import Muon

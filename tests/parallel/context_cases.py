@@ -30,9 +30,9 @@ from dzero.comm.context_exchange import ContextExchange
 from dzero.comm.ledger import Entry, Ledger, Traffic
 from dzero.comm.reduction import ExactReduction, NativeReduction
 from dzero.mesh import data_rank_of
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig

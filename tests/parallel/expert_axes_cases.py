@@ -62,7 +62,7 @@ class Made:
 
     def step(self, number: int) -> StepRecord:
         """As the trainer's."""
-        self.recorder.begin_step()
+        self.recorder.meter.begin()
         with self.built.counted() if number == 0 else nullcontext():
             loss = self._backward(self.steps[number])
         read_shared = self.recorder.share(loss, stop=False)

@@ -30,9 +30,9 @@ from dzero import (
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import AXES, data_rank_of
+from dzero.models.config import MoEShape
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
-from dzero.models.shapes import MoEShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.context.parallelize import ContextParallel

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
-from dzero.models.shapes import LlamaShape, MoEShape
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "layers": 4, "heads": 4, "kv_heads": 4}

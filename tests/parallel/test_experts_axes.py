@@ -15,8 +15,8 @@ from pool import Pool
 
 from dzero.estimate.fake_group import fake_group
 from dzero.mesh import make_mesh
+from dzero.models.config import MoEShape
 from dzero.models.moe import MoE
-from dzero.models.shapes import MoEShape
 from dzero.parallel.pipeline.split import split_pipeline
 from dzero.parallel.tensor.parallelize import parallelize_tensor
 from dzero.parallel.tensor.plans import plan_for

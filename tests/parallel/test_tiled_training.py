@@ -12,8 +12,8 @@ from tiled_models import VOCAB, assert_close, reference_loss, sharded_llama
 from torch import Tensor, nn
 
 from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dzero.models.config import LlamaShape
 from dzero.models.llama import SwiGLU
-from dzero.models.shapes import LlamaShape
 from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig

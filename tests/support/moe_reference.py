@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dzero.models.config import MoEShape
 from dzero.models.moe import Mixture
-from dzero.models.shapes import MoEShape
 
 SHAPE = MoEShape(
     vocab_size=64,

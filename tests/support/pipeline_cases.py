@@ -33,9 +33,9 @@ from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry, Traffic
 from dzero.mesh import data_rank_of
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.pipeline.run import Pipeline

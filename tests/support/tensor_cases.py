@@ -22,11 +22,11 @@ from dzero import AdamW, OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, ma
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.mesh import data_rank_of
+from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.published import describe
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tensor.parallelize import TensorParallel, parallelize_tensor

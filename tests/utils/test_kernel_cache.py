@@ -9,7 +9,7 @@ from pathlib import Path
 
 from small_runs import ROOT
 
-from dzero.utils import kernel_cache
+from dzero.utils import numba_views
 
 KERNEL = """
 import torch
@@ -49,4 +49,4 @@ def test_kernels_are_compiled_once_and_only_in_a_private_folder(tmp_path: Path) 
 
 def test_a_change_of_any_file_of_the_package_makes_another_folder() -> None:
     """A kernel calls functions of other files, whose code numba's own cache does not look at."""
-    assert kernel_cache.PACKAGE == ROOT / "dzero"
+    assert numba_views.PACKAGE == ROOT / "dzero"

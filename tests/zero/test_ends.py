@@ -17,8 +17,8 @@ from dzero import AdamW, OffloadConfig, Sharded, ZeroConfig, make_mesh, shard
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.comm.ledger import Entry
+from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.zero import units as units_module
 from dzero.zero.cost_model import expected_traffic
 from dzero.zero.deferred_grads import groups_of

@@ -10,9 +10,9 @@ import small_decoders
 import torch
 from torch import Tensor, nn
 
+from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
-from dzero.models.shapes import LlamaShape
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.zero import units
