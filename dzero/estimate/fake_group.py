@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-
-from dzero.estimate.torch_internals import FakeStore, forget_meshes
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Measurement of this machine as a `HardwareConfig`, taken once by the ranks of a run and then read from a cache.
 
-    found(ranks)      cached figures, or a new measurement (under half a minute)
     cached(ranks)     cached figures, or None
-    measured(ranks)   new measurement, which is cached
+    measured(ranks)   new measurement (under half a minute), which is cached
     unmeasured(...)   memory sizes only
 
 Each rank has the threads and cores that it has in training, and all ranks are measured at the same time. Shared
@@ -45,16 +44,6 @@ class ProbeConfig:
     launch: LauncherConfig
     disk: str = "."
     effort: Effort = field(default_factory=Effort)
-
-
-def found(ranks: int | None = None, *, disk: str = ".") -> HardwareConfig:
-    """Return this machine's figures, measuring them now if they are not cached; the arguments are those of `measured`.
-
-    Raises:
-        RunError: The machine would have to be measured under torchrun, or `measured` fails.
-    """
-    known = cached(ranks)
-    return (known or measured(ranks, disk=disk)).hardware
 
 
 def cached(ranks: int | None = None) -> Measurement | None:

@@ -186,12 +186,7 @@ class _Step:
                 there_s[name] = self._gather(direction, index, name, start_s)
             seconds = self._durations.compute(span.work)
             done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
-            work = span.work
-            for axis, sent_bytes, calls in (
-                (TENSOR, work.sent, work.exchanges),
-                (CONTEXT, work.passed, work.passes),
-                (EXPERT, work.routed, work.routes),
-            ):
+            for axis, sent_bytes, calls in span.work.exchanged():
                 within_s = self._durations.sent(axis, int(sent_bytes), calls)
                 done_s = self.lanes.add(axis, EXCHANGE, span.unit, within_s, done_s)
             self._computed_s = done_s
@@ -269,7 +264,7 @@ class _Step:
     def _send_back(self, name: str, updated_s: float) -> None:
         """Add the transfer of new working copies to disk or to the device."""
         take, moves = self._durations, self._moves[name]
-        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
+        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_param), updated_s)
         self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)
 
     def _of(self, direction: str, index: int, name: str) -> list[PlannedCollective]:

@@ -26,8 +26,8 @@ from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
 from dzero.optim.build import moments_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, units_of
-from dzero.plan.plan_run import check_foreseen, hardware_of, ranks_of
-from dzero.plan.run_layout import layout_on
+from dzero.plan.plan_run import check_foreseen, hardware_of
+from dzero.plan.run_layout import layout_of, ranks_of
 from dzero.plan.search_tables import headline, nothing_fits
 
 
@@ -107,7 +107,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
     for simplicity, settings in enumerate(dict(each) for each in distinct):
         try:
             run = with_settings(config, settings)
-            layout = layout_on(run, ranks_of(config), hardware.device_type)
+            layout = layout_of(run, hardware.device_type)
         except ValueError as error:
             why = why or str(error)
             continue

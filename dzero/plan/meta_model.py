@@ -20,8 +20,7 @@ from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import user_errors
 from dzero.estimate.fake_group import fake_group
-from dzero.estimate.in_flight import InFlight
-from dzero.estimate.microbatch_costs import MicrobatchCosts, costs_of
+from dzero.estimate.microbatch_costs import InFlight, MicrobatchCosts, costs_of
 from dzero.hardware import dtype_of
 from dzero.mesh import CONTEXT, EXPERT, make_mesh
 from dzero.models.build import build
@@ -33,7 +32,6 @@ from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, or
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.plan.run_layout import parallel_of
-from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
@@ -115,12 +113,11 @@ def hidden_of(config: RunConfig, parts: ModelStages) -> HiddenStates:
     return HiddenStates((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
 
 
-def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
-    """Return the microbatches that a rank of a pipeline has in flight."""
-    parts = rank.parts
-    if parts is None:
+def _flights(config: RunConfig, parts: ModelStages | None, count: int | None) -> InFlight:
+    """Return what a rank has in flight in a step of `count` microbatches."""
+    if parts is None or count is None:
         return InFlight()
-    hidden, count = hidden_of(config, parts), layout.microbatches
+    hidden = hidden_of(config, parts)
     order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
     neighbours = 2 - parts.has_first - parts.has_last
     moved = expected_pipeline(parts, hidden, microbatches=count)
@@ -133,8 +130,10 @@ def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
     )
 
 
-def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None) -> MicrobatchCosts:
-    """Return the costs of one microbatch of the run.
+def costs_for(
+    config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None, microbatches: int | None = None
+) -> MicrobatchCosts:
+    """Return the costs of one microbatch of the run; `microbatches` of a step add those that a pipeline has in flight.
 
     `model` and `rank` are those of `as_on_a_rank`, by default of the first pipeline stage. The model is consumed.
     """
@@ -144,7 +143,8 @@ def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView 
             return costs_for(config, model, rank)
     working, loss = model.to(dtype_of(config.precision.param)), _Loss(config, rank.parts)
     beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
-    return costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+    costs = costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+    return replace(costs, flights=_flights(config, rank.parts, microbatches))
 
 
 class _Loss:

@@ -27,8 +27,8 @@ from dzero.errors import RunError, user_errors
 from dzero.estimate.candidates import ACCUMULATE, Candidate
 from dzero.estimate.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import StepMemory, memory_of, with_moments
-from dzero.estimate.microbatch_costs import MicrobatchCosts
+from dzero.estimate.memory import StepMemory, memory_of
+from dzero.estimate.microbatch_costs import STATES_ALONE
 from dzero.estimate.search import fitting, short_bytes
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.launch.config import launched
@@ -37,9 +37,9 @@ from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.optim.build import check_options, moments_of
 from dzero.plan.auto import candidates_of, resolve_auto, subject_of, value_of
-from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
-from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout, layout_of, ranks_of
-from dzero.plan.run_layout import workers_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, parts_of, units_of
+from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
+from dzero.plan.run_layout import layout_of, ranks_of, workers_of
 from dzero.plan.search_tables import words
 from dzero.utils.scratch_paths import make_folder
 from dzero.zero.offload_config import KINDS, OffloadConfig
@@ -157,13 +157,13 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
     try:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
-            costs = costs_for(config, model, rank) if config.offload.activations == "device" else MicrobatchCosts(())
+            foreseen = config.offload.activations == "device"
+            costs = costs_for(config, model, rank, layout.microbatches) if foreseen else STATES_ALONE
     except RunError:  # mesh.tp does not divide the model, so no run could start
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    memory = memory_of(layout, units, costs, device_type(config.launch))
-    return flights_of(config, rank, layout).held(with_moments(memory, moments_of(config.optim)), costs)
+    return memory_of(layout, units, costs, device_type(config.launch), moments_of(config.optim))
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:

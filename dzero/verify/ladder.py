@@ -33,14 +33,13 @@ from typing import NamedTuple
 import torch
 
 from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
-from dzero.config import RunConfig
 from dzero.hardware import dtype_name
 from dzero.launch.devices import device_type
 from dzero.monitor.config import ProfileConfig
 from dzero.optim.config import OURS
+from dzero.plan.run_layout import layout_of
 from dzero.verify.compare import Gap
 from dzero.verify.config import WHY, VerifyRun, meshes_to
-from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 
@@ -99,9 +98,9 @@ def order_of(layout: Layout) -> Order:
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """Return the runs of the ladder for `run` on `ranks` ranks, from the baseline to `run` itself."""
-    layout = layout_of(run, ranks)
-    config = _plain(run, layout)
     device = device_type(run.launch)
+    layout = layout_of(run, device, run.mesh.data_ranks(ranks))
+    config = _plain(run, layout)
     (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
@@ -127,7 +126,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     for name, mesh in meshes:
         climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, WHY[name])
     order = order_of(layout)
-    if not why and order != order_of(layout_of(base, ranks)):
+    if not why and order != order_of(layout_of(base, device, base.mesh.data_ranks(ranks))):
         stage = 2 if order.early else 1
         over = config.zero.states_over if order.blocks > 1 else "shard"
         sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage, states_over=over), mesh=config.mesh)
@@ -141,25 +140,6 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         )
     climb(CONFIGURATION, config, rounding if why else None, why or "placement never changes the numbers")
     return rungs
-
-
-def layout_of(config: RunConfig, ranks: int) -> Layout:
-    """Return the layout of a run on `ranks` ranks; raise ValueError as `Layout.of` does."""
-    mesh = config.mesh
-    data = mesh.data_ranks(ranks)
-    replicate, shard = mesh.degrees(data, stage=config.zero.stage)
-    return Layout.of(
-        config.zero,
-        config.precision,
-        config.offload,
-        replicate=replicate,
-        shard=shard,
-        microbatches=config.train.microbatches(mesh.readers(data)),
-        exact=is_exact(config.zero.reduction, device_type(config.launch)),
-        model_ranks=mesh.tp,
-        pipeline_ranks=mesh.pp,
-        expert_ranks=mesh.ep,
-    )
 
 
 def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:

@@ -27,11 +27,11 @@ from dzero.launch.launcher import start
 from dzero.launch.watchdog import Watchdog
 from dzero.overrides import composed
 from dzero.plan.auto import resolve_auto
-from dzero.plan.run_layout import check_all_here, workers_of
+from dzero.plan.run_layout import check_all_here, layout_of, workers_of
 from dzero.utils.terminal import show
 from dzero.verify.compare import Difference, by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
-from dzero.verify.ladder import Rung, ladder, layout_of
+from dzero.verify.ladder import Rung, ladder
 from dzero.verify.report import EXACTLY, SPREAD, Finding, VerifyReport, table, verdict
 from dzero.verify.trace import Followed, Mark, Trace
 
@@ -84,7 +84,7 @@ class Verifier:
         self._ranks = dist.get_world_size()
         with user_errors():
             self._rungs = ladder(run, self._ranks)
-            self._layout = layout_of(run, self._ranks)
+            self._layout = layout_of(run, device.type, run.mesh.data_ranks(self._ranks))
 
     def report(self) -> VerifyReport:
         """Run the baseline twice, then every other rung; return the comparisons."""
