@@ -145,9 +145,11 @@ class _Step:
         """Add the bars from one step's decision to the next; for overlap=step, from first gather to last update."""
         from_before = self._layout.offload.mode != "step"
         if from_before:
-            for name in self._early:
-                self._send_back(name, 0.0)
-            self._to_update = [name for name in self._order if name not in self._early]
+            for name in self._order:
+                if name in self._early:
+                    self._send_back(name, 0.0)
+                else:
+                    self._to_update.append(name)
             self._updates = self._update(self._to_update, 0.0)
         for index in range(self._layout.microbatches):
             self.begun_s.append(self._computed_s)
