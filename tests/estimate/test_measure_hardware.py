@@ -14,15 +14,15 @@ from measurements import HARDWARE, KEY, MEASUREMENT
 from omegaconf import OmegaConf
 
 from dzero import __main__ as command
-from dzero.cli import hardware
+from dzero.cli import machine
 from dzero.config import CONF
 from dzero.errors import RunError
 from dzero.estimate import measurement_cache
-from dzero.estimate.collective_probe import ExchangeRates
+from dzero.estimate.decoder_probe import ExchangeRates
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import cached, combine, key_of, measured
 from dzero.estimate.measurement_cache import Measurement
-from dzero.estimate.operator_probe import OperatorRates
+from dzero.estimate.decoder_probe import OperatorRates
 from dzero.estimate.probes import Effort, RankFigures, link_rate, matmul_flops, update_rate
 from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.overrides import composed
@@ -114,7 +114,7 @@ def test_the_command_measures_what_it_does_not_know(
         return MEASUREMENT
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "measured", measure)
+    monkeypatch.setattr(machine, "measured", measure)
     for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
         command.main()
