@@ -18,7 +18,7 @@ from dzero.utils.terminal import show
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Print tables, write the picture and TensorBoard files that `options` name; exit with 1 if the run does not fit."""
+    """Print tables, write the picture and TensorBoard files that `options` name; exit with 1 if it does not fit."""
     if options.picture is not None:
         check_file(options.picture)
     if options.tensorboard is not None:

@@ -68,15 +68,9 @@ def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
 
 
 def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:
-    """Measure this machine with all ranks busy, and cache the result.
+    """Measure this machine and the disk of a directory, with as many ranks busy as a run has, and cache the result.
 
-    Args:
-        ranks: Number of ranks, or None for as many as a run has.
-        disk: Directory on the disk to measure.
-        effort: Sizes and durations of the measurement.
-
-    Raises:
-        RunError: A rank fails, or torchrun started this process, whose ranks belong to a run.
+    RunError is raised if a rank fails, or if torchrun started this process, whose ranks belong to a run.
     """
     if launched():
         raise RunError(
@@ -127,10 +121,7 @@ def _cpu_model() -> str:
 
 
 def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
-    """Combine the ranks' figures into those of the node.
-
-    Figures of per-rank resources are those of the slowest rank, and figures of shared resources are sums.
-    """
+    """Combine the ranks' figures into those of the node: of own resources the slowest rank's, of shared ones sums."""
     slowest = {name: min(getattr(rank, f"{name}_flops") for rank in each) for name in FLOPS}
     listed = {name: peak_flops_of(key.device, dtype_of(name)) for name in FLOPS}
     half = next((name for name in FLOPS if listed[name] is not None), None)

@@ -102,15 +102,10 @@ def costs_of(
     beside: Mapping[str, int] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
 ) -> MicrobatchCosts:
-    """Measure the costs of one microbatch on fake tensors.
+    """Measure the costs of one microbatch of `model`, on meta in its compute dtype, on fake tensors.
 
-    Args:
-        model: Model on meta, in its compute dtype.
-        loss: Runs the model on a microbatch.
-        units: Class names of the units, as in `zero.units`.
-        ledger: Ledger in which attention (cp) and experts (ep) count their traffic.
-        beside: Ranks along cp and ep.
-        experts: Expert modules that ranks share, by name.
+    `units` are class names, as in `zero.units`, `experts` the modules that ranks share, by name. Attention (cp) and
+    experts (ep) count their traffic in `ledger`; `beside` has the ranks along both.
     """
     modules = dict(find_units(model, units, experts=experts))
     with FakeTensorMode(allow_non_fake_inputs=True), _CostMeter(ledger or Ledger()) as meter:

@@ -51,12 +51,9 @@ class MemoryMeter:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else peak_rss_bytes()
 
     def split(self, state_bytes: Mapping[str, int]) -> dict[str, int]:
-        """Return the peak by kind, which adds up to the peak.
+        """Return the peak by kind, given the bytes of each kind of state on this device at the peak.
 
         `activations` is the remainder, at least 0: if states were not touched yet, the sum exceeds the peak.
-
-        Args:
-            state_bytes: Bytes of each kind of state on this device at the peak.
         """
         rest = self.peak_bytes() - self.process_bytes - sum(state_bytes.values())
         return {**state_bytes, ACTIVATIONS: max(0, rest), PROCESS: self.process_bytes}

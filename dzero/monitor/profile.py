@@ -55,7 +55,6 @@ class Profiler:
         self, config: ProfileConfig, run_folder: Path, *, rank: int, device: torch.device, run_steps: int
     ) -> None:
         self.trace_path = run_folder / TRACES.replace("*", str(rank))
-        folder = self.trace_path.parent
         self.snapshot_path: Path | None = None
         self._first = config.start_step
         self._last = config.start_step + config.steps - 1
@@ -72,7 +71,7 @@ class Profiler:
             )
         if device.type == "cuda" and config.memory_snapshot is not False:
             self.snapshot_path = run_folder / SNAPSHOTS.replace("*", str(rank))
-        folder.mkdir(parents=True, exist_ok=True)
+        self.trace_path.parent.mkdir(parents=True, exist_ok=True)
         self._profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
             schedule=schedule(wait=self._first - 2, warmup=1, active=config.steps, repeat=1),
@@ -139,10 +138,8 @@ def _track_name(thread: threading.Thread) -> str:
 def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iterator[str]:
     """Yield the lines of a trace, one field per line as torch writes it, with names for process and threads.
 
-    Args:
-        trace: Lines of the trace, which may be larger than memory and is never read as a whole.
-        process: Prefix for the names of processes.
-        tracks: Names of threads by number; other threads keep torch's names.
+    A trace may be larger than memory and is never read as a whole. `process` is put before the names of processes;
+    threads that are not in `tracks` keep torch's names.
     """
     of_process = False
     for line in trace:

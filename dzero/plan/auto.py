@@ -42,15 +42,10 @@ class AutoChoice:
 
 
 def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
-    """Choose the settings that `zero=auto` stands for.
+    """Choose the settings that `zero=auto` stands for, apart from those `given` on the command line, as `key=value`.
 
-    Args:
-        config: The run's settings.
-        given: Settings of the command line, as `key=value`.
-
-    Raises:
-        RunError: Nothing fits, activations are offloaded, the run is a pipeline, or the hardware of several nodes is
-            not given, so that ranks could choose differently.
+    RunError is raised if nothing fits, activations are offloaded, the run is a pipeline, or the hardware of several
+    nodes is not given, so that ranks could choose differently.
     """
     check_foreseen(config)
     if config.mesh.pp > 1:
@@ -93,11 +88,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
 
 
 def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
-    """Return every possible combination of the settings that are not `fixed`, simplest first.
-
-    Raises:
-        RunError: No combination is possible.
-    """
+    """Return every possible combination of the settings that are not `fixed`, simplest first; RunError if none is."""
     readers = config.mesh.readers(ranks_of(config))
     sequences = config.train.sequences(readers) // readers
     distinct = dict.fromkeys(

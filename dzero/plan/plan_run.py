@@ -121,12 +121,7 @@ def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
 
 
 def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
-    """Predict what a run with these settings needs of `hardware`.
-
-    Raises:
-        ValueError: The ranks do not divide.
-        RunError: Activations are offloaded, or a rank has several pipeline stages.
-    """
+    """Predict what a run with these settings needs of `hardware`; raises as `check_foreseen` and `layout_of` do."""
     check_foreseen(config)
     announce_long_layout(config)
     ranks, train = ranks_of(config), config.train
@@ -205,8 +200,7 @@ def log_plan(
 ) -> tuple[int | None, str | None]:
     """Write the plan of a running run to TensorBoard; errors do not stop the run.
 
-    Returns:
-        The predicted peak of the device in bytes, and a line about what is missing; either may be None.
+    The predicted peak of the device in bytes is returned, and a line about what is missing; either may be None.
     """
     if config.mesh.sharing > 1:  # their plan needs a process without a process group
         return None, (

@@ -63,16 +63,9 @@ def prepare_run(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int
 
 
 def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
-    """Return the configuration that will be trained.
+    """Return the configuration that will be trained, with settings `given` as `key=value`; RunError if it cannot fit.
 
     Under torchrun all ranks reach the same result, and the first rank of each node reports it.
-
-    Args:
-        config: The run's settings.
-        given: Settings of the command line, as `key=value`.
-
-    Raises:
-        RunError: The run cannot fit.
     """
     try:
         with user_errors():
@@ -144,8 +137,7 @@ def check_least(config: RunConfig) -> None:
 def needed(config: RunConfig) -> StepMemory:
     """Return the memory that a rank needs; offloaded activations are not predicted and therefore not counted.
 
-    Raises:
-        UnforeseenError: The model does not run on fake tensors. It may train all the same.
+    UnforeseenError is raised for a model that does not run on fake tensors. It may train all the same.
     """
     if config.mesh.stages_per_rank > 1:
         raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")

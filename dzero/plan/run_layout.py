@@ -24,12 +24,9 @@ from dzero.zero.layout import Layout
 
 
 def workers_of(config: RunConfig) -> int:
-    """Return the number of ranks of a run that this machine starts.
+    """Return the number of ranks of a run that this machine starts; ValueError if there are fewer GPUs.
 
     The number is launch.workers, or the size of the mesh, or the number of devices.
-
-    Raises:
-        ValueError: There are fewer GPUs.
     """
     wanted = config.launch.workers or config.mesh.ranks
     inner = config.mesh.sharing * config.mesh.pp
@@ -48,10 +45,8 @@ def ranks_of(config: RunConfig) -> int:
 def layout_of(config: RunConfig, device: str, ranks: int | None = None) -> Layout:
     """Return the ZeRO table for these settings; raise ValueError if they contradict each other or the ranks.
 
-    Args:
-        config: The run's settings.
-        device: `cpu` or `cuda`, which `zero.reduction=auto` depends on.
-        ranks: Data-parallel ranks; by default those of the planned run.
+    The data-parallel `ranks` are by default those of the planned run; `zero.reduction=auto` depends on the `device`,
+    `cpu` or `cuda`.
     """
     ranks = ranks_of(config) if ranks is None else ranks
     replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)

@@ -69,13 +69,10 @@ WHY = {
 
 
 def meshes_to(mesh: MeshConfig) -> list[tuple[str, MeshConfig]]:
-    """Return the meshes of the ladder up to `mesh`, without replicas.
+    """Return the meshes of the ladder up to `mesh`, without replicas, each with the key of GROUPS that it adds.
 
-    In the first mesh, every rank has the whole model and whole sequences. All meshes have equally many ranks
-    and sequences per step.
-
-    Returns:
-        For each mesh, the key of GROUPS that it adds to the one before (empty for the first), and the mesh.
+    In the first mesh, which adds none, every rank has the whole model and whole sequences. All meshes have equally many
+    ranks and sequences per step.
     """
     default = MeshConfig()
     groups: dict[str, dict[str, Any]] = {"": {}}

@@ -68,12 +68,7 @@ class AnsweredRows:
                     placed.first.add(own)
 
     def mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a parameter, flat.
-
-        Args:
-            name: Name of the parameter.
-            flat: What this rank holds of it: the whole parameter, a shard, or a replica shard.
-        """
+        """Return this rank's rows of a parameter, of which it holds `flat`: all, a shard, or a replica shard."""
         shape, cuts, held = self._shapes[name], self._cuts[name], flat.numel()
         left = cuts
         for taken in range(len(cuts) + 1):

@@ -39,14 +39,7 @@ AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
 def verify(settings: Sequence[str]) -> int:
-    """Run the verification.
-
-    Args:
-        settings: Hydra overrides.
-
-    Returns:
-        0 if the runs agree, 1 if they differ, 2 if they could not be compared.
-    """
+    """Verify these Hydra overrides; return 0 if the runs agree, 1 if they differ, 2 if they could not be compared."""
     try:
         asked = composed(settings, CONF, VerifyRun)
         check_all_here([asked])

@@ -18,11 +18,10 @@ from dzero.cli import machine
 from dzero.config import CONF
 from dzero.errors import RunError
 from dzero.estimate import measurement_cache
-from dzero.estimate.decoder_probe import ExchangeRates
+from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import cached, combine, key_of, measured
 from dzero.estimate.measurement_cache import Measurement
-from dzero.estimate.decoder_probe import OperatorRates
 from dzero.estimate.probes import Effort, RankFigures, link_rate, matmul_flops, update_rate
 from dzero.hardware import host_memory_bytes, peak_flops_of
 from dzero.overrides import composed
