@@ -156,11 +156,15 @@ class Forecast:
         """Return one line that says whether the run fits, or how much memory is missing."""
         short = {name: tier.short_bytes for name, tier in self.tiers.items() if tier.short_bytes}
         if short:
-            lacks = " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
-            return f"does not fit {self.hardware.name}: each rank lacks {lacks}"
+            return f"does not fit {self.hardware.name}: each rank lacks {listed(short)}"
         unknown = [name for name, tier in self.tiers.items() if tier.total_bytes and tier.capacity_bytes is None]
         left = f"; the {' and '.join(unknown)}'s size is unknown" if unknown else ""
         return f"fits {self.hardware.name}{left}"
+
+
+def listed(bytes_of: Mapping[str, int]) -> str:
+    """Format bytes by tier as `1.50 GiB on the device and 12.0 GiB on the host`."""
+    return " and ".join(f"{format_bytes(count)} on the {name}" for name, count in bytes_of.items())
 
 
 def tiers_of(memory: StepMemory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:

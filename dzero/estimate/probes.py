@@ -91,9 +91,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
     smallest = _together(partial(update_rate, effort, smallest=True))
     speeds = measure_disk(DiskConfig(paths=[disk]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
     return RankFigures(
-        bf16_flops=flops["bf16"],
-        fp16_flops=flops["fp16"],
-        fp32_flops=flops["fp32"],
+        **{f"{name}_flops": each for name, each in flops.items()},
         operators=operators,
         link=link,
         link_alone=alone,

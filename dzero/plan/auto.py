@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from dzero.config import RunConfig
@@ -120,23 +121,12 @@ def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
     """Return the searched settings that keep their values."""
     keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
     searched = next(space(1))
-
-    def is_given(key: str) -> bool:
-        return any(key == each or key.startswith(f"{each}.") for each in keys) or value_of(config, key) != default_of(
-            config, key
-        )
-
-    found = {key for key in searched if is_given(key)}
+    found = {key for key in searched if attrgetter(key)(config) != default_of(config, key)}
+    found |= {key for key in searched if any(key == each or key.startswith(f"{each}.") for each in keys)}
     found |= {f"{key}_fraction" for key in found if f"{key}_fraction" in searched}
     if config.train.accumulate is None:
         found.discard(ACCUMULATE)
     return found | {MICROBATCH, ACCUMULATE} if found & {MICROBATCH, ACCUMULATE} else found
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of `group.name`."""
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), name)
 
 
 def default_of(config: RunConfig, key: str) -> Any:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+from operator import attrgetter
 
 import torch
 
@@ -36,7 +37,7 @@ from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.optim.build import check_options, moments_of
-from dzero.plan.auto import candidates_of, resolve_auto, subject_of, value_of
+from dzero.plan.auto import candidates_of, resolve_auto, subject_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, parts_of, units_of
 from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
 from dzero.plan.run_layout import layout_of, ranks_of, workers_of
@@ -162,6 +163,7 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
     """Return this machine's capacities without measuring: the smallest device, `host_bytes`, and free scratch space."""
     local = local_ranks() if launched() else workers_of(config)
     kind = device_type(config.launch)
+    may_use_disk = config.offload.uses_disk or config.auto  # zero=auto may choose it
     devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
     return HardwareConfig.of_sizes(
         "this machine",
@@ -169,13 +171,8 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
         local,
         device_bytes=min(devices, default=host_bytes // local),
         host_bytes=host_bytes,
-        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk(config) else None,
+        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk else None,
     )
-
-
-def may_use_disk(config: RunConfig) -> bool:
-    """Return whether states may be on disk, by a setting or by the choice of zero=auto."""
-    return config.offload.uses_disk or config.auto
 
 
 def check_scratch(offload: OffloadConfig) -> None:
@@ -216,7 +213,7 @@ def suggestions(config: RunConfig, here: HardwareConfig) -> list[str]:
     if config.offload.activations != "device":
         return []
     candidates = candidates_of(config, (), here)
-    now = {key: value_of(config, key) for key in candidates[0].settings}
+    now = {key: attrgetter(key)(config) for key in candidates[0].settings}
     now[ACCUMULATE] = config.train.microbatches(ranks_of(config))
 
     def changes(candidate: Candidate) -> int:

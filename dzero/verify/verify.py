@@ -29,7 +29,7 @@ from dzero.overrides import composed
 from dzero.plan.auto import resolve_auto
 from dzero.plan.run_layout import check_all_here, layout_of, workers_of
 from dzero.utils.terminal import show
-from dzero.verify.compare import Difference, by_how_much, first_difference, gap
+from dzero.verify.compare import by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
 from dzero.verify.ladder import Rung, ladder
 from dzero.verify.report import EXACTLY, SPREAD, Finding, VerifyReport, table, verdict
@@ -98,12 +98,9 @@ class Verifier:
         if itself is not None and not itself.agrees:
             allowed = (allowed or EXACTLY).widened(itself.gap, SPREAD)
         elif allowed is None and (mark := first_difference(before, trace, self._device)) is not None:
-            apart = self._look(mark, lower, rung)
+            # Both run again, up to the first mark in which they differ, and keep the tensors behind it.
+            apart = by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
         return Finding(rung, allowed, gap(before, trace, self._device, allowed), apart), trace
-
-    def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Difference:
-        """Run both rungs again, up to the first mark in which they differ, and compare the tensors behind it."""
-        return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
 
     def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
         with user_errors():
