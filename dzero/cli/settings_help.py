@@ -63,12 +63,8 @@ def help_text(found: list[Group], width: int) -> str:
     for group in found:
         lines.append(f"{group.name}: {group.meaning}" if group.meaning else group.name)
         if group.options:
-            lines += textwrap.wrap(
-                f"{group.name}=... takes {', '.join(group.options)}",
-                width - 2,
-                initial_indent="  ",
-                subsequent_indent="    ",
-            )
+            takes = f"{group.name}=... takes {', '.join(group.options)}"
+            lines += textwrap.wrap(takes, width - 2, initial_indent="  ", subsequent_indent="    ")
         for setting in group.settings:
             head = f"  {setting.key}={setting.default}"
             gap = " " * max(2, KEY_WIDTH - len(head))

@@ -149,11 +149,8 @@ class Followed(Trainer):
         self.trace.moved = {name: self._rows.placed.weight[name] * squared(end[name] - begin[name]) for name in end}
         for unit in self.sharded.units:
             self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
-            self._mark_all(
-                PARAM,
-                unit,
-                {name: self._rows.mine(name, read(local_of(p)).view(-1)) for name, p in unit.params.items()},
-            )
+            shards = {name: read(local_of(param)).view(-1) for name, param in unit.params.items()}
+            self._mark_all(PARAM, unit, {name: self._rows.mine(name, shard) for name, shard in shards.items()})
         return self.trace
 
     def _microbatches(self) -> torch.Tensor:
