@@ -14,7 +14,7 @@ from torch import nn
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.estimate.explain import actions, tables
+from dzero.estimate.explain import actions, collectives_table
 from dzero.estimate.forecast import Forecast
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import cached, measured, unmeasured
@@ -33,9 +33,10 @@ from dzero.plan.meta_model import as_on_a_rank, costs_for, hidden_of, model_of, 
 from dzero.plan.picture import pixels
 from dzero.plan.provenance import auto_values, settings_table
 from dzero.plan.run_layout import layout_of, ranks_of
-from dzero.plan.tables import tables as plan_tables
+from dzero.plan.tables import tables
 from dzero.utils.terminal import Table
 from dzero.zero.cost_model import expected_traffic
+from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
@@ -66,9 +67,12 @@ def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
-    told = [settings_table(config, settings, conf), auto_values(config, layout, kind, where)]
-    told += [
-        *tables(layout, units),
+    told = [
+        settings_table(config, settings, conf),
+        auto_values(config, layout, kind, where),
+        kinds_table(layout, units),
+        units_table(layout, units),
+        collectives_table(layout, units),
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
         _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
         _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
@@ -223,5 +227,5 @@ def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str
         picture = pixels(forecast)
     except RunError as error:
         lacks = str(error)
-    board.plan(step, plan_tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
+    board.plan(step, tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
     return lacks

@@ -97,7 +97,7 @@ def check_memory(config: RunConfig) -> None:
     here = this_machine(config, host_memory_bytes())
     ranks = layout_of(config, device_type(config.launch)).world
     tiers = tiers_of(memory, here, ranks)
-    if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
+    if lacking := {name: sure for name, tier in tiers.items() if (sure := _surely(tier)).short_bytes}:
         raise RunError(_refusal(config, here, lacking))
     now = this_machine(config, host_available_bytes())
     for name, tier in tiers_of(memory, now, ranks).items():
@@ -195,7 +195,7 @@ def _surely(tier: Tier) -> Tier:
 
 def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier]) -> str:
     lines = ["this run cannot fit this machine, so it was not started:"]
-    for name, tier in ((name, _surely(tier)) for name, tier in lacking.items()):
+    for name, tier in lacking.items():
         kinds = sorted(tier.kinds, key=lambda kind: -tier.kinds[kind])[:LARGEST]
         parts = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
         need, has, short = map(format_bytes, (tier.total_bytes, tier.capacity_bytes or 0, tier.short_bytes))

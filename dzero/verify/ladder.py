@@ -38,7 +38,7 @@ from dzero.monitor.config import ProfileConfig
 from dzero.optim.config import OURS
 from dzero.plan.run_layout import layout_of
 from dzero.verify.compare import Gap
-from dzero.verify.config import WHY, VerifyRun, meshes_to
+from dzero.verify.config import GROUPS, VerifyRun, meshes_to
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 
@@ -116,7 +116,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         "tiles add partial sums, rounded once",
     )
     for name, mesh in meshes:
-        climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, WHY[name])
+        climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, GROUPS[name][1])
     order = order_of(layout)
     if not why and order != order_of(layout_of(base, device, base.mesh.data_ranks(ranks))):
         stage = 2 if order[EARLY] > 1 else 1
