@@ -38,13 +38,7 @@ UPDATE_BYTES = 2 + 2 * 4 + 4 * 4 + 2
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Size of the measurement.
-
-    Attributes:
-        seconds: Duration of each timed loop.
-        matrix: Largest side of a matrix.
-        rounds: Rounds of the collective probe.
-    """
+    """Size of the measurement: seconds of each timed loop, largest side of a matrix, rounds of collectives."""
 
     seconds: float = 0.4
     matrix: int = 8192

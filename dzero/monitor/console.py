@@ -18,15 +18,10 @@ WIDE_COLUMNS, WIDE_BAR, NARROW_BAR = 110, 20, 10
 
 
 class Console:
-    """Sink that writes to a terminal or plain stream. Use it on one rank only.
+    """Sink that writes to a terminal or plain stream, by default standard output. Use it on one rank only.
 
     On a terminal, the live line is redrawn four times a second, independent of `log_every_steps`. Elsewhere a line is
     written for the first step, the last step, and every `log_every_steps`-th step.
-
-    Args:
-        total_steps: Steps of the run.
-        log_every_steps: Steps between two plain lines.
-        terminal: Output of the sink. None: standard output.
     """
 
     def __init__(self, total_steps: int, *, log_every_steps: int = 10, terminal: Terminal | None = None) -> None:

@@ -43,12 +43,9 @@ NAME = re.compile(r'^(\s*"name": )"(?:thread (\d+) \()?(.*?)\)?"$')
 
 
 class Profiler:
-    """Context that traces the steps that its config selects; call `step()` after every step.
+    """Context that traces the steps that its config selects; call `step()` after every step. If disabled, does nothing.
 
-    `run_steps` is the number of steps that this run makes. A disabled profiler does nothing.
-
-    Raises:
-        ValueError: If the run ends before the trace does, or a memory snapshot is requested without CUDA.
+    ValueError is raised if a run of `run_steps` steps ends before the trace, or for a memory snapshot without CUDA.
     """
 
     def __init__(

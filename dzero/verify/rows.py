@@ -42,9 +42,7 @@ class AnsweredParams:
 class AnsweredRows:
     """Selection of the rows that this rank is responsible for, out of the tensors that it holds.
 
-    Args:
-        sharded: Model of the run.
-        layout: Layout of the configuration, which determines the rows.
+    The layout is that of the configuration, which determines the rows; `sharded` is the model of the run.
     """
 
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
