@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from allocated_peak import allocated_peak_bytes
 from devices import Device
 from omegaconf import OmegaConf
 from report import append_row, results_kept, table, write_table
@@ -42,7 +43,6 @@ from dzero.estimate.probes import Effort, probe
 from dzero.estimate.step_time import pace_of
 from dzero.models.build import build, materialiser
 from dzero.models.config import ModelConfig
-from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 

@@ -22,6 +22,14 @@ SHOWS = {*HELP, "-c", "--cfg", "-i", "--info", "--hydra-help", "--version", "-sc
 CHECKPOINT = "a checkpoint's folder, or the folder above for the latest in it"
 SETTINGS = "as `dzero train` takes them, such as zero.stage=3"
 SHARD_BYTES = 5_000_000_000
+MODULES = {
+    "explain": "plan",
+    "inspect": "checkpoints",
+    "export": "checkpoints",
+    "hardware": "machine",
+    "disk-bench": "machine",
+}
+"""Module in `dzero/cli` of each command that is not in one of its own name."""
 
 
 def main() -> None:
@@ -36,9 +44,9 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    command = import_module(f"dzero.cli.{options.command.replace('-', '_')}")
+    module = import_module(f"dzero.cli.{MODULES.get(options.command, options.command)}")
     with user_errors():
-        command.run(options)
+        getattr(module, options.command.replace("-", "_"))(options)
 
 
 def train() -> None:

@@ -1,4 +1,4 @@
-"""Command `dzero plan`: predict memory, traffic and seconds of a run; exit code 1 if it does not fit."""
+"""Commands that start no run: `dzero plan` predicts its memory, traffic and time, `dzero explain` shows its steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from dzero.config import CONF
 from dzero.monitor.tensorboard import TensorBoardSink, check_folder
 from dzero.optim.build import check_options
-from dzero.overrides import composed
-from dzero.plan.auto import choose
+from dzero.overrides import composed, spelt_out
+from dzero.plan.auto import choose, resolve_auto
 from dzero.plan.picture import check_file, draw
-from dzero.plan.plan_run import forecast_run, hardware_of, onto_board
+from dzero.plan.plan_run import explain_run, forecast_run, hardware_of, onto_board
 from dzero.plan.search_tables import ranking_tables
 from dzero.plan.tables import tables
 from dzero.utils.terminal import show
 
 
-def run(options: argparse.Namespace) -> None:
-    """Print the tables; write the picture and the TensorBoard files that `options` name."""
+def plan(options: argparse.Namespace) -> None:
+    """Print tables, write the picture and TensorBoard files that `options` name; exit with 1 if it does not fit."""
     if options.picture is not None:
         check_file(options.picture)
     if options.tensorboard is not None:
@@ -43,3 +43,13 @@ def run(options: argparse.Namespace) -> None:
             print(lacks, file=sys.stderr)
     print(f"\n{found.verdict()}", flush=True)
     sys.exit(0 if found.fits else 1)
+
+
+def explain(options: argparse.Namespace) -> None:
+    """Print units, placements, and the actions of a step in order."""
+    settings = spelt_out(options.settings)
+    config = resolve_auto(composed(settings, CONF), settings)
+    shown, off_device = explain_run(config, settings, CONF)
+    show(shown)
+    if off_device:
+        print("\nslots and actions off the device, in order\n  " + "\n  ".join(off_device), flush=True)

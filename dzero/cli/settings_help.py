@@ -63,7 +63,8 @@ def help_text(found: list[Group], width: int) -> str:
     for group in found:
         lines.append(f"{group.name}: {group.meaning}" if group.meaning else group.name)
         if group.options:
-            lines += textwrap.wrap(f"{group.name}=... takes {', '.join(group.options)}", width - 2, **_indented(2))
+            takes = f"{group.name}=... takes {', '.join(group.options)}"
+            lines += textwrap.wrap(takes, width - 2, initial_indent="  ", subsequent_indent="    ")
         for setting in group.settings:
             head = f"  {setting.key}={setting.default}"
             gap = " " * max(2, KEY_WIDTH - len(head))
@@ -79,7 +80,8 @@ def groups() -> list[Group]:
     for name, kind in get_type_hints(RunConfig).items():
         if (owner := _dataclass_in(kind)) is not None:
             settings = tuple(_settings(owner, f"{name}."))
-            found.append(Group(name, _first_line(inspect.getdoc(owner)), _options(CONF / name), settings))
+            meaning = (inspect.getdoc(owner) or "").partition("\n")[0]
+            found.append(Group(name, meaning, _options(CONF / name), settings))
     extra = Group("experiment", "Settings of several groups that belong together.", _options(CONF / "experiment"), ())
     return [*found, extra]
 
@@ -124,11 +126,3 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 def _options(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").partition("\n")[0]
-
-
-def _indented(columns: int) -> dict[str, Any]:
-    return {"initial_indent": " " * columns, "subsequent_indent": " " * (columns + 2)}

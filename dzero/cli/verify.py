@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dzero.verify.verify import verify
+from dzero.verify import verify as verification
 
 
-def run(options: argparse.Namespace) -> None:
+def verify(options: argparse.Namespace) -> None:
     """Compare the runs; exit with 0 if they agree, 1 if they differ, 2 if they could not be compared."""
-    sys.exit(verify(options.settings))
+    sys.exit(verification.verify(options.settings))

@@ -39,16 +39,11 @@ def of_experts(axis: str) -> str:
 
 
 def link_of(layout: Layout, hardware: HardwareConfig, axis: str, beside: Mapping[str, int]) -> Link:
-    """Return the link of the collectives along `axis`.
+    """Return the link of the collectives along `axis`, a mesh axis or `of_experts` of one.
 
     Ranks along tp are neighbors. Ranks along shard are `layout.model_ranks` apart, and ranks along each further axis
-    are a whole group of the axes before it apart.
-
-    Args:
-        layout: The ZeRO table.
-        hardware: The node and its network.
-        axis: Name of a mesh axis, or `of_experts` of one.
-        beside: Ranks along cp (neighbors among the data-parallel ranks) and along ep (neighbors, tp included).
+    are a whole group of the axes before it apart. `beside` has the ranks along cp (neighbors among the data-parallel
+    ranks) and along ep (neighbors, tp included).
     """
     inside = layout.model_ranks
     of_shards = inside * layout.shard
@@ -81,16 +76,10 @@ def update_bytes(layout: Layout) -> int:
 
 
 class Durations:
-    """Seconds of the pieces of a step; a piece that needs an unknown figure takes `nan` seconds.
+    """Seconds of the pieces of a step, if `bound` at datasheet rates, for a lower bound.
 
-    Args:
-        layout: The ZeRO table.
-        hardware: The node and its network.
-        beside: Ranks along cp and ep.
-        bound: Use datasheet rates, for a lower bound.
-
-    Attributes:
-        unknown: Names of the figures that were needed and are unknown.
+    A piece that needs an unknown figure takes `nan` seconds, and `unknown` has the figure's name. `beside` has the
+    ranks along cp and ep.
     """
 
     def __init__(

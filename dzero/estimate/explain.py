@@ -10,7 +10,6 @@ from dzero.mesh import REPLICATE, SHARD
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import schedule_of
 from dzero.utils.terminal import Table
-from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
@@ -116,19 +115,14 @@ def folded(found: Iterator[PlannedCollective]) -> list[PlannedCollective]:
     return rows
 
 
-def tables(layout: Layout, units: Sequence[UnitShape]) -> list[Table]:
-    """Return tables of the kinds of state, the units, and the collectives of a step."""
-    every = kinds_table(layout, units), units_table(layout, units), _step(layout, units)
-    return [table for table in every if table.rows]
-
-
 def actions(layout: Layout, units: Sequence[UnitShape]) -> list[str]:
     """Return the host and disk slots and the offload actions in order, one per line; empty if no state is offloaded."""
     schedule = schedule_of(BufferLayout(layout, units))
     return [*schedule.lines()] if schedule.slots else []
 
 
-def _step(layout: Layout, units: Sequence[UnitShape]) -> Table:
+def collectives_table(layout: Layout, units: Sequence[UnitShape]) -> Table:
+    """Return a table of the collectives of a step, in order."""
     rows = tuple(
         (
             each.phase,

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-
-from dzero.estimate.torch_internals import FakeStore, forget_meshes
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
 def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Make this process `rank` of a fake group of `ranks` ranks, whose collectives move nothing.
-
-    Raises:
-        RuntimeError: This process is in a process group already.
-    """
+    """Make this process `rank` of a fake group whose collectives move nothing; RuntimeError if it is in a group."""
     if dist.is_initialized():
         raise RuntimeError(
             "a simulation makes a process group of its own, and this process is in one: simulate before "

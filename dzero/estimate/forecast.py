@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.in_flight import ALONE, InFlight
-from dzero.estimate.memory import StepMemory, memory_of, with_moments
+from dzero.estimate.memory import StepMemory, memory_of
 from dzero.estimate.microbatch_costs import MicrobatchCosts
 from dzero.estimate.step_time import StepTime, pace_of
 from dzero.estimate.timeline import Timeline, timeline_of
@@ -40,28 +40,61 @@ class Tier:
         return 0 if self.capacity_bytes is None else max(0, self.total_bytes - self.capacity_bytes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Prediction for one rank; see `forecast` for the inputs.
+    """Prediction of the memory and time of a step of one rank.
 
     Attributes:
-        tiers: Memory by tier at the moment `when` at which the device is fullest.
-        pace: Expected time, at the rates reached in training.
-        bound: Lower bound of the time, at datasheet rates. On measured hardware its rates are those of `pace`.
+        layout: The ZeRO table.
+        units: Shapes of the units.
+        costs: Costs of one microbatch.
+        hardware: The node and its network.
+        step_tokens: Tokens per step of all ranks.
+        model_flops: FLOPs per token by the convention of MFU, or None if unknown.
+        moments: Tensors that the optimizer keeps per parameter.
+        slowest: Pipeline stage that the others wait for; None if it is this one.
     """
 
-    hardware: HardwareConfig
     layout: Layout
-    params: int
-    memory: StepMemory
-    tiers: Mapping[str, Tier]
-    moved: StepTransfers
-    pace: StepTime
-    bound: StepTime
-    step_tokens: int
-    model_flops: float | None
     units: Sequence[UnitShape]
     costs: MicrobatchCosts
+    hardware: HardwareConfig
+    step_tokens: int
+    model_flops: float | None
+    moments: int = 2
+    slowest: Forecast | None = None
+
+    @cached_property
+    def memory(self) -> StepMemory:
+        """Memory of a step."""
+        return memory_of(self.layout, self.units, self.costs, self.hardware.device_type, self.moments)
+
+    @cached_property
+    def tiers(self) -> dict[str, Tier]:
+        """Memory by tier at the moment `when` at which the device is fullest."""
+        return tiers_of(self.memory, self.hardware, self.layout.world)
+
+    @cached_property
+    def moved(self) -> StepTransfers:
+        """Bytes that the rank moves in a step."""
+        return moved_of(self.layout, self.units, self.costs)
+
+    @cached_property
+    def pace(self) -> StepTime:
+        """Expected time, at the rates reached in training."""
+        return self.slowest.pace if self.slowest else pace_of(self.layout, self.units, self.costs, self.hardware)
+
+    @cached_property
+    def bound(self) -> StepTime:
+        """Lower bound of the time, at datasheet rates. On measured hardware its rates are those of `pace`."""
+        if self.slowest:
+            return self.slowest.bound
+        return pace_of(self.layout, self.units, self.costs, self.hardware, bound=True)
+
+    @property
+    def params(self) -> int:
+        """Parameters of the rank's units before sharding."""
+        return sum(param.elems for unit in self.units for param in unit.params)
 
     def timeline(self) -> Timeline | None:
         """Return the bars of a step, or None for a pipeline or if the hardware lacks a figure that the pace needs."""
@@ -123,52 +156,15 @@ class Forecast:
         """Return one line that says whether the run fits, or how much memory is missing."""
         short = {name: tier.short_bytes for name, tier in self.tiers.items() if tier.short_bytes}
         if short:
-            lacks = " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
-            return f"does not fit {self.hardware.name}: each rank lacks {lacks}"
+            return f"does not fit {self.hardware.name}: each rank lacks {listed(short)}"
         unknown = [name for name, tier in self.tiers.items() if tier.total_bytes and tier.capacity_bytes is None]
         left = f"; the {' and '.join(unknown)}'s size is unknown" if unknown else ""
         return f"fits {self.hardware.name}{left}"
 
 
-def forecast(
-    layout: Layout,
-    units: Sequence[UnitShape],
-    costs: MicrobatchCosts,
-    hardware: HardwareConfig,
-    *,
-    step_tokens: int,
-    model_flops: float | None,
-    moments: int = 2,
-    flights: InFlight = ALONE,
-) -> Forecast:
-    """Predict the memory and time of a step.
-
-    Args:
-        layout: The ZeRO table.
-        units: Shapes of the units.
-        costs: Costs of one microbatch.
-        hardware: The node and its network.
-        step_tokens: Tokens per step of all ranks.
-        model_flops: FLOPs per token by the convention of MFU, or None if unknown.
-        moments: Tensors that the optimizer keeps per parameter.
-        flights: Microbatches in flight, for a pipeline.
-    """
-    memory = with_moments(memory_of(layout, units, costs, hardware.device_type), moments)
-    memory = flights.held(memory, costs)
-    return Forecast(
-        hardware=hardware,
-        layout=layout,
-        params=sum(param.elems for unit in units for param in unit.params),
-        memory=memory,
-        tiers=tiers_of(memory, hardware, layout.world),
-        moved=moved_of(layout, units, costs, flights),
-        pace=pace_of(layout, units, costs, hardware, flights),
-        bound=pace_of(layout, units, costs, hardware, flights, bound=True),
-        step_tokens=step_tokens,
-        model_flops=model_flops,
-        units=units,
-        costs=costs,
-    )
+def listed(bytes_of: Mapping[str, int]) -> str:
+    """Format bytes by tier as `1.50 GiB on the device and 12.0 GiB on the host`."""
+    return " and ".join(f"{format_bytes(count)} on the {name}" for name, count in bytes_of.items())
 
 
 def tiers_of(memory: StepMemory, hardware: HardwareConfig, ranks: int) -> dict[str, Tier]:

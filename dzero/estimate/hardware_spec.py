@@ -58,10 +58,7 @@ class RankShare:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareConfig:
-    """Node and network, for predictions; bytes are bytes (not GiB), rates are bytes/s or FLOP/s.
-
-    None means unknown: what needs the figure is not predicted. A peak of None may mean a dtype without units.
-    """
+    """Node and network, for predictions; bytes are bytes (not GiB), rates are bytes/s or FLOP/s, None is unknown."""
 
     name: str
     """Name of the node."""
@@ -198,15 +195,10 @@ class HardwareConfig:
         return min(ranks, self.devices_per_node)
 
     def within_node(self, ranks: int, *, stride: int = 1, world: int | None = None) -> bool:
-        """Return whether every group is within one node.
+        """Return whether every group of `ranks`, of `world` in all (None: a single group), is within one node.
 
-        Ranks fill node after node. Groups start at multiples of `ranks` x `stride`, as in a mesh.
-
-        Args:
-            ranks: Ranks per group.
-            stride: Distance between neighbors of a group: 1 for the innermost axis, the size of the inner axes for
-                others.
-            world: Number of ranks in all groups, or None for a single group.
+        Ranks fill node after node. Groups start at multiples of `ranks` x `stride`, as in a mesh; neighbors of a group
+        are `stride` apart: 1 for the innermost axis, the size of the inner axes for others.
         """
         span = ranks * stride
         return max(world or span, span) <= self.devices_per_node or self.devices_per_node % span == 0 or ranks == 1

@@ -1,8 +1,7 @@
 """Measurement of this machine as a `HardwareConfig`, taken once by the ranks of a run and then read from a cache.
 
-    found(ranks)      cached figures, or a new measurement (under half a minute)
     cached(ranks)     cached figures, or None
-    measured(ranks)   new measurement, which is cached
+    measured(ranks)   new measurement (under half a minute), which is cached
     unmeasured(...)   memory sizes only
 
 Each rank has the threads and cores that it has in training, and all ranks are measured at the same time. Shared
@@ -47,16 +46,6 @@ class ProbeConfig:
     effort: Effort = field(default_factory=Effort)
 
 
-def found(ranks: int | None = None, *, disk: str = ".") -> HardwareConfig:
-    """Return this machine's figures, measuring them now if they are not cached; the arguments are those of `measured`.
-
-    Raises:
-        RunError: The machine would have to be measured under torchrun, or `measured` fails.
-    """
-    known = cached(ranks)
-    return (known or measured(ranks, disk=disk)).hardware
-
-
 def cached(ranks: int | None = None) -> Measurement | None:
     """Return the cached measurement of this machine, or None; a damaged one is reported and ignored."""
     try:
@@ -79,15 +68,9 @@ def unmeasured(ranks: int, device_type: str) -> HardwareConfig:
 
 
 def measured(ranks: int | None = None, *, disk: str = ".", effort: Effort | None = None) -> Measurement:
-    """Measure this machine with all ranks busy, and cache the result.
+    """Measure this machine and the disk of a directory, with as many ranks busy as a run has, and cache the result.
 
-    Args:
-        ranks: Number of ranks, or None for as many as a run has.
-        disk: Directory on the disk to measure.
-        effort: Sizes and durations of the measurement.
-
-    Raises:
-        RunError: A rank fails, or torchrun started this process, whose ranks belong to a run.
+    RunError is raised if a rank fails, or if torchrun started this process, whose ranks belong to a run.
     """
     if launched():
         raise RunError(
@@ -138,10 +121,7 @@ def _cpu_model() -> str:
 
 
 def combine(key: MeasurementKey, each: Sequence[RankFigures], *, disk_bytes: int) -> Measurement:
-    """Combine the ranks' figures into those of the node.
-
-    Figures of per-rank resources are those of the slowest rank, and figures of shared resources are sums.
-    """
+    """Combine the ranks' figures into those of the node: of own resources the slowest rank's, of shared ones sums."""
     slowest = {name: min(getattr(rank, f"{name}_flops") for rank in each) for name in FLOPS}
     listed = {name: peak_flops_of(key.device, dtype_of(name)) for name in FLOPS}
     half = next((name for name in FLOPS if listed[name] is not None), None)

@@ -82,12 +82,7 @@ def folder() -> Path:
 
 
 def load(key: MeasurementKey) -> Measurement | None:
-    """Return the measurement for `key`, or None if there is none.
-
-    Raises:
-        DamagedCache: The file cannot be used.
-        OSError: Reading fails.
-    """
+    """Return the measurement for `key`, or None; raise DamagedCache if its file is not usable, or OSError."""
     path = folder() / key.file
     if not path.parent.exists():
         return None

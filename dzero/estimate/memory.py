@@ -12,14 +12,15 @@
     master, moments                                all that stay on the device
     activations                                    with temporaries and the whole gradients of u and of the root
                                                    (`microbatch_costs.py`)
+    in flight     other microbatches               of a pipeline: saved activations, and receive buffers
 
 On the host and on disk the bytes are those of the schedule's slots, exactly, since nothing else is allocated there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +31,7 @@ from dzero.offload.build_schedule import schedule_of
 from dzero.offload.memory_pool import aligned
 from dzero.zero.layout import Layout
 from dzero.zero.tiers import names_off_device
-from dzero.zero.unit_shapes import ParamShape, UnitShape
+from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import unit_around
 
 
@@ -68,37 +69,31 @@ class StepMemory:
         return max(self.device, key=lambda moment: moment.total_bytes)
 
 
-def with_moments(memory: StepMemory, count: int) -> StepMemory:
-    """Return `memory` for a rule that keeps `count` tensors per parameter instead of AdamW's two."""
-
-    def kept(kinds: Mapping[str, int]) -> dict[str, int]:
-        return {kind: each * count // 2 if kind == "moments" else each for kind, each in kinds.items()}
-
-    if count == 2:
-        return memory
-    device = tuple(MemoryMoment(moment.when, kept(moment.kinds)) for moment in memory.device)
-    return replace(memory, device=device, host=kept(memory.host), disk=kept(memory.disk))
+def memory_of(
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str, moments: int = 2
+) -> StepMemory:
+    """Return the memory of a rank that trains these units, with `moments` tensors of the optimizer per parameter."""
+    off = off_device(layout, units, moments)
+    return StepMemory(on_device(layout, units, costs, moments), *off, staging_bytes(layout, units, device_type))
 
 
-def memory_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, device_type: str) -> StepMemory:
-    """Return the memory of a rank that trains these units; `costs` are those of one of its microbatches."""
-    return StepMemory(
-        on_device(layout, units, costs), *off_device(layout, units), staging_bytes(layout, units, device_type)
-    )
-
-
-def on_device(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts) -> tuple[MemoryMoment, ...]:
+def on_device(
+    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts, moments: int
+) -> tuple[MemoryMoment, ...]:
     """Return the moments of the last microbatch of a step."""
-    return tuple(_Device(layout, units).moments(costs))
+    return tuple(_Device(layout, units, moments).moments(costs))
 
 
-def off_device(layout: Layout, units: Sequence[UnitShape]) -> tuple[dict[str, int], dict[str, int]]:
+def off_device(layout: Layout, units: Sequence[UnitShape], moments: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes on the host and on disk by kind, which do not depend on the microbatch."""
     tiers: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for slot in schedule_of(BufferLayout(layout, units)).slots:
         kinds = tiers[slot.tier]
         kind = next(word for word in slot.name.split(" ") if word not in ("disk", "spare"))
         kinds[kind] = kinds.get(kind, 0) + aligned(slot.count)
+    for kinds in tiers.values():
+        if "moments" in kinds:
+            kinds["moments"] = kinds["moments"] * moments // 2  # the slots are those of AdamW's two
     return tiers["host"], tiers["disk"]
 
 
@@ -129,7 +124,7 @@ class _Device:
     Expert units have a table of their own. They come before the unit around them, since their forward ends first.
     """
 
-    def __init__(self, layout: Layout, units: Sequence[UnitShape]) -> None:
+    def __init__(self, layout: Layout, units: Sequence[UnitShape], moments: int) -> None:
         self._layout, self._units = layout, {unit.name: unit for unit in units}
         self._own = {unit.name: layout.of_unit(unit) for unit in units}
         inner = [unit.name for unit in units if unit.shared_by > 1]
@@ -137,27 +132,26 @@ class _Device:
         self._around = {name: unit_around(name, outer) for name in inner}
         self._order = [each for name in outer for each in (*(i for i in inner if self._around[i] == name), name)]
         away = names_off_device(layout.tiers, units)
-        mastered = layout.param.dtype != torch.float32
+        params = [(unit.name, self._own[unit.name], param) for unit in units for param in unit.params]
+        states = [(own, param, param.shard_elems(own.shard, own.shares)) for _, own, param in params if param.trainable]
+        masters = sum(elems for _, param, elems in states if param.name not in away["master"])
+        fields = [moment_fields(own, elems) for own, param, elems in states if param.name not in away["moments"]]
+        stays, self._away = 0, dict.fromkeys(self._order, 0)
+        for name, own, param in params:
+            count = param.shard_elems(own.shard) * layout.param.dtype.itemsize
+            if param.name in away["param"]:
+                self._away[name] += count
+            else:
+                stays += count
         self._rest = {
-            "param": self._elems(lambda p: p.name not in away["param"]) * layout.param.dtype.itemsize,
-            "master": mastered
-            * self._elems(lambda p: p.trainable and p.name not in away["master"], shared=True)
-            * layout.master.dtype.itemsize,
-            "moments": sum(
-                self._moment_bytes(name, param)
-                for name, unit in self._units.items()
-                for param in unit.params
-                if param.trainable and param.name not in away["moments"]
-            ),
-        }
-        self._away = {
-            name: self._elems(lambda p: p.name in away["param"], of=[name]) * layout.param.dtype.itemsize
-            for name in self._order
+            "param": stays,
+            "master": masters * layout.master.dtype.itemsize if layout.param.dtype != torch.float32 else 0,
+            "moments": sum(n * dtype.itemsize for each in fields for _, dtype, n in each) * moments // 2,
         }
         self._kept = {name for name, own in self._own.items() if own.shard > 1 and not own.param.sharded}
-        self._wholes = {
-            (name, only): self._gathered_elems(name, only) for name in self._order for only in (False, True)
-        }
+        ranks = {name: own.shard for name, own in self._own.items()}
+        self._whole = {name: n * self._units[name].shard_elems(n) for name, n in ranks.items()}
+        self._trained = {name: n * self._units[name].shard_elems(n, trainable_only=True) for name, n in ranks.items()}
         at_once = away["grad"] if BufferLayout(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
         self._stay = {
@@ -170,17 +164,19 @@ class _Device:
         before = ""
         last = {span.unit: at for at, span in enumerate(costs.spans) if span.direction == BACKWARD}
         stays = set[str]()
+        waiting = {"in flight": costs.in_flight_bytes} if costs.in_flight_bytes else {}
         for at, span in enumerate(costs.spans):
             if span.unit in self._own and not self._own[span.unit].gathers_again:
                 stays.add(span.unit)
-            yield MemoryMoment(f"{span.direction} {span.unit}", self._rest | self._during(span, reduced, before, stays))
+            during = self._during(span, reduced, before, stays)
+            yield MemoryMoment(f"{span.direction} {span.unit}", {**self._rest, **during, **waiting})
             if last.get(span.unit) == at and span.unit != self._root:
                 stays.discard(span.unit)
             if last.get(span.unit) == at and span.unit not in (self._root, LOSS):
                 reduced.append(span.unit)
                 before = span.unit
         reduced.append(self._root)
-        yield MemoryMoment("update", self._rest | {"grad": self._grads(reduced)})
+        yield MemoryMoment("update", {**self._rest, "grad": self._grads(reduced), **waiting})
 
     @property
     def _root(self) -> str:
@@ -202,7 +198,7 @@ class _Device:
 
     def _copied(self, unit: str) -> int:
         """Return the bytes of a gathered unit; one rank uses device shards in place (`zero/unsharded_in_place.py`)."""
-        whole = self._whole(unit) * self._layout.param.dtype.itemsize
+        whole = self._whole[unit] * self._layout.param.dtype.itemsize
         return whole if self._own[unit].shard > 1 else self._away[unit]
 
     def _coming(self, span: UnitSpan) -> str:
@@ -228,7 +224,7 @@ class _Device:
             return 0
         unit = self._order[at - 1] if backward else span.unit
         gathers = self._own[unit].shard > 1 and not (backward and unit in self._kept)
-        return self._whole(unit) * self._layout.param.dtype.itemsize if gathers else 0
+        return self._whole[unit] * self._layout.param.dtype.itemsize if gathers else 0
 
     def _reducing(self, unit: str) -> int:
         """Return the bytes of the buffer that was reduced last.
@@ -236,7 +232,7 @@ class _Device:
         With replica shards it includes the shard rearranged by replica shard, and the sum that a later microbatch is
         added to.
         """
-        elems, own = self._whole(unit, trainable_only=True), self._own[unit]
+        elems, own = self._trained[unit], self._own[unit]
         shards = 0 if own.shares == 1 else 1 if own.microbatches == 1 else 2
         return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
 
@@ -250,7 +246,7 @@ class _Device:
         """Return the elements of a unit's gradients that accumulate on the device."""
         own = self._own[unit]
         if not own.grad.sharded and own.shard > 1:
-            return self._whole(unit, trainable_only=True)
+            return self._trained[unit]
         return self._accumulate[unit]
 
     def _reduced(self, unit: str, away: Collection[str], shares: int) -> int:
@@ -258,26 +254,3 @@ class _Device:
         shape = self._units[unit]
         stays = any(param.trainable and param.name not in away for param in shape.params)
         return shape.shard_elems(self._own[unit].shard, shares, trainable_only=True) if stays else 0
-
-    def _whole(self, unit: str, *, trainable_only: bool = False) -> int:
-        return self._wholes[unit, trainable_only]
-
-    def _gathered_elems(self, unit: str, trainable_only: bool) -> int:
-        ranks = self._own[unit].shard
-        return self._units[unit].shard_elems(ranks, trainable_only=trainable_only) * ranks
-
-    def _elems(
-        self, chosen: Callable[[ParamShape], bool], *, of: Sequence[str] | None = None, shared: bool = False
-    ) -> int:
-        """Return this rank's elements of chosen parameters of some units; `shared` cuts them over replicas too."""
-        total = 0
-        for name in self._order if of is None else of:
-            own = self._own[name]
-            params = filter(chosen, self._units[name].params)
-            total += sum(param.shard_elems(own.shard, own.shares if shared else 1) for param in params)
-        return total
-
-    def _moment_bytes(self, unit: str, param: ParamShape) -> int:
-        own = self._own[unit]
-        elems = param.shard_elems(own.shard, own.shares)
-        return sum(n * dtype.itemsize for _, dtype, n in moment_fields(own, elems))

@@ -14,7 +14,7 @@ but shapes, dtypes and operators are the real ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,15 +52,45 @@ class UnitSpan:
 
 
 @dataclass(frozen=True)
+class InFlight:
+    """Microbatches in flight on a rank of a pipeline; by default those of a run without one.
+
+    Attributes:
+        ahead: Forwards before the first backward.
+        room_bytes: Bytes of receive buffers for hidden states and gradients.
+        names: Number of parameters of all pipeline stages.
+        shared: Names of tied parameters at both ends of the pipeline.
+        sent: Traffic of hidden states and their gradients along pp per step.
+    """
+
+    ahead: int = 1
+    room_bytes: int = 0
+    names: int = 0
+    shared: Collection[str] = ()
+    sent: Traffic = field(default_factory=Traffic)
+
+
+@dataclass(frozen=True)
 class MicrobatchCosts:
-    """Spans of one microbatch in time order; `beside` has the ranks along cp and ep, which the ZeRO table lacks."""
+    """Spans of one microbatch in time order, and what the ZeRO table lacks: the ranks along cp and ep, the pipeline."""
 
     spans: tuple[UnitSpan, ...]
     beside: Mapping[str, int] = field(default_factory=dict)
+    flights: InFlight = field(default_factory=InFlight)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Activations that other microbatches hold between forward and backward, and receive buffers."""
+        saved = [span.saved_bytes for span in self.spans if span.direction == FORWARD]
+        return (self.flights.ahead - 1) * saved[-1] + self.flights.room_bytes if saved else 0
 
     def work(self, direction: str) -> OperatorWork:
         """Return all work in one direction; recomputation belongs to backward."""
         return sum((span.work for span in self.spans if span.direction == direction), OperatorWork())
+
+
+STATES_ALONE = MicrobatchCosts(())
+"""Costs of no computation at all."""
 
 
 def costs_of(
@@ -72,15 +102,10 @@ def costs_of(
     beside: Mapping[str, int] | None = None,
     experts: Mapping[str, nn.Module] | None = None,
 ) -> MicrobatchCosts:
-    """Measure the costs of one microbatch on fake tensors.
+    """Measure the costs of one microbatch of `model`, on meta in its compute dtype, on fake tensors.
 
-    Args:
-        model: Model on meta, in its compute dtype.
-        loss: Runs the model on a microbatch.
-        units: Class names of the units, as in `zero.units`.
-        ledger: Ledger in which attention (cp) and experts (ep) count their traffic.
-        beside: Ranks along cp and ep.
-        experts: Expert modules that ranks share, by name.
+    `units` are class names, as in `zero.units`, `experts` the modules that ranks share, by name. Attention (cp) and
+    experts (ep) count their traffic in `ledger`; `beside` has the ranks along both.
     """
     modules = dict(find_units(model, units, experts=experts))
     with FakeTensorMode(allow_non_fake_inputs=True), _CostMeter(ledger or Ledger()) as meter:
@@ -88,7 +113,9 @@ def costs_of(
             model = model.to_empty(device="cpu")
             held = {param for module in (experts or {}).values() for param in module.parameters()}
             if any(isinstance(param, DTensor) for param in {*model.parameters()} - held):
-                _rehearse(model, loss)
+                # DTensor runs every new operator on global shapes to learn its output placement.
+                loss(model).backward()  # type: ignore[no-untyped-call]
+                model.zero_grad()
         owner = {param: name for name, each in modules.items() for module in each for param in module.parameters()}
         for name, module in (experts or {}).items():
             owner |= dict.fromkeys(module.parameters(), name)
@@ -107,12 +134,6 @@ def costs_of(
         del total
         meter.close()
     return MicrobatchCosts(tuple(meter.spans), beside or {})
-
-
-def _rehearse(model: nn.Module, loss: Loss) -> None:
-    """Run the model once, since DTensor runs every new operator on global shapes to learn its output placement."""
-    loss(model).backward()  # type: ignore[no-untyped-call]
-    model.zero_grad()
 
 
 class _CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

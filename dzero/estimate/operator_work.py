@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.distributed_c10d import _resolve_process_group as group_called  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dzero.comm.dtensor_traffic import called_by, sent_by
-from dzero.estimate.torch_internals import group_called
+from dzero.mesh import CONTEXT, EXPERT, TENSOR
 
 aten = torch.ops.aten
 ATTENTION = (
@@ -60,6 +61,12 @@ class OperatorWork(NamedTuple):
     passes: int = 0
     routed: float = 0.0
     routes: int = 0
+
+    def exchanged(self) -> Iterator[tuple[str, float, int]]:
+        """Yield the bytes sent, and the number of collectives, along each axis within the model."""
+        yield TENSOR, self.sent, self.exchanges
+        yield CONTEXT, self.passed, self.passes
+        yield EXPERT, self.routed, self.routes
 
     def __add__(self, more: OperatorWork) -> OperatorWork:  # type: ignore[override]
         return OperatorWork(*(a + b for a, b in zip(self, more, strict=True)))  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
     figure           measured with                                                           ranks at a time
     <dtype>_flops    square matrix products, the largest that are short enough               all
-    operators        attention, other operators by call and byte (`operator_probe.py`)       all
+    operators        attention, other operators by call and byte (`decoder_probe.py`)       all
     link             copy between host and device (without a GPU: within the host)           first alone, then all
-    exchange         gathers and reductions of sharded units (`collective_probe.py`)         all
+    exchange         gathers and reductions of sharded units (`decoder_probe.py`)         all
     update           AdamW on the host: fp32 states, then the smallest states                all
     disk             transfers of the scratch store                                          first alone
 
@@ -21,10 +21,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from dzero.estimate.collective_probe import ExchangeRates, exchange_rates
+from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates, exchange_rates, operator_rates
 from dzero.estimate.hardware_spec import FLOPS
 from dzero.estimate.medians import median_of_rounds, seconds_of
-from dzero.estimate.operator_probe import OperatorRates, operator_rates
 from dzero.hardware import cores_of_rank, device_memory_bytes, dtype_of, rss_bytes
 from dzero.mesh import local_rank, local_ranks
 from dzero.offload.disk_speed import measure as measure_disk
@@ -39,13 +38,7 @@ UPDATE_BYTES = 2 + 2 * 4 + 4 * 4 + 2
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Size of the measurement.
-
-    Attributes:
-        seconds: Duration of each timed loop.
-        matrix: Largest side of a matrix.
-        rounds: Rounds of the collective probe.
-    """
+    """Size of the measurement: seconds of each timed loop, largest side of a matrix, rounds of collectives."""
 
     seconds: float = 0.4
     matrix: int = 8192
@@ -92,9 +85,7 @@ def probe(device: torch.device, disk: str, effort: Effort) -> RankFigures:
     smallest = _together(partial(update_rate, effort, smallest=True))
     speeds = measure_disk(DiskConfig(paths=[disk]), sample_bytes=effort.disk_bytes, rounds=2) if first else []
     return RankFigures(
-        bf16_flops=flops["bf16"],
-        fp16_flops=flops["fp16"],
-        fp32_flops=flops["fp32"],
+        **{f"{name}_flops": each for name, each in flops.items()},
         operators=operators,
         link=link,
         link_alone=alone,

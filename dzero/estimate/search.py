@@ -28,12 +28,12 @@ from functools import cache, cached_property
 from typing import Any
 
 from dzero.estimate.candidates import Candidate
-from dzero.estimate.forecast import Forecast, Tier, forecast, tiers_of
+from dzero.estimate.forecast import Forecast, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import StepMemory, off_device, on_device, staging_bytes, with_moments
-from dzero.estimate.microbatch_costs import MicrobatchCosts, UnitSpan
+from dzero.estimate.memory import StepMemory, off_device, on_device, staging_bytes
+from dzero.estimate.microbatch_costs import STATES_ALONE, MicrobatchCosts, UnitSpan
 from dzero.estimate.operator_work import OperatorWork
-from dzero.estimate.step_time import pace_of
+from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
 HEADROOM = 0.05
@@ -103,6 +103,18 @@ class Subject:
     step_tokens: int
     model_flops: float | None
     moments: int = 2
+
+    def forecast(self, layout: Layout, costs: MicrobatchCosts) -> Forecast:
+        """Return the prediction for a ZeRO table and the costs of a microbatch."""
+        return Forecast(
+            layout=layout,
+            units=self.units,
+            costs=costs,
+            hardware=self.hardware,
+            step_tokens=self.step_tokens,
+            model_flops=self.model_flops,
+            moments=self.moments,
+        )
 
 
 def room_bytes(tier: Tier) -> int:
@@ -178,7 +190,7 @@ class _Judge:
     def floor(self, candidate: Candidate) -> dict[str, int]:
         """Return the bytes that states alone lack, which do not depend on recomputation."""
         if candidate.table not in self._floors:
-            self._floors[candidate.table] = self._short(candidate, MicrobatchCosts(()))
+            self._floors[candidate.table] = self._short(candidate, STATES_ALONE)
         return self._floors[candidate.table]
 
     def _at_least(self, candidate: Candidate) -> dict[str, int]:
@@ -196,37 +208,23 @@ class _Judge:
 
     def _short(self, candidate: Candidate, costs: MicrobatchCosts) -> dict[str, int]:
         """Return the bytes missing on the device, or else on the other tiers, whose schedule is slower to compute."""
-        layout, units, hardware = candidate.layout, self._subject.units, self._subject.hardware
-
-        def short(memory: StepMemory) -> dict[str, int]:
-            return short_bytes(tiers_of(with_moments(memory, self._subject.moments), hardware, layout.world))
-
+        layout, subject = candidate.layout, self._subject
+        units, hardware, moments = subject.units, subject.hardware, subject.moments
         staging = staging_bytes(layout, units, hardware.device_type)
-        memory = StepMemory(on_device(layout, units, costs), {}, {}, staging)
-        if lacking := short(memory):
+        memory = StepMemory(on_device(layout, units, costs, moments), {}, {}, staging)
+        if lacking := short_bytes(tiers_of(memory, hardware, layout.world)):
             return lacking
         if candidate.table not in self._off_device:
-            self._off_device[candidate.table] = off_device(layout, units)
+            self._off_device[candidate.table] = off_device(layout, units, moments)
         host, disk = self._off_device[candidate.table]
-        return short(replace(memory, host=host, disk=disk))
+        return short_bytes(tiers_of(replace(memory, host=host, disk=disk), hardware, layout.world))
 
     def expected_s(self, candidate: Candidate) -> float | None:
         """Return the predicted seconds of a step, or None if unknown."""
-        costs = self._foreseen(candidate)
-        return pace_of(candidate.layout, self._subject.units, costs, self._subject.hardware).step_s
+        return self._subject.forecast(candidate.layout, self._foreseen(candidate)).pace.step_s
 
     def _forecast(self, candidate: Candidate) -> Forecast:
-        subject = self._subject
-        costs = self._exact(candidate.recompute, candidate.microbatch)
-        return forecast(
-            candidate.layout,
-            subject.units,
-            costs,
-            subject.hardware,
-            step_tokens=subject.step_tokens,
-            model_flops=subject.model_flops,
-            moments=subject.moments,
-        )
+        return self._subject.forecast(candidate.layout, self._exact(candidate.recompute, candidate.microbatch))
 
     def closest(self) -> Fits:
         """Return the candidate with the fewest missing bytes among those with the smallest microbatch."""

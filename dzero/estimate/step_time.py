@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 from dzero.estimate.durations import Durations, of_experts
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.in_flight import ALONE, InFlight
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
 from dzero.estimate.transfers import moved_of
 from dzero.mesh import CONTEXT, EXPERT, PIPELINE, REPLICATE, SHARD, TENSOR
@@ -64,12 +63,11 @@ def pace_of(
     units: Sequence[UnitShape],
     costs: MicrobatchCosts,
     hardware: HardwareConfig,
-    flights: InFlight = ALONE,
     *,
     bound: bool = False,
 ) -> StepTime:
     """Return the seconds of a step on `hardware`; if `bound`, at datasheet rates."""
-    take, moved = Durations(layout, hardware, costs.beside, bound=bound), moved_of(layout, units, costs, flights)
+    take, moved = Durations(layout, hardware, costs.beside, bound=bound), moved_of(layout, units, costs)
     moves = moved.units.values()
     parts = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for span in costs.spans:

@@ -145,9 +145,11 @@ class _Step:
         """Add the bars from one step's decision to the next; for overlap=step, from first gather to last update."""
         from_before = self._layout.offload.mode != "step"
         if from_before:
-            for name in self._early:
-                self._send_back(name, 0.0)
-            self._to_update = [name for name in self._order if name not in self._early]
+            for name in self._order:
+                if name in self._early:
+                    self._send_back(name, 0.0)
+                else:
+                    self._to_update.append(name)
             self._updates = self._update(self._to_update, 0.0)
         for index in range(self._layout.microbatches):
             self.begun_s.append(self._computed_s)
@@ -186,12 +188,7 @@ class _Step:
                 there_s[name] = self._gather(direction, index, name, start_s)
             seconds = self._durations.compute(span.work)
             done_s = self.lanes.add(COMPUTE, direction, span.unit, seconds, start_s)
-            work = span.work
-            for axis, sent_bytes, calls in (
-                (TENSOR, work.sent, work.exchanges),
-                (CONTEXT, work.passed, work.passes),
-                (EXPERT, work.routed, work.routes),
-            ):
+            for axis, sent_bytes, calls in span.work.exchanged():
                 within_s = self._durations.sent(axis, int(sent_bytes), calls)
                 done_s = self.lanes.add(axis, EXCHANGE, span.unit, within_s, done_s)
             self._computed_s = done_s
@@ -269,7 +266,7 @@ class _Step:
     def _send_back(self, name: str, updated_s: float) -> None:
         """Add the transfer of new working copies to disk or to the device."""
         take, moves = self._durations, self._moves[name]
-        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_work), updated_s)
+        spilled_s = self.lanes.add(DISK, SPILL, name, take.written(moves.disk_param), updated_s)
         self._fresh_s[name] = self.lanes.add(BACK, FETCH, name, take.copied(moves.work), spilled_s)
 
     def _of(self, direction: str, index: int, name: str) -> list[PlannedCollective]:

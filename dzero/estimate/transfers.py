@@ -18,10 +18,8 @@ from dataclasses import dataclass
 
 from dzero.comm.ledger import Traffic
 from dzero.estimate.durations import of_experts
-from dzero.estimate.in_flight import ALONE, InFlight
-from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, MicrobatchCosts
-from dzero.estimate.operator_work import OperatorWork
-from dzero.mesh import CONTEXT, EXPERT, PIPELINE, TENSOR
+from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, STATES_ALONE, MicrobatchCosts
+from dzero.mesh import PIPELINE, TENSOR
 from dzero.offload.buffer_layout import BufferLayout
 from dzero.offload.build_schedule import update_order
 from dzero.zero.cost_model import copies_of, expected_control, expected_copies, expected_traffic
@@ -42,7 +40,6 @@ class UnitTransfers:
     grad_back: int
     moments: int
     work: int
-    disk_work: int
     read_states: int
     written_states: int
     copies_grad: int
@@ -99,7 +96,6 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
             grad_back=elems(away["grad"] - away["master"]) * gradient,
             moments=2 * elems(away["master"] ^ away["moments"]) * moment,
             work=elems(away["master"] - away["param"]) * working,
-            disk_work=param if on_disk["param"] else 0,
             read_states=read[unit.name],
             written_states=sum(sizes[pair.disk] for pair in buffer_layout.going("states", unit.name)),
             copies_grad=copies.sent_bytes,
@@ -110,10 +106,9 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
     return found
 
 
-def moved_of(
-    layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts | None = None, flights: InFlight = ALONE
-) -> StepTransfers:
-    """Return what one rank moves in a step; `costs` of a microbatch add the traffic within the model (tp, cp, ep)."""
+def moved_of(layout: Layout, units: Sequence[UnitShape], costs: MicrobatchCosts = STATES_ALONE) -> StepTransfers:
+    """Return what one rank moves in a step; `costs` add the traffic within the model (tp, cp, ep) and along pp."""
+    flights = costs.flights
     axes = {PIPELINE: flights.sent.sent_bytes} if flights.sent.calls else {}
     calls = {PIPELINE: flights.sent.calls} if flights.sent.calls else {}
     for shared in (False, True):
@@ -126,17 +121,11 @@ def moved_of(
     uses = {unit.name: layout.microbatches * (2 if layout.of_unit(unit).gathers_again else 1) for unit in units}
     moves = moves_of(layout, units)
     each = moves.values()
-    inside = OperatorWork() if costs is None else costs.work(FORWARD) + costs.work(BACKWARD)
-    if inside.exchanges:
-        copied = sum(expected_copies(layout, units).values(), Traffic())
-        axes[TENSOR] = layout.microbatches * int(inside.sent) + copied.sent_bytes
-        calls[TENSOR] = layout.microbatches * inside.exchanges + copied.calls
-    if inside.passes:
-        axes[CONTEXT] = layout.microbatches * int(inside.passed)
-        calls[CONTEXT] = layout.microbatches * inside.passes
-    if inside.routes:
-        axes[EXPERT] = layout.microbatches * int(inside.routed)
-        calls[EXPERT] = layout.microbatches * inside.routes
+    for axis, sent_bytes, count in (costs.work(FORWARD) + costs.work(BACKWARD)).exchanged():
+        if count:
+            copied = sum(expected_copies(layout, units).values(), Traffic()) if axis == TENSOR else Traffic()
+            axes[axis] = layout.microbatches * int(sent_bytes) + copied.sent_bytes
+            calls[axis] = layout.microbatches * count + copied.calls
     decisions = Counter[str]()
     for entry, traffic in expected_control(layout, units, flights.names).items():
         decisions[entry.axis] += traffic.calls
@@ -151,7 +140,7 @@ def moved_of(
             uses[name] * unit.disk_param + reductions * unit.disk_grad + unit.read_states
             for name, unit in moves.items()
         ),
-        written=sum(unit.disk_work + reductions * unit.disk_grad + unit.written_states for unit in each),
+        written=sum(unit.disk_param + reductions * unit.disk_grad + unit.written_states for unit in each),
     )
 
 

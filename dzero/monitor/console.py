@@ -18,15 +18,10 @@ WIDE_COLUMNS, WIDE_BAR, NARROW_BAR = 110, 20, 10
 
 
 class Console:
-    """Sink that writes to a terminal or plain stream. Use it on one rank only.
+    """Sink that writes to a terminal or plain stream, by default standard output. Use it on one rank only.
 
     On a terminal, the live line is redrawn four times a second, independent of `log_every_steps`. Elsewhere a line is
     written for the first step, the last step, and every `log_every_steps`-th step.
-
-    Args:
-        total_steps: Steps of the run.
-        log_every_steps: Steps between two plain lines.
-        terminal: Output of the sink. None: standard output.
     """
 
     def __init__(self, total_steps: int, *, log_every_steps: int = 10, terminal: Terminal | None = None) -> None:
@@ -62,11 +57,10 @@ class Console:
         tables = summary_tables(summary)
         if not self._live:
             self._write("\n" + plain(tables))
-            self._write_places(summary)
-            return
-        for table in tables:
+        for table in tables if self._live else ():
             self._terminal.print(rich_table(table))
-        self._write_places(summary)
+        if summary.places:
+            self._write("\n".join(["\nlook inside", *(f"  {line}" for line in summary.places)]))
 
     def close(self) -> None:
         """End the live line and leave it on the terminal; may be called again."""
@@ -84,24 +78,14 @@ class Console:
         reading = live_line(record, self._held_out_loss, room)
         self._progress.update(self._task, completed=record.step, reading=reading)
 
-    def _write_places(self, summary: RunSummary) -> None:
-        """Print where TensorBoard files and traces are, and how to open them."""
-        if summary.places:
-            self._write("\nlook inside")
-            for line in summary.places:
-                self._write(f"  {line}")
-
     def _write(self, line: str) -> None:
         self._terminal.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def live_line(record: StepRecord, held_out_loss: float | None, room: int | None = None) -> str:
-    """Return the text behind the progress bar.
+    """Return the text behind the progress bar, with the last held-out loss [nats].
 
-    Args:
-        record: Record of the last step.
-        held_out_loss: Last held-out loss [nats], or None.
-        room: Available columns; the least important figures are left out until the others fit. None: no limit.
+    The least important figures are left out until the others fit in `room` columns.
     """
     rate, mfu = record.speed.tokens_per_s, record.speed.mfu
     wanted = {  # in the order of the line; figures with lower numbers are left out first

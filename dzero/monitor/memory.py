@@ -7,22 +7,16 @@
     peak           CUDA: the caching allocator's counter of allocated bytes, exact
                    CPU: the process's high-water mark in RAM (VmHWM), without pages that were never touched
 
-torch has no peak counter for the CPU. `allocated_peak_bytes` measures the exact peak of a call from the profiler's
-allocation events. It is meant for tests and benchmarks, and is too slow for training.
+torch has no peak counter for the CPU.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from dzero import streams
 from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
 
 ACTIVATIONS, PROCESS = "activations", "process"
@@ -57,12 +51,9 @@ class MemoryMeter:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else peak_rss_bytes()
 
     def split(self, state_bytes: Mapping[str, int]) -> dict[str, int]:
-        """Return the peak by kind, which adds up to the peak.
+        """Return the peak by kind, given the bytes of each kind of state on this device at the peak.
 
         `activations` is the remainder, at least 0: if states were not touched yet, the sum exceeds the peak.
-
-        Args:
-            state_bytes: Bytes of each kind of state on this device at the peak.
         """
         rest = self.peak_bytes() - self.process_bytes - sum(state_bytes.values())
         return {**state_bytes, ACTIVATIONS: max(0, rest), PROCESS: self.process_bytes}
@@ -80,38 +71,6 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
             if part.device.type != "meta" and storage.nbytes():
                 storages[part.device, storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def allocated_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak bytes of tensors allocated on `device` during `run()`, above what was allocated before.
-
-    On the CPU this is exact for the calling thread and autograd's threads. Freeing memory that was allocated before
-    `run` does not lower the count, so for code that does this the result is an upper bound.
-    """
-    if device.type == "cuda":
-        streams.synchronize_device(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        streams.synchronize_device(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiled.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if _is_cpu_allocation(e))
-    allocated = peak = 0
-    for _, change_bytes in changes:
-        allocated += change_bytes
-        peak = max(peak, allocated)
-    return peak
-
-
-def _is_cpu_allocation(event: dict[str, object]) -> bool:
-    args = event.get("args")
-    return event.get("name") == "[memory]" and isinstance(args, dict) and args.get("Device Type") == 0
 
 
 def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -30,14 +30,8 @@ class Throughput:
 class Meter:
     """Timer of the steps of a run; the module's docstring defines its readings.
 
-    Args:
-        total_steps: Steps that this run makes.
-        flops_per_token: Model FLOPs of forward and backward per token. None: unknown.
-        peak_flops: Peak FLOP/s of one device. None: unknown.
-        ranks: Number of devices that share the tokens.
-        warmup_steps: Steps that count in no rate.
-        window_steps: Counted steps that `now` looks at.
-        clock: Returns seconds; must be monotonic.
+    `flops_per_token` are the model's FLOPs of forward and backward, `peak_flops` those per second of one device, each
+    None if unknown. The tokens are shared by `ranks` devices. `clock` returns seconds and must be monotonic.
     """
 
     def __init__(

@@ -29,12 +29,8 @@ def explained(
 ) -> Iterator[None]:
     """Turn torch's OutOfMemoryError into a RunError that lists the memory held, and the planned peak.
 
-    Args:
-        folder: Folder for the allocator's snapshot, which only CUDA devices write.
-        rank: This rank.
-        device: Device that ran out of memory.
-        held: Returns the bytes of this rank at its peak, by kind.
-        planned: Returns the planned peak in bytes; None if there is no plan, as before the end of the first step.
+    `held` returns the bytes of this rank at its peak, by kind; `planned` those of the plan, or None before the end of
+    the first step. CUDA devices write the allocator's snapshot to `folder`.
     """
     try:
         yield

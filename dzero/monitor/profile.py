@@ -45,19 +45,15 @@ NAME = re.compile(r'^(\s*"name": )"(?:thread (\d+) \()?(.*?)\)?"$')
 
 
 class Profiler:
-    """Context that traces the steps that its config selects; call `step()` after every step.
+    """Context that traces the steps that its config selects; call `step()` after every step. If disabled, does nothing.
 
-    `run_steps` is the number of steps that this run makes. A disabled profiler does nothing.
-
-    Raises:
-        ValueError: If the run ends before the trace does, or a memory snapshot is requested without CUDA.
+    ValueError is raised if a run of `run_steps` steps ends before the trace, or for a memory snapshot without CUDA.
     """
 
     def __init__(
         self, config: ProfileConfig, run_folder: Path, *, rank: int, device: torch.device, run_steps: int
     ) -> None:
         self.trace_path = run_folder / TRACES.replace("*", str(rank))
-        folder = self.trace_path.parent
         self.snapshot_path: Path | None = None
         self._first = config.start_step
         self._last = config.start_step + config.steps - 1
@@ -71,7 +67,7 @@ class Profiler:
         check_compatible(Settings.of(profile=config).having({"device": device.type}))
         if device.type == "cuda" and config.memory_snapshot is not False:
             self.snapshot_path = run_folder / SNAPSHOTS.replace("*", str(rank))
-        folder.mkdir(parents=True, exist_ok=True)
+        self.trace_path.parent.mkdir(parents=True, exist_ok=True)
         self._profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
             schedule=schedule(wait=self._first - 2, warmup=1, active=config.steps, repeat=1),
@@ -138,10 +134,8 @@ def _track_name(thread: threading.Thread) -> str:
 def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iterator[str]:
     """Yield the lines of a trace, one field per line as torch writes it, with names for process and threads.
 
-    Args:
-        trace: Lines of the trace, which may be larger than memory and is never read as a whole.
-        process: Prefix for the names of processes.
-        tracks: Names of threads by number; other threads keep torch's names.
+    A trace may be larger than memory and is never read as a whole. `process` is put before the names of processes;
+    threads that are not in `tracks` keep torch's names.
     """
     of_process = False
     for line in trace:

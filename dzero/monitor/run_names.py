@@ -27,13 +27,10 @@ def register() -> None:
 
 
 def run_name(number: int, given: Sequence[str], command_line: Sequence[str]) -> str:
-    """Return the folder name of one run of a sweep, which is unique in the sweep.
+    """Return the folder name of the run of this `number` in its sweep, which is unique in the sweep.
 
-    Args:
-        number: Number of the run in its sweep.
-        given: All settings of this run, `key=value`.
-        command_line: Command line of the sweep. Its settings that take several values make up the name. If none can be
-            determined, all settings do.
+    Of the settings that are `given`, `key=value`, those with several values on the sweep's `command_line` make up the
+    name. If none can be determined, all settings do.
     """
     swept = _swept(command_line)
     keys = {override.key_or_group for override in swept}

@@ -101,9 +101,7 @@ class Monitor:
     def _tell(self, do: Callable[[Sink], None], step: int | None = None) -> None:
         """Call `do` with every sink; drop a sink that fails and report that to the others. Output never ends a run.
 
-        Args:
-            do: Function of a sink.
-            step: Step of the run. None: the run has ended, and sinks may be closed already.
+        Without a `step`, the run has ended, and sinks may be closed already.
         """
         for sink in [*self.sinks]:
             try:

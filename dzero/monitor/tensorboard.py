@@ -25,7 +25,6 @@ from torch.utils.tensorboard import SummaryWriter
 from dzero.errors import RunError
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.summary import summary_tables
-from dzero.offload.executor import LaneUse
 from dzero.utils.terminal import Table, plain
 
 GIB = 2**30
@@ -45,13 +44,7 @@ def check_folder(folder: Path) -> None:
 
 
 class TensorBoardSink:
-    """Sink that writes event files to `folder`. Use it on one rank only.
-
-    Args:
-        folder: Folder of the event files, created if missing.
-        resolved_config: Configuration of the run as YAML.
-        scalars_every_steps: Steps between two points.
-    """
+    """Sink that writes event files to `folder`, with the run's configuration as YAML. Use it on one rank only."""
 
     def __init__(self, folder: Path, *, resolved_config: str = "", scalars_every_steps: int = 1) -> None:
         self._every = scalars_every_steps
@@ -83,15 +76,7 @@ class TensorBoardSink:
     def plan(
         self, step: int, tables: Sequence[Table], verdict: str, picture: np.ndarray[Any, Any] | None, peak_bytes: int
     ) -> None:
-        """Write a plan.
-
-        Args:
-            step: Step to write it at.
-            tables: Tables of the plan, written as text.
-            verdict: Line below the tables.
-            picture: Image, uint8 [height, width, RGB], or None.
-            peak_bytes: Planned peak of the device.
-        """
+        """Write a plan at a step: tables and verdict as text, a picture (uint8 [height, width, RGB]), and the peak."""
         self._writer.add_text("plan", code_block(f"{plain(tables)}\n\n{verdict}"), step)
         self._writer.add_scalar("memory/planned_gib", peak_bytes / GIB, step)
         if picture is not None:
@@ -135,13 +120,13 @@ def scalars(record: StepRecord) -> dict[str, float | None]:
         **{
             f"offload/{lane.replace(' ', '_')}_{what}": value
             for lane, use in record.lanes.items()
-            for what, value in _figures(use)
+            for what, value in (
+                ("busy_s", use.busy_s),
+                ("waited_s", use.waited_s),
+                ("moved_gib", use.moved_bytes / GIB),
+            )
         },
     }
-
-
-def _figures(use: LaneUse) -> list[tuple[str, float]]:
-    return [("busy_s", use.busy_s), ("waited_s", use.waited_s), ("moved_gib", use.moved_bytes / GIB)]
 
 
 def code_block(text: str, language: str = "") -> str:

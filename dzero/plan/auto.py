@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from dzero.config import RunConfig
@@ -26,8 +27,8 @@ from dzero.mesh import local_ranks
 from dzero.models.build import flops_per_token
 from dzero.optim.build import moments_of
 from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, units_of
-from dzero.plan.plan_run import check_foreseen, hardware_of, ranks_of
-from dzero.plan.run_layout import layout_on
+from dzero.plan.plan_run import check_foreseen, hardware_of
+from dzero.plan.run_layout import layout_of, ranks_of
 from dzero.plan.search_tables import headline, nothing_fits
 
 
@@ -42,15 +43,10 @@ class AutoChoice:
 
 
 def choose(config: RunConfig, given: Sequence[str]) -> AutoChoice:
-    """Choose the settings that `zero=auto` stands for.
+    """Choose the settings that `zero=auto` stands for, apart from those `given` on the command line, as `key=value`.
 
-    Args:
-        config: The run's settings.
-        given: Settings of the command line, as `key=value`.
-
-    Raises:
-        RunError: Nothing fits, activations are offloaded, the run is a pipeline, or the hardware of several nodes is
-            not given, so that ranks could choose differently.
+    RunError is raised if nothing fits, activations are offloaded, the run is a pipeline, or the hardware of several
+    nodes is not given, so that ranks could choose differently.
     """
     check_foreseen(config)
     config = replace(config, auto=False)
@@ -91,11 +87,7 @@ def subject_of(config: RunConfig, hardware: HardwareConfig) -> Subject:
 
 
 def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareConfig) -> list[Candidate]:
-    """Return every possible combination of the settings that are not `fixed`, simplest first.
-
-    Raises:
-        RunError: No combination is possible.
-    """
+    """Return every possible combination of the settings that are not `fixed`, simplest first; RunError if none is."""
     readers = config.mesh.readers(ranks_of(config))
     sequences = config.train.sequences(readers) // readers
     distinct = dict.fromkeys(
@@ -105,7 +97,7 @@ def candidates_of(config: RunConfig, fixed: Collection[str], hardware: HardwareC
     for simplicity, settings in enumerate(dict(each) for each in distinct):
         try:
             run = with_settings(config, settings)
-            layout = layout_on(run, ranks_of(config), hardware.device_type)
+            layout = layout_of(run, hardware.device_type)
         except ValueError as error:
             why = why or str(error)
             continue
@@ -127,23 +119,12 @@ def given_settings(config: RunConfig, given: Sequence[str]) -> set[str]:
     """Return the searched settings that keep their values."""
     keys = {line.lstrip("+~").partition("=")[0] for line in given} - {"zero"}
     searched = next(space(1))
-
-    def is_given(key: str) -> bool:
-        return any(key == each or key.startswith(f"{each}.") for each in keys) or value_of(config, key) != default_of(
-            config, key
-        )
-
-    found = {key for key in searched if is_given(key)}
+    found = {key for key in searched if attrgetter(key)(config) != default_of(config, key)}
+    found |= {key for key in searched if any(key == each or key.startswith(f"{each}.") for each in keys)}
     found |= {f"{key}_fraction" for key in found if f"{key}_fraction" in searched}
     if config.train.accumulate is None:
         found.discard(ACCUMULATE)
     return found | {MICROBATCH, ACCUMULATE} if found & {MICROBATCH, ACCUMULATE} else found
-
-
-def value_of(config: RunConfig, key: str) -> Any:
-    """Return the value of `group.name`."""
-    group, _, name = key.partition(".")
-    return getattr(getattr(config, group), name)
 
 
 def default_of(config: RunConfig, key: str) -> Any:

@@ -20,8 +20,7 @@ from dzero.config import RunConfig
 from dzero.data.corpus import vocab_size_of
 from dzero.errors import user_errors
 from dzero.estimate.fake_group import fake_group
-from dzero.estimate.in_flight import InFlight
-from dzero.estimate.microbatch_costs import MicrobatchCosts, costs_of
+from dzero.estimate.microbatch_costs import InFlight, Loss, MicrobatchCosts, costs_of
 from dzero.hardware import dtype_of
 from dzero.mesh import CONTEXT, EXPERT, make_mesh
 from dzero.models.build import build
@@ -33,7 +32,6 @@ from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, or
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.plan.run_layout import parallel_of
-from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
@@ -73,18 +71,10 @@ def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) 
 
 @contextmanager
 def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[RankView]:
-    """Reduce `model` to what one rank of mesh.tp, mesh.cp, mesh.ep and mesh.pp has, for use within the context.
+    """Reduce `model`, on meta, to what one rank of pipeline stage `part` has of mesh.tp, mesh.cp, mesh.ep and mesh.pp.
 
-    Only shapes and operators are valid inside.
-
-    Args:
-        config: The run's settings.
-        model: Model on meta, which is changed in place.
-        part: Pipeline stage.
-
-    Raises:
-        RunError: The model cannot be cut like this.
-        RuntimeError: This process is in a process group already.
+    It is changed in place, and only shapes and operators are valid, within the context alone. RunError is raised if it
+    cannot be cut like this, RuntimeError if this process is in a process group already.
     """
     mesh = config.mesh
     with ExitStack() as inside:
@@ -115,12 +105,11 @@ def hidden_of(config: RunConfig, parts: ModelStages) -> HiddenStates:
     return HiddenStates((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
 
 
-def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
-    """Return the microbatches that a rank of a pipeline has in flight."""
-    parts = rank.parts
-    if parts is None:
+def _flights(config: RunConfig, parts: ModelStages | None, count: int | None) -> InFlight:
+    """Return what a rank has in flight in a step of `count` microbatches."""
+    if parts is None or count is None:
         return InFlight()
-    hidden, count = hidden_of(config, parts), layout.microbatches
+    hidden = hidden_of(config, parts)
     order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
     neighbours = 2 - parts.has_first - parts.has_last
     moved = expected_pipeline(parts, hidden, microbatches=count)
@@ -133,8 +122,10 @@ def flights_of(config: RunConfig, rank: RankView, layout: Layout) -> InFlight:
     )
 
 
-def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None) -> MicrobatchCosts:
-    """Return the costs of one microbatch of the run.
+def costs_for(
+    config: RunConfig, model: nn.Module | None = None, rank: RankView | None = None, microbatches: int | None = None
+) -> MicrobatchCosts:
+    """Return the costs of one microbatch of the run; `microbatches` of a step add those that a pipeline has in flight.
 
     `model` and `rank` are those of `as_on_a_rank`, by default of the first pipeline stage. The model is consumed.
     """
@@ -142,36 +133,28 @@ def costs_for(config: RunConfig, model: nn.Module | None = None, rank: RankView 
         model = model_of(config)
         with as_on_a_rank(config, model) as rank:
             return costs_for(config, model, rank)
-    working, loss = model.to(dtype_of(config.precision.param)), _Loss(config, rank.parts)
+    working, loss = model.to(dtype_of(config.precision.param)), _loss_of(config, rank.parts)
     beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
-    return costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+    costs = costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
+    return replace(costs, flights=_flights(config, rank.parts, microbatches))
 
 
-class _Loss:
-    """Mean cross-entropy of a rank's tokens of one microbatch, as in the trainer.
+def _loss_of(config: RunConfig, parts: ModelStages | None) -> Loss:
+    """Return the mean cross-entropy of a rank's tokens of one microbatch, as in the trainer.
 
     For a pipeline stage other than the last it is any scalar of the output.
     """
+    hidden = None if parts is None else hidden_of(config, parts)
 
-    def __init__(self, config: RunConfig, parts: ModelStages | None) -> None:
-        self._shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
-        self._tiled, self._parts = config.block.loss_tiles > 1, parts
-        self._hidden = None if parts is None else hidden_of(config, parts)
+    def loss(model: nn.Module) -> torch.Tensor:
+        shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
+        tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+        if config.block.loss_tiles > 1:
+            return with_added(model(tokens, targets), model)
+        if parts is None or hidden is None:
+            return with_added(cross_entropy(model(tokens), targets), model)
+        x = tokens if parts.has_first else hidden.on("cpu").requires_grad_()
+        out = model(x, torch.arange(shape[1])) if isinstance(model, Llama) else model(x)
+        return with_added(cross_entropy(out, targets) if parts.has_last else out.sum(), model)
 
-    def __call__(self, model: nn.Module) -> torch.Tensor:
-        tokens, targets = (torch.empty(self._shape, dtype=torch.int64) for _ in range(2))
-        if self._tiled:
-            loss: torch.Tensor = model(tokens, targets)
-            return with_added(loss, model)
-        out = self._out(model, tokens)
-        if self._parts is not None and not self._parts.has_last:
-            return with_added(out.sum(), model)
-        return with_added(cross_entropy(out, targets), model)
-
-    def _out(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        if self._parts is None or self._hidden is None:
-            logits: torch.Tensor = model(tokens)
-            return logits
-        x = tokens if self._parts.has_first else self._hidden.on("cpu").requires_grad_()
-        out: torch.Tensor = model(x, torch.arange(tokens.shape[1])) if isinstance(model, Llama) else model(x)
-        return out
+    return loss

@@ -43,11 +43,7 @@ TICKS = 42
 
 
 def check_file(path: Path) -> None:
-    """Check that `draw` can write to `path`, before any work is done.
-
-    Raises:
-        RunError: The format is none of `FORMATS`, the path is not writable, or matplotlib is missing.
-    """
+    """Raise RunError, before any work is done, if `draw` cannot write to `path` or matplotlib is missing."""
     if path.suffix not in FORMATS:
         raise RunError(f"--picture={path}: the name must end with one of {', '.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -60,11 +56,7 @@ def check_file(path: Path) -> None:
 
 
 def draw(forecast: Forecast, path: Path) -> None:
-    """Write the picture to `path`, with `described` in its metadata.
-
-    Raises:
-        RunError: `check_file` fails, or writing fails.
-    """
+    """Write the picture to `path`, with `described` in its metadata; RunError if that fails."""
     check_file(path)
     figure = figure_of(forecast)
     key = "Subject" if path.suffix == ".pdf" else "Description"

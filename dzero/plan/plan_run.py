@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +14,8 @@ from torch import nn
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.errors import RunError
-from dzero.estimate.explain import actions, tables
-from dzero.estimate.forecast import Forecast, forecast
+from dzero.estimate.explain import actions, collectives_table
+from dzero.estimate.forecast import Forecast
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.measure_hardware import cached, measured, unmeasured
 from dzero.hardware import format_bytes
@@ -30,31 +29,20 @@ from dzero.optim.build import moments_of
 from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
-from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, hidden_of, model_of, parts_of, units_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, hidden_of, model_of, parts_of, units_of
 from dzero.plan.picture import pixels
 from dzero.plan.provenance import auto_values, settings_table
-from dzero.plan.run_layout import layout_on, workers_of
-from dzero.plan.tables import tables as plan_tables
+from dzero.plan.run_layout import layout_of, ranks_of
+from dzero.plan.tables import tables
 from dzero.utils.terminal import Table
 from dzero.zero.cost_model import expected_traffic
+from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape
 
 MANY_LAYERS, LAYERS_PER_S = 300, 10
 MOST_RANKS_HERE = 8
 """Runs of more ranks than this are assumed to be on a cluster's GPUs, unless the settings say otherwise."""
-
-
-def ranks_of(config: RunConfig) -> int:
-    """Return the data-parallel ranks of the planned run: mesh.dp x mesh.cp, else those of torchrun or this machine."""
-    if config.mesh.dp is not None:
-        return config.mesh.dp * config.mesh.cp
-    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else workers_of(config))
-
-
-def layout_of(config: RunConfig, device_type: str) -> Layout:
-    """Return the ZeRO table for these settings; raises ValueError if the ranks do not divide."""
-    return layout_on(config, ranks_of(config), device_type)
 
 
 def target_of(config: RunConfig) -> tuple[str, str]:
@@ -79,9 +67,12 @@ def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple
     model = model_of(config)
     with as_on_a_rank(config, model) as rank:
         units = units_of(config, model, rank)
-    told = [settings_table(config, settings, conf), auto_values(config, layout, kind, where)]
-    told += [
-        *tables(layout, units),
+    told = [
+        settings_table(config, settings, conf),
+        auto_values(config, layout, kind, where),
+        kinds_table(layout, units),
+        units_table(layout, units),
+        collectives_table(layout, units),
         _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
         _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
         _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
@@ -134,12 +125,7 @@ def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
 
 
 def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | None = None) -> Forecast:
-    """Predict what a run with these settings needs of `hardware`.
-
-    Raises:
-        ValueError: The ranks do not divide.
-        RunError: Activations are offloaded, or a rank has several pipeline stages.
-    """
+    """Predict what a run with these settings needs of `hardware`; raises as `check_foreseen` and `layout_of` do."""
     check_foreseen(config)
     announce_long_layout(config)
     ranks, train = ranks_of(config), config.train
@@ -148,21 +134,20 @@ def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | 
         model = model_of(config, vocab_size)
         flops = flops_per_token(model, train.sequence_tokens)
         with as_on_a_rank(config, model, part) as rank:
-            units, costs = units_of(config, model, rank), costs_for(config, model, rank)
+            units, costs = units_of(config, model, rank), costs_for(config, model, rank, layout.microbatches)
         found.append(
-            forecast(
-                layout,
-                units,
-                costs,
-                hardware,
+            Forecast(
+                layout=layout,
+                units=units,
+                costs=costs,
+                hardware=hardware,
                 step_tokens=train.sequences(config.mesh.readers(ranks)) * train.sequence_tokens,
                 model_flops=flops,
                 moments=moments_of(config.optim),
-                flights=flights_of(config, rank, layout),
             )
         )
-    slowest = max(found, key=lambda each: each.pace.step_s or 0.0)
-    return replace(max(found, key=lambda each: each.peak_bytes), pace=slowest.pace, bound=slowest.bound)
+    fullest, slowest = max(found, key=lambda each: each.peak_bytes), max(found, key=lambda each: each.pace.step_s or 0)
+    return fullest if fullest is slowest else replace(fullest, slowest=slowest)
 
 
 def announce_long_layout(config: RunConfig) -> None:
@@ -219,8 +204,7 @@ def log_plan(
 ) -> tuple[int | None, str | None]:
     """Write the plan of a running run to TensorBoard; errors do not stop the run.
 
-    Returns:
-        The predicted peak of the device in bytes, and a line about what is missing; either may be None.
+    The predicted peak of the device in bytes is returned, and a line about what is missing; either may be None.
     """
     if config.mesh.sharing > 1:  # their plan needs a process without a process group
         return None, (
@@ -243,5 +227,5 @@ def onto_board(board: TensorBoardSink, forecast: Forecast, step: int = 0) -> str
         picture = pixels(forecast)
     except RunError as error:
         lacks = str(error)
-    board.plan(step, plan_tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
+    board.plan(step, tables(forecast), forecast.verdict(), picture, forecast.peak_bytes)
     return lacks

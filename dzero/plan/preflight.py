@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+from operator import attrgetter
 
 import torch
 
@@ -27,8 +28,8 @@ from dzero.errors import RunError, user_errors
 from dzero.estimate.candidates import ACCUMULATE, Candidate
 from dzero.estimate.forecast import FRAGMENTS, Tier, tiers_of
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.memory import StepMemory, memory_of, with_moments
-from dzero.estimate.microbatch_costs import MicrobatchCosts
+from dzero.estimate.memory import StepMemory, memory_of
+from dzero.estimate.microbatch_costs import STATES_ALONE
 from dzero.estimate.search import fitting, short_bytes
 from dzero.hardware import device_memory_bytes, format_bytes, host_available_bytes, host_memory_bytes
 from dzero.launch.config import launched
@@ -36,10 +37,10 @@ from dzero.launch.devices import device_type
 from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.optim.build import check_options, moments_of
-from dzero.plan.auto import candidates_of, resolve_auto, subject_of, value_of
-from dzero.plan.meta_model import as_on_a_rank, costs_for, flights_of, model_of, parts_of, units_of
-from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout, layout_of, ranks_of
-from dzero.plan.run_layout import workers_of
+from dzero.plan.auto import candidates_of, resolve_auto, subject_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, parts_of, units_of
+from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
+from dzero.plan.run_layout import layout_of, ranks_of, workers_of
 from dzero.plan.search_tables import words
 from dzero.utils.scratch_paths import make_folder
 from dzero.zero.offload_config import KINDS, OffloadConfig
@@ -63,16 +64,9 @@ def prepare_run(config: RunConfig, given: Sequence[str]) -> tuple[RunConfig, int
 
 
 def resolve_run(config: RunConfig, given: Sequence[str]) -> RunConfig:
-    """Return the configuration that will be trained.
+    """Return the configuration that will be trained, with settings `given` as `key=value`; RunError if it cannot fit.
 
     Under torchrun all ranks reach the same result, and the first rank of each node reports it.
-
-    Args:
-        config: The run's settings.
-        given: Settings of the command line, as `key=value`.
-
-    Raises:
-        RunError: The run cannot fit.
     """
     try:
         with user_errors():
@@ -103,7 +97,7 @@ def check_memory(config: RunConfig) -> None:
     here = this_machine(config, host_memory_bytes())
     ranks = layout_of(config, device_type(config.launch)).world
     tiers = tiers_of(memory, here, ranks)
-    if lacking := {name: tier for name, tier in tiers.items() if _surely(tier).short_bytes}:
+    if lacking := {name: sure for name, tier in tiers.items() if (sure := _surely(tier)).short_bytes}:
         raise RunError(_refusal(config, here, lacking))
     now = this_machine(config, host_available_bytes())
     for name, tier in tiers_of(memory, now, ranks).items():
@@ -144,8 +138,7 @@ def check_least(config: RunConfig) -> None:
 def needed(config: RunConfig) -> StepMemory:
     """Return the memory that a rank needs; offloaded activations are not predicted and therefore not counted.
 
-    Raises:
-        UnforeseenError: The model does not run on fake tensors. It may train all the same.
+    UnforeseenError is raised for a model that does not run on fake tensors. It may train all the same.
     """
     if config.mesh.stages_per_rank > 1:
         raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
@@ -157,19 +150,20 @@ def _needed(config: RunConfig, part: int) -> StepMemory:
     try:
         with as_on_a_rank(config, model, part) as rank:
             units = units_of(config, model, rank)
-            costs = costs_for(config, model, rank) if config.offload.activations == "device" else MicrobatchCosts(())
+            foreseen = config.offload.activations == "device"
+            costs = costs_for(config, model, rank, layout.microbatches) if foreseen else STATES_ALONE
     except RunError:  # mesh.tp does not divide the model, so no run could start
         raise
     except Exception as error:
         raise UnforeseenError(f"{type(error).__name__}: {error}") from error
-    memory = memory_of(layout, units, costs, device_type(config.launch))
-    return flights_of(config, rank, layout).held(with_moments(memory, moments_of(config.optim)), costs)
+    return memory_of(layout, units, costs, device_type(config.launch), moments_of(config.optim))
 
 
 def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
     """Return this machine's capacities without measuring: the smallest device, `host_bytes`, and free scratch space."""
     local = local_ranks() if launched() else workers_of(config)
     kind = device_type(config.launch)
+    may_use_disk = config.offload.uses_disk or config.auto  # zero=auto may choose it
     devices = [device_memory_bytes(torch.device(kind, index)) for index in range(local)] if kind == "cuda" else []
     return HardwareConfig.of_sizes(
         "this machine",
@@ -177,13 +171,8 @@ def this_machine(config: RunConfig, host_bytes: int) -> HardwareConfig:
         local,
         device_bytes=min(devices, default=host_bytes // local),
         host_bytes=host_bytes,
-        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk(config) else None,
+        disk_bytes=free_bytes(config.offload.disk.paths) if may_use_disk else None,
     )
-
-
-def may_use_disk(config: RunConfig) -> bool:
-    """Return whether states may be on disk, by a setting or by the choice of zero=auto."""
-    return config.offload.uses_disk or config.auto
 
 
 def check_scratch(offload: OffloadConfig) -> None:
@@ -206,7 +195,7 @@ def _surely(tier: Tier) -> Tier:
 
 def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier]) -> str:
     lines = ["this run cannot fit this machine, so it was not started:"]
-    for name, tier in ((name, _surely(tier)) for name, tier in lacking.items()):
+    for name, tier in lacking.items():
         kinds = sorted(tier.kinds, key=lambda kind: -tier.kinds[kind])[:LARGEST]
         parts = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
         need, has, short = map(format_bytes, (tier.total_bytes, tier.capacity_bytes or 0, tier.short_bytes))
@@ -224,7 +213,7 @@ def suggestions(config: RunConfig, here: HardwareConfig) -> list[str]:
     if config.offload.activations != "device":
         return []
     candidates = candidates_of(config, (), here)
-    now = {key: value_of(config, key) for key in candidates[0].settings}
+    now = {key: attrgetter(key)(config) for key in candidates[0].settings}
     now[ACCUMULATE] = config.train.microbatches(ranks_of(config))
 
     def changes(candidate: Candidate) -> int:

@@ -5,6 +5,7 @@ This module is separate from config.py because it needs torch, which composing a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,9 @@ from dzero.zero.layout import Layout
 
 
 def workers_of(config: RunConfig) -> int:
-    """Return the number of ranks of a run that this machine starts.
+    """Return the number of ranks of a run that this machine starts; ValueError if there are fewer GPUs.
 
     The number is launch.workers, or the size of the mesh, or the number of devices.
-
-    Raises:
-        ValueError: There are fewer GPUs.
     """
     wanted = config.launch.workers or config.mesh.ranks
     inner = config.mesh.sharing * config.mesh.pp
@@ -39,17 +37,20 @@ def workers_of(config: RunConfig) -> int:
     return worker_count(replace(config.launch, workers=wanted))
 
 
-def layout_on(config: RunConfig, ranks: int, device: str) -> Layout:
-    """Return the ZeRO table for these settings.
+def ranks_of(config: RunConfig) -> int:
+    """Return the data-parallel ranks of the planned run: mesh.dp x mesh.cp, else those of torchrun or this machine."""
+    if config.mesh.dp is not None:
+        return config.mesh.dp * config.mesh.cp
+    return config.mesh.data_ranks(int(os.environ["WORLD_SIZE"]) if launched() else workers_of(config))
 
-    Args:
-        config: The run's settings.
-        ranks: Data-parallel ranks.
-        device: `cpu` or `cuda`, which `zero.reduction=auto` depends on.
 
-    Raises:
-        ValueError: The settings contradict each other, or do not divide the ranks.
+def layout_of(config: RunConfig, device: str, ranks: int | None = None) -> Layout:
+    """Return the ZeRO table for these settings; raise ValueError if they contradict each other or the ranks.
+
+    The data-parallel `ranks` are by default those of the planned run; `zero.reduction=auto` depends on the `device`,
+    `cpu` or `cuda`.
     """
+    ranks = ranks_of(config) if ranks is None else ranks
     replicate, shard = config.mesh.degrees(ranks, stage=config.zero.stage)
     check_rule_name(config.optim)
     layout = Layout.of(
@@ -84,7 +85,7 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
 
 def check_ranks(config: RunConfig, world: int) -> None:
     """Raise ValueError if the settings do not fit a run of `world` ranks."""
-    layout_on(config, config.mesh.data_ranks(world), device_type(config.launch))
+    layout_of(config, device_type(config.launch), config.mesh.data_ranks(world))
 
 
 def check_all_here(runs: Sequence[RunConfig]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from dzero.estimate.candidates import STAGE, Settings
-from dzero.estimate.forecast import DEVICE, DISK, HOST, Tier
+from dzero.estimate.forecast import DEVICE, DISK, HOST, Tier, listed
 from dzero.estimate.search import HEADROOM, Fits, Ranking, Refused, room_bytes, short_bytes
 from dzero.hardware import format_bytes, format_count, format_seconds
 from dzero.utils.terminal import Table
@@ -97,7 +95,7 @@ def _figures(fits: Fits) -> tuple[str, ...]:
     name = max(used, key=lambda each: used[each].total_bytes / (used[each].capacity_bytes or 1))
     tier = used[name]
     return (
-        "unknown" if step_s is None else format_seconds(step_s),
+        _seconds(step_s),
         "unknown" if rate is None else format_count(int(rate)),
         "unknown" if step_s is None else forecast.pace.bound,
         name,
@@ -113,19 +111,16 @@ def _refused(ranking: Ranking, defaults: Settings) -> Table:
         known = kinds.setdefault(each.candidate.kind, each)
         if sum(each.short.values()) < sum(known.short.values()):
             kinds[each.candidate.kind] = each
-    rows = [(words(each.candidate.settings, defaults), *_lack(each)) for each in kinds.values()]
+    rows = [
+        (words(each.candidate.settings, defaults), _seconds(each.step_s), listed(each.short)) for each in kinds.values()
+    ]
     more = f"; of {len(rows)} kinds {REFUSED}" if len(rows) > REFUSED else ""
     title = f"what would come before, but is too large{more}"
     return Table(title, ("settings", "a step", "each rank lacks"), tuple(rows[:REFUSED]))
 
 
-def _lack(refused: Refused) -> tuple[str, str]:
-    step_s = "unknown" if refused.step_s is None else format_seconds(refused.step_s)
-    return step_s, _lacking(refused.short)
-
-
-def _lacking(short: Mapping[str, int]) -> str:
-    return " and ".join(f"{format_bytes(count)} on the {name}" for name, count in short.items())
+def _seconds(step_s: float | None) -> str:
+    return "unknown" if step_s is None else format_seconds(step_s)
 
 
 def _capacity(tier: Tier) -> str:

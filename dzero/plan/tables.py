@@ -62,17 +62,15 @@ def _pace(forecast: Forecast) -> Table:
         rows.append(("a step", "unknown", "unknown", f"the hardware does not say {', '.join(pace.unknown)}"))
     else:
         rows = [(*row[:3], "<- sets the pace" if row[0] == pace.bound else "") for row in rows]
-        rows.append(("a step", _ms(bound.step_s), _ms(pace.step_s), _used(forecast)))
-        rows.append(("tokens/s", _rate(forecast, bound.step_s), _rate(forecast, pace.step_s), ""))
+        used = "" if forecast.mfu is None else f"MFU {forecast.mfu:.0%}"
+        rows.append(("a step", _ms(bound.step_s), _ms(pace.step_s), used))
+        most, expected = (format_count(int(forecast.step_tokens / each)) for each in (bound.step_s, pace.step_s))
+        rows.append(("tokens/s", most, expected, ""))
     if forecast.hardware.reaches_its_rates:
         return Table(
             f"{title}, at the rates that it showed", ("what", "takes", ""), tuple((row[0], *row[2:]) for row in rows)
         )
     return Table(title, ("what", "lower bound", "expected", ""), tuple(rows))
-
-
-def _used(forecast: Forecast) -> str:
-    return "" if forecast.mfu is None else f"MFU {forecast.mfu:.0%}"
 
 
 def _meant(forecast: Forecast) -> Table:
@@ -87,10 +85,6 @@ def _meant(forecast: Forecast) -> Table:
         made = "" if forecast.hfu is None else f"; with it {forecast.hfu:.0%} of the peak"
         rows.append(("MFU", f"FLOPs of the model over the peak, as expected; recomputation is not counted{made}"))
     return Table("what these seconds are", ("word", "means"), tuple(rows), left=2)
-
-
-def _rate(forecast: Forecast, step_s: float) -> str:
-    return format_count(int(forecast.step_tokens / step_s))
 
 
 def _ms(seconds: float) -> str:

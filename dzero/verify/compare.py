@@ -90,8 +90,8 @@ def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> D
         return Difference(mark, largest=_most([_scalar_gap(mark, one, other)], device)[0])
     names = [*_named_anywhere(dict.fromkeys(one.kept))]
     pairs = [(one.kept.get(name), other.kept.get(name)) for name in names]
-    ulps = _most([_most_ulps(*pair) for pair in pairs], device)
-    largest = _most([_largest(*pair) for pair in pairs], device)
+    apart = [_apart(*pair) for pair in pairs]
+    ulps, largest = (_most([each[at] for each in apart], device) for at in range(2))
     for name, most, by in zip(names, ulps, largest, strict=True):
         if most:
             return Difference(mark, name, by, int(most))
@@ -99,14 +99,10 @@ def by_how_much(mark: Mark, one: Trace, other: Trace, device: torch.device) -> D
 
 
 def gap(one: Trace, other: Trace, device: torch.device, allowed: Gap | None = None) -> Gap:
-    """Return the differences of `other` from `one`, over the parameters that both have. Collective.
+    """Return the differences of `other` from `one`, the lower rung, over the parameters that both have. Collective.
 
-    Args:
-        one: Trace of the lower rung.
-        other: Trace of the rung that is compared with it.
-        device: Device for the collectives.
-        allowed: Tolerance. If the gradient norm of a unit exceeds it, only the first such step counts, because later
-            steps inherit the difference.
+    If the gradient norm of a unit exceeds what is `allowed`, only the first such step counts, because later steps
+    inherit the difference.
     """
     masters, param = _masters(one, other, device)
     pair = (one.losses, other.losses) if one.mesh == other.mesh else (one.means, other.means)
@@ -217,20 +213,14 @@ def _ratio(part: float, whole: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+def _apart(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[int, float]:
+    """Return the largest difference in units in the last place, and the largest; None is a missing tensor."""
     if one is None or other is None:
-        return 0.0 if one is other else math.inf
+        return (0, 0.0) if one is other else (MISSING, math.inf)
     if not one.numel():
-        return 0.0
-    return float((one.double() - other.double()).abs().nan_to_num(nan=math.inf).max())
-
-
-def _most_ulps(one: torch.Tensor | None, other: torch.Tensor | None) -> int:
-    if one is None or other is None:
-        return 0 if one is other else MISSING
-    if not one.numel():
-        return 0
-    return int((_places(one) - _places(other)).abs().max())
+        return 0, 0.0
+    ulps = int((_places(one) - _places(other)).abs().max())
+    return ulps, float((one.double() - other.double()).abs().nan_to_num(nan=math.inf).max())
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,32 +54,24 @@ class AlikeMesh(MeshConfig):
         return super().to_a_sequence * self.alike
 
 
+SEQUENCES_WHY = "attention over parts of a sequence adds partial sums, and gradients are means over other tokens first"
 GROUPS = {
-    "cut sequences": ("cp", "cp_attention"),
-    "cut matrices": ("tp", "ep"),
-    "a pipeline": ("pp", "pp_schedule", "pp_parts"),
+    "cut sequences": (("cp", "cp_attention"), SEQUENCES_WHY),
+    "cut matrices": (("tp", "ep"), "ranks that share matrices or experts add partial sums"),
+    "a pipeline": (("pp", "pp_schedule", "pp_parts"), "ranks that read the same add their gradients otherwise"),
 }
-"""Settings of a mesh by their effect on the model, in the order in which the ladder adds them."""
-WHY = {
-    "cut sequences": "attention over parts of a sequence adds partial sums, and gradients are means over other tokens "
-    "first",
-    "cut matrices": "ranks that share matrices or experts add partial sums",
-    "a pipeline": "ranks that read the same add their gradients otherwise",
-}
+"""Settings of a mesh by their effect on the model, in the order in which the ladder adds them, and why bits differ."""
 
 
 def meshes_to(mesh: MeshConfig) -> list[tuple[str, MeshConfig]]:
-    """Return the meshes of the ladder up to `mesh`, without replicas.
+    """Return the meshes of the ladder up to `mesh`, without replicas, each with the key of GROUPS that it adds.
 
-    In the first mesh, every rank has the whole model and whole sequences. All meshes have equally many ranks
-    and sequences per step.
-
-    Returns:
-        For each mesh, the key of GROUPS that it adds to the one before (empty for the first), and the mesh.
+    In the first mesh, which adds none, every rank has the whole model and whole sequences. All meshes have equally many
+    ranks and sequences per step.
     """
     default = MeshConfig()
     groups: dict[str, dict[str, Any]] = {"": {}}
-    for name, keys in GROUPS.items():
+    for name, (keys, _) in GROUPS.items():
         if more := {key: value for key in keys if (value := getattr(mesh, key)) != getattr(default, key)}:
             groups[name] = more
     found: list[tuple[str, MeshConfig]] = []

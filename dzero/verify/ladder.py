@@ -28,19 +28,17 @@ AdamW.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
-from dzero.config import RunConfig
 from dzero.hardware import dtype_name
 from dzero.launch.devices import device_type
 from dzero.monitor.config import ProfileConfig
 from dzero.optim.config import OURS
+from dzero.plan.run_layout import layout_of
 from dzero.verify.compare import Gap
-from dzero.verify.config import WHY, VerifyRun, meshes_to
-from dzero.zero.config import is_exact
+from dzero.verify.config import GROUPS, VerifyRun, meshes_to
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
 
@@ -73,35 +71,28 @@ class Rung:
     why: str
 
 
-class Order(NamedTuple):
-    """Order and roundings in which a layout adds gradients. Layouts with equal values add gradients alike.
+EARLY, TWO_HOPS = "every microbatch is reduced, then added", "gradients take two hops"
+BLOCKS = "8-bit moments are cut into blocks shard by shard"
 
-    Attributes:
-        early: Whether every microbatch is reduced before it is added; otherwise microbatches are added first.
-        hops: Number of hops of the reduction.
-        blocks: Number of shards whose 8-bit moments are in separate blocks; 1 without 8-bit moments.
+
+def order_of(layout: Layout) -> dict[str, int]:
+    """Return how a layout adds and rounds gradients otherwise than stage 0, which has 1 everywhere.
+
+    Layouts with equal values add gradients alike: when microbatches are reduced, in how many hops, and how many shards
+    have 8-bit moments in blocks of their own.
     """
-
-    early: bool
-    hops: int
-    blocks: int
-
-
-def order_of(layout: Layout) -> Order:
-    """Return the order of additions of `layout`; that of stage 0 is (False, 1, 1)."""
-    eight_bit = layout.moments.dtype == torch.uint8
-    return Order(
-        early=layout.microbatches > 1 and layout.grad.sharded,
-        hops=2 if layout.hybrid else 1,
-        blocks=layout.shard * layout.shares if eight_bit else 1,
-    )
+    return {
+        EARLY: 2 if layout.microbatches > 1 and layout.grad.sharded else 1,
+        TWO_HOPS: 2 if layout.hybrid else 1,
+        BLOCKS: layout.shard * layout.shares if layout.moments.dtype == torch.uint8 else 1,
+    }
 
 
 def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     """Return the runs of the ladder for `run` on `ranks` ranks, from the baseline to `run` itself."""
-    layout = layout_of(run, ranks)
-    config = _plain(run, layout)
     device = device_type(run.launch)
+    layout = layout_of(run, device, run.mesh.data_ranks(ranks))
+    config = _plain(run, layout)
     (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
@@ -125,13 +116,14 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         "tiles add partial sums, rounded once",
     )
     for name, mesh in meshes:
-        climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, WHY[name])
+        climb(f"{BASELINE} over {name}", replace(rungs[-1].config, mesh=mesh), rounding, GROUPS[name][1])
     order = order_of(layout)
-    if not why and order != order_of(layout_of(base, ranks)):
-        stage = 2 if order.early else 1
-        over = config.zero.states_over if order.blocks > 1 else "shard"
+    if not why and order != order_of(layout_of(base, device, base.mesh.data_ranks(ranks))):
+        stage = 2 if order[EARLY] > 1 else 1
+        over = config.zero.states_over if order[BLOCKS] > 1 else "shard"
         sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage, states_over=over), mesh=config.mesh)
-        climb(f"stage {stage} on the device", sharded, rounding, _other_order(order))
+        why_other = "; ".join(reason for reason, count in order.items() if count > 1)
+        climb(f"stage {stage} on the device", sharded, rounding, why_other)
     if layout.offload.mode == "delayed" and run.verify.steps > layout.offload.delay_warmup_steps:
         climb(
             "updates a step late",
@@ -141,25 +133,6 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         )
     climb(CONFIGURATION, config, rounding if why else None, why or "placement never changes the numbers")
     return rungs
-
-
-def layout_of(config: RunConfig, ranks: int) -> Layout:
-    """Return the layout of a run on `ranks` ranks; raise ValueError as `Layout.of` does."""
-    mesh = config.mesh
-    data = mesh.data_ranks(ranks)
-    replicate, shard = mesh.degrees(data, stage=config.zero.stage)
-    return Layout.of(
-        config.zero,
-        config.precision,
-        config.offload,
-        replicate=replicate,
-        shard=shard,
-        microbatches=config.train.microbatches(mesh.readers(data)),
-        exact=is_exact(config.zero.reduction, device_type(config.launch)),
-        model_ranks=mesh.tp,
-        pipeline_ranks=mesh.pp,
-        expert_ranks=mesh.ep,
-    )
 
 
 def _plain(run: VerifyRun, layout: Layout) -> VerifyRun:
@@ -188,15 +161,6 @@ def _unpromised(run: VerifyRun, layout: Layout, device: str) -> str:
     if run.optim.rule not in OURS and layout.master.sharded:
         return f"torch's kernels of {run.optim.rule} may round a slice otherwise than the whole"
     return ""
-
-
-def _other_order(order: Order) -> str:
-    reasons = {
-        "every microbatch is reduced, then added": order.early,
-        "gradients take two hops": order.hops > 1,
-        "8-bit moments are cut into blocks shard by shard": order.blocks > 1,
-    }
-    return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _delayed(offload: OffloadConfig) -> OffloadConfig:

@@ -42,9 +42,7 @@ class AnsweredParams:
 class AnsweredRows:
     """Selection of the rows that this rank is responsible for, out of the tensors that it holds.
 
-    Args:
-        sharded: Model of the run.
-        layout: Layout of the configuration, which determines the rows.
+    The layout is that of the configuration, which determines the rows; `sharded` is the model of the run.
     """
 
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
@@ -68,12 +66,7 @@ class AnsweredRows:
                     placed.first.add(own)
 
     def mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a parameter, flat.
-
-        Args:
-            name: Name of the parameter.
-            flat: What this rank holds of it: the whole parameter, a shard, or a replica shard.
-        """
+        """Return this rank's rows of a parameter, of which it holds `flat`: all, a shard, or a replica shard."""
         shape, cuts, held = self._shapes[name], self._cuts[name], flat.numel()
         left = cuts
         for taken in range(len(cuts) + 1):

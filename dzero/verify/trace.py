@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig
@@ -150,9 +149,8 @@ class Followed(Trainer):
         self.trace.moved = {name: self._rows.placed.weight[name] * squared(end[name] - begin[name]) for name in end}
         for unit in self.sharded.units:
             self._mark_all(MASTER, unit, {name: end[name] for name in unit.params if name in end})
-            self._mark_all(
-                PARAM, unit, {name: self._rows.mine(name, _local(param)) for name, param in unit.params.items()}
-            )
+            shards = {name: read(local_of(param)).view(-1) for name, param in unit.params.items()}
+            self._mark_all(PARAM, unit, {name: self._rows.mine(name, shard) for name, shard in shards.items()})
         return self.trace
 
     def _microbatches(self) -> torch.Tensor:
@@ -219,10 +217,6 @@ def of_all_ranks(value: Any) -> list[Any]:
 def squared(apart: torch.Tensor) -> float:
     """Return the sum of squares, in fp64."""
     return float(apart.double().square().sum())
-
-
-def _local(param: nn.Parameter) -> torch.Tensor:
-    return read(local_of(param)).view(-1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -27,11 +27,11 @@ from dzero.launch.launcher import start
 from dzero.launch.watchdog import Watchdog
 from dzero.overrides import composed
 from dzero.plan.auto import resolve_auto
-from dzero.plan.run_layout import check_all_here, workers_of
+from dzero.plan.run_layout import check_all_here, layout_of, workers_of
 from dzero.utils.terminal import show
-from dzero.verify.compare import Difference, by_how_much, first_difference, gap
+from dzero.verify.compare import by_how_much, first_difference, gap
 from dzero.verify.config import VerifyRun
-from dzero.verify.ladder import Rung, ladder, layout_of
+from dzero.verify.ladder import Rung, ladder
 from dzero.verify.report import EXACTLY, SPREAD, Finding, VerifyReport, table, verdict
 from dzero.verify.trace import Followed, Mark, Trace
 
@@ -39,14 +39,7 @@ AGREES, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
 def verify(settings: Sequence[str]) -> int:
-    """Run the verification.
-
-    Args:
-        settings: Hydra overrides.
-
-    Returns:
-        0 if the runs agree, 1 if they differ, 2 if they could not be compared.
-    """
+    """Verify these Hydra overrides; return 0 if the runs agree, 1 if they differ, 2 if they could not be compared."""
     try:
         asked = composed(settings, CONF, VerifyRun)
         check_all_here([asked])
@@ -84,7 +77,7 @@ class Verifier:
         self._ranks = dist.get_world_size()
         with user_errors():
             self._rungs = ladder(run, self._ranks)
-            self._layout = layout_of(run, self._ranks)
+            self._layout = layout_of(run, device.type, run.mesh.data_ranks(self._ranks))
 
     def report(self) -> VerifyReport:
         """Run the baseline twice, then every other rung; return the comparisons."""
@@ -105,12 +98,9 @@ class Verifier:
         if itself is not None and not itself.agrees:
             allowed = (allowed or EXACTLY).widened(itself.gap, SPREAD)
         elif allowed is None and (mark := first_difference(before, trace, self._device)) is not None:
-            apart = self._look(mark, lower, rung)
+            # Both run again, up to the first mark in which they differ, and keep the tensors behind it.
+            apart = by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
         return Finding(rung, allowed, gap(before, trace, self._device, allowed), apart), trace
-
-    def _look(self, mark: Mark, lower: Rung, rung: Rung) -> Difference:
-        """Run both rungs again, up to the first mark in which they differ, and compare the tensors behind it."""
-        return by_how_much(mark, self._trace(lower, mark), self._trace(rung, mark), self._device)
 
     def _trace(self, rung: Rung, keep: Mark | None = None) -> Trace:
         with user_errors():

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from shelves import entry, write
 from training_loops import sharded_net
 
-import dzero.cli.export
-import dzero.cli.inspect  # noqa: F401  # as `main` does when it has a command, while this user may still read them
+import dzero.cli.checkpoints  # noqa: F401  # as `main` does when it has a command, while this user may still read them
 from dzero import AdamW
 from dzero.__main__ import main
 from dzero.checkpoint.box import Box

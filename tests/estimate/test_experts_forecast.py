@@ -15,8 +15,9 @@ from dzero.estimate.transfers import moves_of
 from dzero.overrides import composed
 from dzero.plan.auto import choose
 from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
-from dzero.plan.plan_run import forecast_run, layout_of
+from dzero.plan.plan_run import forecast_run
 from dzero.plan.preflight import needed
+from dzero.plan.run_layout import layout_of
 
 CONF = Path(__file__).parents[2] / "conf"
 VOCABULARY = 512

@@ -14,17 +14,19 @@ from measurements import HARDWARE, KEY, MEASUREMENT
 from omegaconf import OmegaConf
 
 from dzero import __main__ as command
-from dzero.cli import hardware
+from dzero.cli import machine
+from dzero.config import CONF
 from dzero.errors import RunError
 from dzero.estimate import measurement_cache
-from dzero.estimate.collective_probe import ExchangeRates
+from dzero.estimate.decoder_probe import ExchangeRates, OperatorRates
 from dzero.estimate.hardware_spec import HardwareConfig
-from dzero.estimate.measure_hardware import cached, combine, found, key_of, measured
+from dzero.estimate.measure_hardware import cached, combine, key_of, measured
 from dzero.estimate.measurement_cache import Measurement
-from dzero.estimate.operator_probe import OperatorRates
 from dzero.estimate.probes import Effort, RankFigures, link_rate, matmul_flops, update_rate
 from dzero.hardware import host_memory_bytes, peak_flops_of
+from dzero.overrides import composed
 from dzero.plan.hardware_tables import age, as_yaml, machine_table, text
+from dzero.plan.plan_run import hardware_of
 
 SMALL = Effort(
     seconds=0.02,
@@ -77,7 +79,7 @@ def test_every_figure_of_this_machine_is_measured(here: Measurement) -> None:
 
 def test_it_is_measured_once(here: Measurement) -> None:
     assert cached(2) == here
-    assert found(2) == here.hardware
+    assert hardware_of(composed(["launch.workers=2"], CONF)) == here.hardware
     assert cached(3) is None
 
 
@@ -111,7 +113,7 @@ def test_the_command_measures_what_it_does_not_know(
         return MEASUREMENT
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hardware, "measured", measure)
+    monkeypatch.setattr(machine, "measured", measure)
     for arguments in (["--ranks", "2"], ["--ranks", "2", "--measure", "--disk", str(tmp_path)]):
         monkeypatch.setattr(sys, "argv", ["dzero", "hardware", *arguments])
         command.main()
@@ -124,7 +126,7 @@ def test_torchruns_ranks_do_not_measure(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RunError, match="without torchrun, python -m dzero hardware"):
-        found(2)
+        measured(2)
 
 
 def test_the_key_is_this_machine() -> None:

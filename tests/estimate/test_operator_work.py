@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dzero.estimate.decoder_probe import decoder_loss
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
-from dzero.estimate.operator_probe import decoder_loss
 from dzero.estimate.operator_work import ATTENTION, ATTENTION_BACKWARD, FLOPS, OperatorWork, work_of
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama

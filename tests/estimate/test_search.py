@@ -20,7 +20,6 @@ from small_runs import write_text
 from dzero.config import RunConfig
 from dzero.errors import RunError
 from dzero.estimate.candidates import Candidate
-from dzero.estimate.forecast import forecast
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.estimate.search import HEADROOM, Fits, Subject, search, short_bytes
 from dzero.hardware import format_bytes
@@ -132,14 +131,7 @@ def brute(candidates: list[Candidate], subject: Subject) -> list[Fits]:
     every = [
         Fits(
             candidate=each,
-            forecast=forecast(
-                each.layout,
-                subject.units,
-                subject.costs(each.recompute, each.microbatch),
-                subject.hardware,
-                step_tokens=subject.step_tokens,
-                model_flops=subject.model_flops,
-            ),
+            forecast=subject.forecast(each.layout, subject.costs(each.recompute, each.microbatch)),
         )
         for each in candidates
     ]

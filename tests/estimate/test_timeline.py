@@ -13,6 +13,8 @@ import pytest
 from dzero.estimate.forecast import Forecast
 from dzero.estimate.step_time import COMPUTE, DISK, HOST_LINK, UPDATE
 from dzero.estimate.timeline import BACK, OUT, Bar, Timeline
+from dzero.offload.buffer_layout import BufferLayout
+from dzero.offload.build_schedule import update_order
 from dzero.overrides import composed
 from dzero.plan.plan_run import forecast_run
 
@@ -64,6 +66,15 @@ def test_the_bars_of_a_lane_take_the_seconds_of_its_pace(run: str, hardware: str
     assert busy == pytest.approx({lane: each for lane, each in seconds.items() if lane != HOST_LINK}, rel=1e-9)
     both = sum(link) if forecast.hardware.devices_are_host else max(link, default=0.0)
     assert both == pytest.approx(seconds.get(HOST_LINK, 0.0), rel=1e-9)
+
+
+def test_copies_updated_in_backward_come_back_in_the_order_of_updates_in_every_process() -> None:
+    """Not in that of a set, which differs from process to process, and with it what zero=auto would choose."""
+    forecast, timeline = foreseen("zero.stage=3 offload=host offload.overlap=backward")
+    early = BufferLayout(forecast.layout, forecast.units).early
+    back = [bar.unit for bar in by_lane(timeline)[BACK] if bar.unit in early][: len(early)]
+    assert len(early) > 1
+    assert back == [unit.name for unit in update_order(forecast.units) if unit.name in early]
 
 
 @pytest.mark.parametrize("run", RUNS)

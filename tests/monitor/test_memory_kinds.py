@@ -7,11 +7,12 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+from allocated_peak import allocated_peak_bytes
 from pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dzero.monitor.memory import MemoryMeter, allocated_peak_bytes, storage_bytes
+from dzero.monitor.memory import MemoryMeter, storage_bytes
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -11,6 +11,7 @@ from typing import Any
 import reference
 import torch
 import torch.nn.functional as F
+from allocated_peak import allocated_peak_bytes
 from dispatch_counter import DispatchCounter
 from parity_cells import whole
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from dzero.mesh import data_rank_of
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
-from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.context import attention

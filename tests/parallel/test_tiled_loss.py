@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from allocated_peak import allocated_peak_bytes
 from tiled_models import VOCAB, assert_close, batch, grads_of, llama, reference_loss
 from torch import nn
 
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling.loss import tile_loss
 

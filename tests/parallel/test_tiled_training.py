@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from allocated_peak import allocated_peak_bytes
 from pool import Pool
 from tiled_models import VOCAB, assert_close, reference_loss, sharded_llama
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from dzero import OffloadConfig, PrecisionConfig, Sharded, ZeroConfig, shard
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
-from dzero.monitor.memory import allocated_peak_bytes
 from dzero.optim.torch_optimizer import TorchOptimizer
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling.tile import tile

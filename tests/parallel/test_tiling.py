@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from allocated_peak import allocated_peak_bytes
 from tiled_models import LAYERS, assert_close, batch, grads_of, llama, on_meta, reference_loss
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -20,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.models.config import LlamaShape
 from dzero.models.llama import SwiGLU
-from dzero.monitor.memory import allocated_peak_bytes
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of

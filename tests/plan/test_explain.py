@@ -16,8 +16,9 @@ from dzero.hardware import format_bytes
 from dzero.monitor.tensorboard import TensorBoardSink
 from dzero.overrides import composed
 from dzero.plan.meta_model import as_on_a_rank, model_of, units_of
-from dzero.plan.plan_run import explain_run, layout_of, log_plan
+from dzero.plan.plan_run import explain_run, log_plan
 from dzero.plan.provenance import auto_values, settings_table
+from dzero.plan.run_layout import layout_of
 from dzero.zero.cost_model import expected_traffic
 from dzero.zero.layout import Layout
 from dzero.zero.unit_shapes import UnitShape

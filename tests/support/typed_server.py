@@ -90,6 +90,6 @@ def _run(words: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    for name in ("cli.plan", "cli.explain", "cli.inspect", "plan.preflight", "trainer.trainer"):
+    for name in ("cli.plan", "cli.checkpoints", "plan.preflight", "trainer.trainer"):
         import_module(f"dzero.{name}")  # before the first fork, so that none of them has to
     serve()

@@ -1,4 +1,4 @@
-"""Command `dzero hardware`: measure this machine once, for predictions."""
+"""Commands `dzero hardware` and `dzero disk-bench`: measure this machine for predictions, and its scratch disks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import sys
 
 from dzero.estimate.measure_hardware import cached, measured
+from dzero.offload.disk_speed import bench
 from dzero.plan.hardware_tables import as_yaml, machine_table
 from dzero.utils.terminal import show
 
 
-def run(options: argparse.Namespace) -> None:
+def hardware(options: argparse.Namespace) -> None:
     """Print the measurement of this machine; measure if there is none or `options.measure` is set."""
     known = None if options.measure else cached(options.ranks)
     if known is None:
@@ -18,3 +19,9 @@ def run(options: argparse.Namespace) -> None:
     measurement = known or measured(options.ranks, disk=options.disk)
     show([machine_table(measurement)])
     print(f"\nAs a file, conf/hardware/<name>.yaml:\n\n{as_yaml(measurement)}")
+
+
+def disk_bench(options: argparse.Namespace) -> None:
+    """Print a line for each setting that was tried."""
+    for line in bench(options.paths, sample_bytes=options.mib << 20, rounds=options.rounds):
+        print(line, flush=True)

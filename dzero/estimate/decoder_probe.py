@@ -1,12 +1,19 @@
-"""Cost of operators other than matrix products on this rank, measured on decoder blocks while all ranks are busy.
+"""Cost of operators besides matrix products, and of collectives, measured on small decoders while all ranks are busy.
 
     figure        measured on                           divided by the count of `microbatch_costs.py`
     attention     causal attention and its backward     FLOPs
     operator_s    narrow blocks, few tokens             calls; time besides matrix products and attention
     bandwidth     wide blocks, many tokens              bytes; time besides all of the above
 
+    figure        what sharding adds, measured on       divided by the count of `transfers.py`
+    latency_s     narrow blocks, few tokens             collectives
+    link          wide blocks; many tokens on a CPU,    bytes, latencies deducted
+                  few on a GPU, so that nothing hides
+
 A prediction multiplies the same counts again (`step_time.py`). The rates therefore include costs that are not counted,
-such as the memory that an operator allocates for its result.
+such as the memory that an operator allocates for its result. Sharding adds the time of forward and backward at stage 3,
+minus the time of the same decoder unsharded, so rates of collectives include hooks, waits for slower ranks, buffer
+copies and allocations, as in a run. The probe uses zero.reduction=auto, which on a CPU sums bf16 in fp32.
 """
 
 from __future__ import annotations
@@ -15,14 +22,19 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from dzero.estimate.medians import seconds_of
+from dzero.estimate.medians import median_of_rounds, seconds_of
 from dzero.estimate.microbatch_costs import BACKWARD, FORWARD, costs_of
 from dzero.estimate.operator_work import OperatorWork
+from dzero.estimate.transfers import moved_of
+from dzero.mesh import make_mesh
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
+from dzero.zero.config import ZeroConfig
+from dzero.zero.shard import shard
 
 NARROW = LlamaShape(vocab_size=256, hidden_size=64, layers=4, heads=2, kv_heads=2, ffn_size=128)
 WIDE = LlamaShape(vocab_size=4096, hidden_size=512, layers=2, heads=8, kv_heads=8, ffn_size=1408)
@@ -39,15 +51,15 @@ class OperatorRates(NamedTuple):
     bandwidth: float
 
 
-def operator_rates(device: torch.device, matmul_flops: float, *, tokens: int, budget_s: float) -> OperatorRates:
-    """Measure the rates of operators.
+class ExchangeRates(NamedTuple):
+    """Bytes/s that each rank sends (None with a single rank), and seconds per collective."""
 
-    Args:
-        device: Device of this rank.
-        matmul_flops: FLOP/s that bf16 matrix products reach.
-        tokens: Tokens of the larger measurement.
-        budget_s: Seconds per measurement.
-    """
+    link: float | None
+    latency_s: float
+
+
+def operator_rates(device: torch.device, matmul_flops: float, *, tokens: int, budget_s: float) -> OperatorRates:
+    """Measure the rates of operators in `budget_s` seconds each, the larger one on `tokens` tokens."""
     attention = _attention_flops(device, budget_s)
 
     def left(seconds: float, work: OperatorWork) -> float:
@@ -92,3 +104,36 @@ def decoder_loss(model: nn.Module, *, sequences: int, length: int) -> torch.Tens
     device = next(model.parameters()).device
     tokens, targets = (torch.zeros(sequences, length, dtype=torch.int64, device=device) for _ in range(2))
     return functional.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+
+
+def exchange_rates(device: torch.device, *, rounds: int) -> ExchangeRates:
+    """Measure the rates of collectives; a collective call of all ranks of the default group."""
+    if dist.get_world_size() == 1:
+        return ExchangeRates(None, 0.0)
+    seconds, _, calls = _added(NARROW, FEW, device, 2 * rounds)
+    latency_s = max(seconds / calls, 1e-9)
+    seconds, sent_bytes, calls = _added(WIDE, SEQUENCE if device.type == "cpu" else FEW, device, rounds)
+    return ExchangeRates(sent_bytes / max(seconds - calls * latency_s, 0.1 * abs(seconds), 1e-9), latency_s)
+
+
+def _added(shape: LlamaShape, length: int, device: torch.device, rounds: int) -> tuple[float, int, int]:
+    """Return what sharding adds to one microbatch: seconds, bytes sent, number of collectives."""
+    loss = partial(decoder_loss, sequences=1, length=length)
+    with device:
+        plain, model = (Llama(shape).to(DTYPE) for _ in range(2))
+    sharded = shard(model, ZeroConfig(stage=3), mesh=make_mesh(device.type))
+
+    def run(model: nn.Module) -> None:
+        loss(model).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+
+    def step() -> None:
+        with sharded.microbatch():
+            run(sharded.model)
+        sharded.abandon_step(sharded.names)
+
+    sharded_s = median_of_rounds(step, device, rounds)
+    dist.barrier()
+    plain_s = median_of_rounds(lambda: run(plain), device, rounds)
+    moved = moved_of(sharded.layout, sharded.shapes)
+    return sharded_s - plain_s, sum(moved.axes.values()), sum(moved.calls.values())
