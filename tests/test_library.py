@@ -83,7 +83,7 @@ def library(rank: int, ranks: int, kind: str, stage: int) -> list[float]:
 def alone(kind: str, ranks: int) -> list[float]:
     """The same by torch alone on one process."""
     model = made(kind)
-    optim = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optim = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
     for batches in drawn(ranks):
         optim.zero_grad()

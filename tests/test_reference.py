@@ -39,7 +39,7 @@ def test_one_fp32_rank_trains_as_torch_adamw_does(kind: str, clip: float | None)
     ours = train(partial(build, kind), data, loss_fn, lrs=LRS, clip=clip)
 
     model = build(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for ((first, second),), lr, norm, mean in zip(data, LRS, ours.norms, ours.losses, strict=True):
         optimizer.param_groups[0]["lr"] = lr
         losses = [loss_fn(model, first), loss_fn(model, second)]
@@ -58,7 +58,7 @@ def test_one_update_agrees_with_torch_adamw_to_a_millionth() -> None:
     generator = torch.Generator().manual_seed(0)
     start, *grads = (torch.randn(1000, generator=generator) for _ in range(21))
     theirs = nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW([theirs], lr=1e-3, foreach=False)
     master, moments = start, (torch.zeros(1000), torch.zeros(1000))
     for step, grad in enumerate(grads, start=1):
         theirs.grad = grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -54,10 +55,10 @@ class Checkpointer:
     Collective: every rank constructs one and calls the same methods.
 
     Example:
-        checkpoints = Checkpointer(CheckpointConfig(folder="checkpoints"), sharded, optim)
-        resumed = checkpoints.resume("auto")              # None if there is no checkpoint
-        checkpoints.save(step, {"schedule": …})           # returns when training may continue
-        checkpoints.finish()                              # the last checkpoint is complete and verified
+        with Checkpointer(CheckpointConfig(folder="checkpoints"), sharded, optim) as checkpoints:
+            resumed = checkpoints.resume("auto")          # None if there is no checkpoint
+            checkpoints.save(step, {"schedule": …})       # returns when training may continue
+            checkpoints.finish()                          # the last checkpoint is complete and verified
     """
 
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
@@ -73,6 +74,7 @@ class Checkpointer:
             if config.every is not None:
                 self._open().prepare(self._states.parts())
             self._undo = self._undo.pop_all()
+        self._finalizer = weakref.finalize(self, self._undo.close)  # at the end of the program if nobody closes it
 
     def _open(self) -> Saver:
         """Create this run's `Saver`, which locks the folder, if it does not exist yet."""
@@ -94,8 +96,17 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._undo.close()
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        if raised is None:
+            self.close()
+        self._finalizer()
+
+    def close(self) -> None:
+        """Finish a save in progress, raising its error, and unlock the folder; leaving the context does so too."""
+        try:
+            self.finish()
+        finally:
+            self._finalizer()
 
     def save(self, step: int, extra: dict[str, Any], local: Mapping[str, torch.Tensor] | None = None) -> None:
         """Save all states as they are now. Collective.

@@ -51,9 +51,10 @@ class RankConsensus:
         return told.result()
 
     def close(self) -> None:
-        """Destroy the process group."""
+        """Destroy the process group, unless all groups are destroyed already."""
         self._thread.shutdown()
-        dist.destroy_process_group(self._group)
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _tell(self, mine: Future[str]) -> list[str]:
         rows = [BUSY]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import socket
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -84,6 +85,8 @@ class Saver:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
+        if self._under_way is not None and (error := self._under_way.exception()) is not None:
+            warnings.warn(f"the last checkpoint was not saved: {error}", stacklevel=2)
 
     def prepare(self, parts: Mapping[str, StoredBox]) -> None:
         """Allocate buffers for `parts` in the background, so that the first save takes no longer than later ones."""

@@ -32,7 +32,8 @@ How = dict[str, tuple[int, Any]]
 class AdamW(MasterOptimizer):
     """AdamW over fp32 master parameters, which may be stored as bf16 plus an int16 remainder.
 
-    The layout of the sharded model sets the storage of masters and moments. Moments are fp32, bf16 or 8-bit.
+    The layout of the sharded model sets the storage of masters and moments. Moments are fp32, bf16 or 8-bit. The
+    defaults are those of `torch.optim.AdamW`; `train.py` has others (`OptimConfig`), and decays matrices only.
 
     Args:
         sharded: The sharded model.
@@ -52,10 +53,10 @@ class AdamW(MasterOptimizer):
         sharded: Sharded,
         params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
         *,
-        lr: float = 3e-4,
-        betas: tuple[float, float] = (0.9, 0.95),
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 0.01,
         max_norm: float | None = None,
         scaler: ScalerConfig | None = None,
         threads: int | None = None,

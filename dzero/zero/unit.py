@@ -58,6 +58,13 @@ class GradConsumer(Protocol):
         """Wait for queued work, which references the optimizer that queued it."""
 
 
+WITHOUT_OPTIMIZER = (
+    "gradients arrived, but no optimizer of dzero was made for this model: one of torch.optim would update the 16-bit "
+    "parameters themselves, without fp32 masters and without offload. Take dzero.AdamW(sharded), or "
+    "dzero.TorchOptimizer(sharded, torch.optim.SGD) for a class of torch.optim"
+)
+
+
 class ParamCarrier(Protocol):
     """Loader of a unit's parameters from their storage to the device, which prefetches them if possible."""
 
@@ -220,7 +227,10 @@ class Unit:
         self.reductions += 1
         if (consumer := self.attached) is not None:
             consumer.receive(reduced, self._missing)
-        elif self.average is not None:
+            return
+        if self.origin:
+            warnings.warn(WITHOUT_OPTIMIZER, stacklevel=2)
+        if self.average is not None:
             self.average(reduced)
 
     def delivered(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
@@ -14,6 +17,7 @@ from training_loops import params_of, sharded_net, train, unequal
 from dzero import AdamW, ZeroConfig, make_mesh, shard
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
+from dzero.checkpoint.errors import CheckpointError
 
 
 def resumed_beside_saves(rank: int, ranks: int, folder: Path) -> list[int | None]:
@@ -59,3 +63,53 @@ def resumed_with_nothing(rank: int, ranks: int, folder: Path) -> list[str]:
 
 def test_a_rank_without_any_element_resumes(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(resumed_with_nothing, 2, tmp_path / "checkpoints") == [[], []]
+
+
+UNCLOSED = """
+import sys
+import torch.distributed as dist
+from torch import nn
+import dzero
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+sharded = dzero.shard(nn.Linear(4, 4), stage=2, precision="fp32")
+optim = dzero.AdamW(sharded)
+checkpoints = dzero.Checkpointer(dzero.CheckpointConfig(folder=sys.argv[1], every=1), sharded, optim)
+checkpoints.save(1, {})
+checkpoints.finish()
+dist.destroy_process_group()
+"""
+
+
+def ended(program: str, folder: Path) -> tuple[int, str]:
+    """Exit status and errors of a program of one rank."""
+    run = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=False)
+    return run.returncode, run.stderr
+
+
+def test_a_program_that_closes_nothing_ends_quietly(tmp_path: Path) -> None:
+    assert ended(UNCLOSED, tmp_path / "made") == (0, "")
+    assert (tmp_path / "made" / "step_00000001" / "manifest.json").is_file()
+
+
+def test_a_program_that_ends_within_a_save_says_that_it_is_lost(tmp_path: Path) -> None:
+    status, told = ended(UNCLOSED.replace("checkpoints.finish()\n", ""), tmp_path / "lost")
+    whole = (tmp_path / "lost" / "step_00000001" / "manifest.json").is_file()
+    assert status == 0
+    assert whole != ("the last checkpoint was not saved" in told)
+    assert "Traceback" not in told
+
+
+def closed_on_a_bad_save(rank: int, ranks: int, folder: Path) -> str:
+    sharded = sharded_net(stage=1)
+    checkpoints = Checkpointer(CheckpointConfig(folder=str(folder)), sharded, AdamW(sharded))
+    checkpoints.begin()
+    checkpoints.save(1, {})
+    (folder / "step_00000001.partial").rename(folder / "gone")
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.close()
+    return str(error.value)
+
+
+def test_closing_raises_the_error_of_the_last_save(pool: Pool, tmp_path: Path) -> None:
+    assert "step_00000001" in pool.run(closed_on_a_bad_save, 1, tmp_path / "bad")[0]

@@ -235,3 +235,22 @@ def test_a_parameter_has_one_optimizer(pool: Pool, tmp_path: Path) -> None:
             assert re.match(r"generator\.0\.(weight|bias): its gradients already go to another optimizer", text)
         assert "states off the device" in told[2]
         assert "fp16" in told[3]
+
+
+def trained_by_torch(rank: int, ranks: int) -> list[int]:
+    """How often a model without an optimizer of ours warned, in 16 and in 32 bits."""
+    found = []
+    for param in ("bf16", "fp32"):
+        sharded = sharded_net("even", stage=2, param=param)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharded.model(torch.zeros(1, 2, dtype=torch.int64)).float().sum().backward()
+            torch.optim.AdamW(sharded.model.parameters()).step()
+        found.append(sum("without fp32 masters" in str(each.message) for each in caught))
+    return found
+
+
+def test_an_optimizer_of_torch_over_16_bit_parameters_warns(pool: Pool) -> None:
+    for in_16, in_32 in pool.run(trained_by_torch, 2):
+        assert in_16 > 0
+        assert in_32 == 0

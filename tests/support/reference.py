@@ -49,9 +49,9 @@ class AdamW:
     """Decoupled weight decay on every trainable parameter. `moments`: the dtype they are stored in."""
 
     beta1: float = 0.9
-    beta2: float = 0.95
+    beta2: float = 0.999
     eps: float = 1e-8
-    weight_decay: float = 0.1
+    weight_decay: float = 0.01
     moments: torch.dtype = torch.float32
 
 
