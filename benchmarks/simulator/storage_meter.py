@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dzero.estimate.torch_internals import TorchDispatchMode
 from dzero.zero.offloaded_param import OffDeviceShard
 
 KINDS = ("param", "unsharded", "grad", "master", "moments", "buffers", "activations", "temporaries")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from dzero.estimate.torch_internals import FakeStore, forget_meshes
+from dzero.utils.torch_internals import fake_store, forget_meshes
 
 
 @contextmanager
@@ -22,9 +22,9 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
             "a simulation makes a process group of its own, and this process is in one: simulate before "
             "init_process_group, or in a process of its own"
         )
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()  # type: ignore[no-untyped-call]  # DTensor's sharding cache refers to the meshes of this group
+        forget_meshes()  # DTensor's sharding cache refers to the meshes of this group
