@@ -44,7 +44,7 @@ from dzero.optim.adamw import AdamW
 from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.schedule import expected_pipeline
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.utils.torch_internals import check_simulation, fake_tensors
+from dzero.utils.torch_internals import check_version, fake_tensors
 from dzero.zero.config import is_exact
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
@@ -98,7 +98,7 @@ def simulate(scenario: Scenario, *, whole: bool = False, part: int = 0) -> Simul
         RuntimeError: This process has a process group, torch's version is untested, or the simulated collectives differ
             from those of the ZeRO table.
     """
-    check_simulation()
+    check_version()
     layout, layers = scenario.layout(), scenario.model.layers
     mesh_of, parts = scenario.mesh, scenario.mesh.pp
     with fake_group(scenario.ranks, part * scenario.ranks // parts), _parameters_stay_themselves():

@@ -157,15 +157,20 @@ TIMEOUTS = Seam(
     "giving the groups of a mesh the timeout of the default group",
     "these groups keep torch's timeouts of 10 or 30 minutes",
 )
-SIMULATION = Seam(
+FAKE_TENSORS = Seam(
     (
         "torch._subclasses:FakeTensorMode",
         "torch.utils._python_dispatch:TorchDispatchMode",
         "torch.distributed.distributed_c10d:_resolve_process_group",
+    ),
+    "running a model without memory, as plans do",
+)
+FAKE_GROUPS = Seam(
+    (
         "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
         "torch.testing._internal.distributed.fake_pg:FakeStore",
     ),
-    "running a model without memory, as plans do",
+    "planning for ranks that are not there",
 )
 
 
@@ -343,15 +348,15 @@ def _dispatch_mode() -> Any:
 
 def fake_tensors() -> AbstractContextManager[object]:
     """Return a context in which tensors have shapes and dtypes, but neither memory nor values."""
+    FAKE_TENSORS.require()
     mode: AbstractContextManager[object] = import_module("torch._subclasses").FakeTensorMode(allow_non_fake_inputs=True)
     return mode
 
 
-def check_simulation() -> None:
-    """Raise RuntimeError for a torch version in which simulation was not tested, or that lacks what it needs."""
+def check_version() -> None:
+    """Raise RuntimeError for a torch version in which simulation was not tested."""
     if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
         raise RuntimeError(f"torch {torch.__version__}: simulation uses private parts of torch {', '.join(TRIED)}")
-    SIMULATION.require()
 
 
 # Process groups.
@@ -400,6 +405,7 @@ def group_called(name: str) -> dist.ProcessGroup:
 
 def fake_store() -> Any:
     """Return the store of a process group whose collectives move nothing."""
+    FAKE_GROUPS.require()
     return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
