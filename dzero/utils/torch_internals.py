@@ -5,9 +5,9 @@
     zero/fsdp_internals.py          FSDP2
     parallel/context/ring.py        torch's loops of ring attention
 
-Torch may rename these names in any release. So each is looked up when it is used, never on import, and the tables
-`SEAMS` of the three files list what training needs. `check` looks for them when a model is sharded: where torch lacks a
-name, a feature falls back to torch's own behavior with a warning, or the run ends with one error.
+Torch may rename these names in any release. So none is needed to import dzero, and the tables `SEAMS` of the three
+files list what training needs. `check` looks for them when a model is sharded: where torch lacks a name, a feature falls
+back to torch's own behavior with a warning, or the run ends with one error.
 """
 
 from __future__ import annotations
@@ -80,16 +80,21 @@ def check(seams: tuple[Seam, ...]) -> None:
 
 def _exists(name: str) -> bool:
     """Return whether torch has `module:attribute.attribute`; an attribute of instances counts if its class names it."""
+    owner, _, last = name.rpartition(".")
+    found = found_by(name)
+    return found is not None or (isinstance(of := found_by(owner), type) and last in _named_by(of))
+
+
+def found_by(name: str) -> Any:
+    """Return what torch has as `module:attribute.attribute`; None for what is missing, which `check` reports."""
     module, _, attributes = name.partition(":")
     try:
         found: Any = import_module(module)
     except ImportError:
-        return False
-    *owners, last = attributes.split(".")
-    for each in owners:
-        if (found := getattr(found, each, None)) is None:
-            return False
-    return hasattr(found, last) or (isinstance(found, type) and last in _named_by(found))
+        return None
+    for each in attributes.split("."):
+        found = getattr(found, each, None)
+    return found
 
 
 @cache
@@ -178,8 +183,16 @@ FAKE_GROUPS = Seam(
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return a tensor's version counter, which writes in place increment."""
-NO_TORCH_FUNCTION: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
+NO_TORCH_FUNCTION: Any = found_by("torch:_C._disabled_torch_function_impl")
 """Value of `__torch_function__` for tensor subclasses that only handle operators, in `__torch_dispatch__`."""
+make_subclass: Callable[..., Any] = found_by("torch:Tensor._make_subclass")
+"""Return a tensor of a subclass in the memory of a plain one."""
+make_wrapper: Callable[..., Any] = found_by("torch:Tensor._make_wrapper_subclass")
+"""Return a tensor of a subclass without memory, of a given size, strides, offset, dtype and device."""
+tree_leaves: Callable[[Any], list[Any]] = found_by("torch.utils._pytree:tree_leaves")
+"""Return what is in nested containers, which torch calls a pytree."""
+tree_map_only: Callable[[type[Any], Callable[[Any], Any], Any], Any] = found_by("torch.utils._pytree:tree_map_only")
+"""Return nested containers with every object of a type in them replaced by the function of it."""
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -195,23 +208,6 @@ def hooked_param(params: Mapping[str, torch.Tensor]) -> str | None:
     return None
 
 
-def subclassed(kind: type[Any], plain: torch.Tensor) -> Any:
-    """Return a tensor of the subclass `kind` in the memory of `plain`."""
-    return torch.Tensor._make_subclass(kind, plain)
-
-
-def wrapper_of(kind: type[Any], like: torch.Tensor, device: torch.device) -> Any:
-    """Return a tensor of the subclass `kind` without memory, with the geometry of `like`, that reports `device`."""
-    return torch.Tensor._make_wrapper_subclass(
-        kind,
-        like.size(),
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=like.dtype,
-        device=device,
-    )
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage while it lives, also one without memory."""
     key: int = storage._cdata
@@ -225,21 +221,6 @@ def add_each(into: list[torch.Tensor], more: list[torch.Tensor]) -> None:
         return
     for total, each in zip(into, more, strict=True):
         total.add_(each)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return what is in nested containers, which torch calls a pytree."""
-    return _pytree().tree_leaves(tree)  # type: ignore[no-any-return]
-
-
-def tree_map_only(kind: type[Any], change: Callable[[Any], Any], tree: Any) -> Any:
-    """Return nested containers with every object of `kind` in them replaced by `change` of it."""
-    return _pytree().tree_map_only(kind, change, tree)
-
-
-@cache
-def _pytree() -> Any:
-    return import_module("torch.utils._pytree")
 
 
 # Modules.

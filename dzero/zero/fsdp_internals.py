@@ -37,7 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dzero.utils.torch_internals import Seam, registered, tree_leaves
+from dzero.utils.torch_internals import Seam, tree_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
@@ -264,7 +264,7 @@ def follow_frozen(group: FSDPParamGroup) -> int | None:
     """
     for index, held in enumerate(group.fsdp_params):
         shard, param, place = held.sharded_param, held.__dict__.get("_unsharded_param"), held._module_info
-        shown = registered(place.module).get(place.param_name)
+        shown = place.module._parameters.get(place.param_name)
         if shown is not shard and shown is not param and shown is not held.__dict__.get("_sharded_post_forward_param"):
             return index
         if param is not None and param.requires_grad != shard.requires_grad:

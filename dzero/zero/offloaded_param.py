@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.utils.torch_internals import NO_TORCH_FUNCTION, schema_of, tree_map_only, wrapper_of
+from dzero.utils.torch_internals import NO_TORCH_FUNCTION, make_wrapper, schema_of, tree_map_only
 from dzero.zero.dtensors import local_of, written
 from dzero.zero.units import swap
 
@@ -127,7 +127,14 @@ class OffDeviceShard(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: OffDeviceTensor, like: torch.Tensor) -> OffDeviceShard:
         """Create a view with the shape, strides, offset and dtype of `like`, a meta tensor."""
-        made: OffDeviceShard = wrapper_of(cls, like, memory.device)
+        made: OffDeviceShard = make_wrapper(
+            cls,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=memory.device,
+        )
         made.memory = memory
         return made
 

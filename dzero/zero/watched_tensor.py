@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from dzero.utils.torch_internals import (
     NO_TORCH_FUNCTION,
+    make_subclass,
     schema_of,
     set_local_tensor,
-    subclassed,
     tree_leaves,
     tree_map_only,
 )
@@ -53,7 +53,7 @@ class WatchedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, plain: torch.Tensor, use: Callable[[], Watcher | None]) -> WatchedTensor:
         """Share the memory of `plain`."""
-        made: WatchedTensor = subclassed(cls, plain)
+        made: WatchedTensor = make_subclass(cls, plain)
         made.plain, made.use = plain, use
         return made
 
