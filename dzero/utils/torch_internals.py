@@ -6,8 +6,8 @@
     parallel/context/ring.py        torch's loops of ring attention
 
 Torch may rename these names in any release. So none is needed to import dzero, and the tables `SEAMS` of the three
-files list what training needs. `check` looks for them when a model is sharded: where torch lacks a name, a feature falls
-back to torch's own behavior with a warning, or the run ends with one error.
+files list what training needs. `check` looks for them when a model is sharded: where torch lacks a name, a feature
+falls back to torch's own behavior with a warning, or the run ends with one error.
 """
 
 from __future__ import annotations

@@ -9,63 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dzero.zero.fsdp_internals import (
-    fill_missing,
-    groups_of,
-    is_without_dims,
-    reduces,
-    set_grad_dtype,
-    shard_of,
-    trained_params,
-    was_gathered,
-    widen_gradient,
-    wrap_grad,
-    wrap_step,
-)
+from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.unit import GradConsumer, Unit
-
-if TYPE_CHECKING:
-    from dzero.zero.fsdp_internals import FSDPParamGroup
 
 
 def reduce_whole(unit: Unit) -> None:
     """Make FSDP2 reduce all trained parameters of `unit` together; call this once, before its first forward."""
-    groups = [_Whole(unit, group) for group in groups_of(unit.modules[0])]
+    groups = [_Whole(unit, group) for group in fsdp.groups_of(unit.modules[0])]
     unit.buffered = tuple(name for group in groups for name in group.names)
 
 
 class _Whole:
     """Wrapper of a parameter group's `post_backward`, which FSDP2 calls per use and at the end of each backward."""
 
-    def __init__(self, unit: Unit, group: FSDPParamGroup) -> None:
+    def __init__(self, unit: Unit, group: fsdp.FSDPParamGroup) -> None:
         name_of = {param: name for name, param in unit.params.items()}
         self._unit, self._group = unit, group
         self._consumer: GradConsumer | None = None
-        self._held = trained_params(group)
-        self.names = [name_of[shard_of(held)] for held in self._held]
-        self._scalars = [held for held in self._held if is_without_dims(held)]
-        wrap_step(group, "post_backward", self._reduce)
+        self._held = fsdp.trained_params(group)
+        self.names = [name_of[fsdp.shard_of(held)] for held in self._held]
+        self._scalars = [held for held in self._held if fsdp.is_without_dims(held)]
+        fsdp.wrap_step(group, "post_backward", self._reduce)
         for held, name in zip(self._held, self.names, strict=True):
-            wrap_grad(held, partial(self._as_grad, name, unit.params[name]))
+            fsdp.wrap_grad(held, partial(self._as_grad, name, unit.params[name]))
 
     def _reduce(self, run: Callable[..., None], *unused: Any) -> None:
-        is_last = reduces(self._group)
-        if not is_last and not was_gathered(self._group):
+        is_last = fsdp.reduces(self._group)
+        if not is_last and not fsdp.was_gathered(self._group):
             return  # FSDP2 would fail on the missing unsharded parameter
-        missing = [self.names[index] for index in fill_missing(self._held)] if is_last else []
+        missing = [self.names[index] for index in fsdp.fill_missing(self._held)] if is_last else []
         for held in self._scalars if is_last else ():
-            widen_gradient(held)
+            fsdp.widen_gradient(held)
         self._unit.expect(frozenset(missing))
         without = [param for name in missing if (param := self._unit.params[name]).grad is None]
         self._consumer, layout = self._unit.attached, self._unit.layout
         # Our optimizers take gradients in the layout's dtype.
-        set_grad_dtype(self._group, layout.param.dtype if self._consumer is None else layout.grad.dtype)
+        fsdp.set_grad_dtype(self._group, layout.param.dtype if self._consumer is None else layout.grad.dtype)
         run(*unused)
         self._unit.delivered()
         for param in without if self._consumer is None else ():

@@ -19,39 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from dzero.zero import fsdp_internals as fsdp
 from dzero.zero.dtensors import local_of
-from dzero.zero.fsdp_internals import (
-    BackwardHook,
-    backward_hook,
-    drop_unreduced,
-    follow_frozen,
-    free,
-    groups_of,
-    is_outermost,
-    is_sharded,
-    is_unsharded,
-    name_of,
-    reduce_late,
-    register_gathered,
-    register_shards,
-    set_backward_hook,
-    shard_of,
-    shards_of,
-    state_of,
-    unreduced_in,
-    wrap_end_of_backward,
-    wrap_step,
-)
 from dzero.zero.layout import Layout
 from dzero.zero.unit import Unit, as_module
-
-if TYPE_CHECKING:
-    from dzero.zero.fsdp_internals import FSDPParamGroup, FSDPState
 
 
 def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> None:
@@ -65,14 +41,14 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> 
     stays = [unit for unit in units if unit.layout.reshard_after_forward is not True]
     waits = [unit for unit in stays if layout.reshard_after_forward is True and unit.layout.param.sharded]
     for unit in units:
-        for group in groups_of(unit.modules[0]):
-            shown = _Shown(unit, group, state_of(unit.modules[0]))
+        for group in fsdp.groups_of(unit.modules[0]):
+            shown = _Shown(unit, group, fsdp.state_of(unit.modules[0]))
             for root in roots:
                 root.register_state_dict_pre_hook(shown.before_state_dict)  # type: ignore[no-untyped-call]
-            wrap_step(group, "pre_forward", shown.before_forward)
+            fsdp.wrap_step(group, "pre_forward", shown.before_forward)
             if roots:
-                wrap_step(group, "post_forward", shown.after_forward)
-                wrap_step(group, "pre_backward", shown.before_backward)
+                fsdp.wrap_step(group, "post_forward", shown.after_forward)
+                fsdp.wrap_step(group, "pre_backward", shown.before_backward)
         for module in map(as_module, unit.modules) if roots else ():
             is_root = any(module is root for root in roots)
             if unit in stays or is_root:  # the root in any case, because a forward that raises leaves units gathered
@@ -80,44 +56,46 @@ def follow_shards(units: list[Unit], roots: list[nn.Module], layout: Layout) -> 
                 module.register_forward_hook(after, always_call=True)
 
     if roots:
-        wrap_end_of_backward([*roots, *(unit.modules[0] for unit in units)], partial(_end_backward, units, bool(stays)))
+        fsdp.wrap_end_of_backward(
+            [*roots, *(unit.modules[0] for unit in units)], partial(_end_backward, units, bool(stays))
+        )
 
 
 def put_shards(units: Iterable[Unit]) -> None:
     """Register the shards of every unit that is gathered."""
     for unit in units:
-        for group in groups_of(unit.modules[0]):
-            if not is_sharded(group):
-                register_shards(group)
+        for group in fsdp.groups_of(unit.modules[0]):
+            if not fsdp.is_sharded(group):
+                fsdp.register_shards(group)
 
 
 def put_gathered(unit: Unit) -> bool:
     """Register the unsharded parameters of a unit if its forward left them valid, and return whether it did."""
-    groups = groups_of(unit.modules[0])
-    if unit.is_stale or not all(map(is_unsharded, groups)):
+    groups = fsdp.groups_of(unit.modules[0])
+    if unit.is_stale or not all(map(fsdp.is_unsharded, groups)):
         return False
     for group in groups:
-        register_gathered(group)
+        fsdp.register_gathered(group)
     return True
 
 
 def drop_waiting(units: list[Unit], names: Container[str]) -> None:
     """Drop unsharded gradients of `names` that would be reduced with those of the last microbatch."""
     for unit in units:
-        waiting = [held for group in groups_of(unit.modules[0]) for held in unreduced_in(group)]
+        waiting = [held for group in fsdp.groups_of(unit.modules[0]) for held in fsdp.unreduced_in(group)]
         names_of = {param: name for name, param in unit.params.items()} if waiting else {}
         for held in waiting:
-            if names_of.get(shard_of(held)) in names:
-                drop_unreduced(held)
+            if names_of.get(fsdp.shard_of(held)) in names:
+                fsdp.drop_unreduced(held)
 
 
 class _Shown:
     """Wrappers of FSDP2's steps around each use of a parameter group, which register its parameters."""
 
-    def __init__(self, unit: Unit, group: FSDPParamGroup, state: FSDPState) -> None:
+    def __init__(self, unit: Unit, group: fsdp.FSDPParamGroup, state: fsdp.FSDPState) -> None:
         self._unit, self._group, self._state = unit, group, state
-        self._backward_hook = backward_hook(state)
-        self._data = [_data_of(param) for param in shards_of(group)]
+        self._backward_hook = fsdp.backward_hook(state)
+        self._data = [_data_of(param) for param in fsdp.shards_of(group)]
 
     def before_state_dict(self, *_: object) -> None:
         """Raise RuntimeError if `.data` was set, because the state dict would lack the new values."""
@@ -125,13 +103,13 @@ class _Shown:
 
     def _refuse_data(self) -> None:
         """Raise RuntimeError if `.data` was set, which changes the storage of a parameter's wrapper, not its shard."""
-        for index, param in enumerate(shards_of(self._group)):
+        for index, param in enumerate(fsdp.shards_of(self._group)):
             (storage, shard), (old_storage, old_shard) = _data_of(param), self._data[index]
             if storage is old_storage and shard is old_shard:
                 continue
             if storage is not old_storage and shard is old_shard:
                 raise RuntimeError(
-                    f"{name_of(self._group, index)}.data was set to another tensor (vector_to_parameters "
+                    f"{fsdp.name_of(self._group, index)}.data was set to another tensor (vector_to_parameters "
                     "does that too), which a sharded parameter ignores: write param.data.copy_(tensor) instead"
                 )
             self._data[index] = storage, shard  # the model was moved, or FSDP2 padded the shard again
@@ -141,10 +119,10 @@ class _Shown:
         group, unit = self._group, self._unit
         self._refuse_data()
         _follow_frozen(group)
-        if unit.is_stale and not is_sharded(group):
-            free(group)
-        elif is_unsharded(group):
-            register_gathered(group)
+        if unit.is_stale and not fsdp.is_sharded(group):
+            fsdp.free(group)
+        elif fsdp.is_unsharded(group):
+            fsdp.register_gathered(group)
         unit.is_stale = False
         if not torch.is_inference_mode_enabled():
             return run(*args)
@@ -156,7 +134,7 @@ class _Shown:
         # FSDP2 is about to register this method as a hook of the output tensors, by which it detects the backward.
         if self._backward_hook is not None:
             hook = partial(_unless_changed, self._unit, self._unit.version, self._backward_hook)
-            set_backward_hook(self._state, hook)
+            fsdp.set_backward_hook(self._state, hook)
         return run(module, args, output)
 
     def before_backward(self, run: Callable[..., Any], *args: Any) -> None:
@@ -167,9 +145,9 @@ class _Shown:
                 "parameters that FSDP2 frees before it is differentiated again. Take zero.stage=0, or penalise "
                 "differences of outputs"
             )
-        if is_unsharded(self._group):
+        if fsdp.is_unsharded(self._group):
             _follow_frozen(self._group)
-            register_gathered(self._group)
+            fsdp.register_gathered(self._group)
         run(*args)
 
 
@@ -180,14 +158,14 @@ def _end_backward(units: list[Unit], stays: bool, run: Callable[[], None]) -> No
     autocast, or a parametrization in `cached()`. FSDP2 would leave them to the next backward, or lose them.
     """
     for unit in units:
-        for group in groups_of(unit.modules[0]):
-            reduce_late(group)
+        for group in fsdp.groups_of(unit.modules[0]):
+            fsdp.reduce_late(group)
     run()
     if stays:
         put_shards(units)
 
 
-def _unless_changed(unit: Unit, version: int, hook: BackwardHook, grad: torch.Tensor) -> torch.Tensor:
+def _unless_changed(unit: Unit, version: int, hook: fsdp.BackwardHook, grad: torch.Tensor) -> torch.Tensor:
     """Run FSDP2's own hook unless parameters have changed since the forward, which used `version`."""
     if unit.version != version:
         raise RuntimeError(
@@ -198,7 +176,7 @@ def _unless_changed(unit: Unit, version: int, hook: BackwardHook, grad: torch.Te
 
 
 def _after_forward(unit: Unit, units: list[Unit], waits: list[Unit], is_root: bool, *_: object) -> None:
-    if is_outermost(unit.modules[0], is_root=is_root):
+    if fsdp.is_outermost(unit.modules[0], is_root=is_root):
         for each in waits if not torch.is_grad_enabled() else ():  # no backward follows
             for module in each.modules:
                 module.reshard()
@@ -210,11 +188,11 @@ def _data_of(param: nn.Parameter) -> tuple[object, object]:
     return param.untyped_storage(), local_of(param)
 
 
-def _follow_frozen(group: FSDPParamGroup) -> None:
+def _follow_frozen(group: fsdp.FSDPParamGroup) -> None:
     """Freeze unsharded parameters like their shards; raise RuntimeError if a parameter was replaced."""
-    if (index := follow_frozen(group)) is not None:
+    if (index := fsdp.follow_frozen(group)) is not None:
         raise RuntimeError(
-            f"{name_of(group, index)} was replaced by another tensor, which FSDP2 would pass over: "
+            f"{fsdp.name_of(group, index)} was replaced by another tensor, which FSDP2 would pass over: "
             "copy values into the parameter that is there (param.copy_(...) under no_grad), or replace it before "
             "shard()"
         )
