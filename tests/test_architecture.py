@@ -287,7 +287,9 @@ def private_of_torch(source: ast.Module, ours: set[str], fsdp2: set[str] = froze
         elif isinstance(node, ast.Attribute):
             own = here | (ours if ast.unparse(node.value) in ("self", "cls", "super()") else set())
             known = node.attr in own and not dotted(node).startswith("torch.")
-            if (is_private(node.attr) and not known and node.attr not in NOT_TORCHS) or node.attr in fsdp2:
+            if (is_private(node.attr) and not known and node.attr not in NOT_TORCHS) or (
+                node.attr in fsdp2 and dotted(node.value) != "fsdp"
+            ):
                 names = [ast.unparse(node)]
         elif isinstance(node, ast.Call) and dotted(node.func).endswith(BY_NAME):
             texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 VERSIONS = "torch>=2.11,<2.14"
@@ -151,7 +152,12 @@ MODES = Seam(
     "counting the traffic of tensor parallelism",
     "that traffic is missing in the ledger",
 )
-SEAMS = (TENSORS, DTENSORS, MODULES, NUMBERS, FOREACH, MODES)
+FLASH = Seam(
+    ("torch:ops.aten._scaled_dot_product_flash_attention",),
+    "attention over sequences that ranks share, on CUDA",
+    "it runs tile by tile with masks, which takes longer",
+)
+SEAMS = (TENSORS, DTENSORS, MODULES, NUMBERS, FOREACH, MODES, FLASH)
 """What training needs of torch besides FSDP2."""
 TIMEOUTS = Seam(
     (
@@ -167,6 +173,7 @@ FAKE_TENSORS = Seam(
         "torch._subclasses:FakeTensorMode",
         "torch.utils._python_dispatch:TorchDispatchMode",
         "torch.distributed.distributed_c10d:_resolve_process_group",
+        "torch:UntypedStorage._cdata",
     ),
     "running a model without memory, as plans do",
 )
@@ -368,7 +375,9 @@ def reduce_scatter_method() -> Callable[..., Any]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives; not for a fake group, which has none."""
+    """Return the timeout of a group's collectives; torch's default if it does not tell. A fake group has none."""
+    if not TIMEOUTS.is_there:
+        return default_pg_timeout
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 

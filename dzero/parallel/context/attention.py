@@ -32,7 +32,7 @@ from dzero.comm.context_exchange import ContextExchange
 from dzero.parallel.context.ring import Ring
 from dzero.parallel.context.zigzag import chunks_of, cut, joined
 from dzero.parallel.divisibility import check_heads
-from dzero.utils.torch_internals import flash_attention
+from dzero.utils.torch_internals import FLASH, flash_attention
 
 TILE_TOKENS = 256
 
@@ -140,7 +140,7 @@ def _has_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
     torch has no query for a causal prefix, so the query is made without causality.
     """
-    if not query.is_cuda or query.shape[-1] % 8:
+    if not query.is_cuda or query.shape[-1] % 8 or not FLASH.is_there:
         return False
     params = SDPAParams(query, keys, values, None, 0.0, False, _grouped(query, keys))
     return can_use_flash_attention(params)
