@@ -106,7 +106,6 @@ RECOVERY = Seam(
     (
         f"{MODULE}reset_iter_state or {STATE}_modules_to_run_forward",
         f"{MODULE}reset_iter_state or {STATE}_training_state",
-        f"{MODULE}reset_iter_state or {GROUP}_training_state",
         f"{MODULE}reset_iter_state or {GROUP}_partial_reduce_output",
         f"{MODULE}reset_iter_state or {CONTEXT}is_last_backward",
         f"{OUTPUTS} or {STATE}_register_pre_backward_hook",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,31 +42,36 @@ PRIVATE = (
     "torch.testing._internal.distributed.fake_pg",
 )
 """Modules that are gone in the subprocess, after torch itself has imported what it needs of them."""
-NAMES = ("torch._foreach_add_", "torch.distributed.distributed_c10d._set_pg_timeout")
+GONE = ("torch._foreach_add_", "torch.distributed.distributed_c10d._set_pg_timeout")
 
 
-def lacking(seam: Seam) -> Any:
-    """Let torch lack the first name of `seam`: torch itself uses most of them, so they stay, and are not found."""
-    gone, exists = set(seam.names[0].split(" or ")), torch_internals._exists
+EVERY = (*TRAINING, *ring.SEAMS, TIMEOUTS, FAKE_TENSORS, FAKE_GROUPS)
+
+
+@contextmanager
+def lacking(name: str | None) -> Iterator[None]:
+    """Let torch lack a name of a table, and its alternatives: not found, but still there for torch itself."""
+    gone, exists = set((name or "").split(" or ")), torch_internals._exists
+    _forget()
+    with patch.object(torch_internals, "_exists", lambda each: each not in gone and exists(each)):
+        yield
+    _forget()
+
+
+def _forget() -> None:
     torch_internals.check.cache_clear()
-    for each in (*TRAINING, *ring.SEAMS, TIMEOUTS, FAKE_TENSORS, FAKE_GROUPS):
+    for each in EVERY:
         each.__dict__.pop("missing", None)
-    return patch.object(torch_internals, "_exists", lambda name: name not in gone and exists(name))
 
 
-def name(seam: Seam) -> str:
-    return seam.names[0].split(":")[1]
-
-
-def trained(_: int, __: int, seam: Seam | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
+def trained(_: int, __: int, name: str | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
     """Losses and parameters of three steps, and the warnings on the way."""
-    with lacking(seam or Seam(("none:none",), "")), warnings.catch_warnings(record=True) as said:
+    with lacking(name), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         sharded = sharded_net(stage=stage)
         losses = train(sharded, AdamW(sharded), steps=3)
         told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
     params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
-    lacking(Seam(("none:none",), ""))
     return losses, params, told
 
 
@@ -73,46 +80,46 @@ def test_training_falls_back_with_the_same_bits(pool: Pool, stage: int) -> None:
     plain, params, told = pool.run(trained, 2, None, stage)[0]
     assert told == []
     for seam in FALLBACKS:
-        losses, found, told = pool.run(trained, 2, seam, stage)[0]
-        assert losses == plain, name(seam)
-        assert all(torch.equal(found[each], params[each]) for each in params), name(seam)
-        (line,) = told
-        assert line == (
-            f"torch {torch.__version__} has no {seam.names[0]}, which dzero needs for {seam.used_for}: "
+        losses, found, told = pool.run(trained, 2, seam.names[-1], stage)[0]
+        assert losses == plain, seam
+        assert all(torch.equal(found[each], params[each]) for each in params), seam
+        assert told == [
+            f"torch {torch.__version__} has no {seam.names[-1]}, which dzero needs for {seam.used_for}: "
             f"{seam.without}. torch>=2.11,<2.14 has it"
-        )
+        ]
 
 
-def refusal(_: int, __: int, seam: Seam) -> str:
-    use: Any = partial(sharded_net, stage=2)
-    if seam in ring.SEAMS:
-        use = partial(ring.Ring, None)
-    elif seam in (FAKE_TENSORS, FAKE_GROUPS):
-        use = torch_internals.fake_tensors if seam == FAKE_TENSORS else torch_internals.fake_store
-    with lacking(seam), pytest.raises(RuntimeError) as error:
-        use()
-    lacking(Seam(("none:none",), ""))
-    return str(error.value)
+def refusals(_: int, __: int) -> dict[str, str]:
+    """What is said about each name without a fallback."""
+    uses: dict[Seam, Any] = dict.fromkeys(TRAINING, partial(sharded_net, stage=2))
+    uses |= {FAKE_TENSORS: torch_internals.fake_tensors, FAKE_GROUPS: torch_internals.fake_store}
+    said = {}
+    for seam in REFUSED:
+        for name in seam.names:
+            with lacking(name), pytest.raises(RuntimeError) as error:
+                uses.get(seam, partial(ring.Ring, None))()
+            said[name] = str(error.value)
+    return said
 
 
 def test_what_cannot_do_without_is_refused_in_one_line(pool: Pool) -> None:
-    for seam in REFUSED:
-        (said,) = pool.run(refusal, 1, seam)
-        assert said == (
-            f"torch {torch.__version__} has no {seam.names[0]}, which dzero needs for {seam.used_for}: "
-            "install torch>=2.11,<2.14"
-        )
+    (said,) = pool.run(refusals, 1)
+    uses = {name: seam.used_for for seam in REFUSED for name in seam.names}
+    assert said == {
+        name: f"torch {torch.__version__} has no {name}, which dzero needs for {used_for}: install torch>=2.11,<2.14"
+        for name, used_for in uses.items()
+    }
 
 
 def unchecked(_: int, __: int) -> tuple[list[float], str]:
-    """A part of a DTensor as a number, which is then DTensor's own; and a backward that is then not refused."""
-    with lacking(NUMBERS), warnings.catch_warnings():
+    """Numbers of sharded parameters, which are DTensor's; a backward that is not refused; and FSDP2's own error."""
+    with lacking(NUMBERS.names[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         handlers.pop(torch.ops.aten._local_scalar_dense.default, None)  # of earlier runs in this process
         sharded = sharded_net(stage=2)
         numbers = [float(param.norm()) for param in sharded.named_params().values()]
-    with lacking(CHANGES), warnings.catch_warnings():
+    with lacking(CHANGES.names[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sharded = sharded_net(stage=2)
         loss = sharded.model(torch.zeros(1, 4, dtype=torch.int64)).float().sum()
@@ -120,14 +127,13 @@ def unchecked(_: int, __: int) -> tuple[list[float], str]:
             with torch.no_grad():
                 param.mul_(2)
         loss.backward()
-    with lacking(FIRST_CALLS), warnings.catch_warnings():
+    with lacking(FIRST_CALLS.names[0]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
         dzero.shard(model, dzero.ZeroConfig(stage=3, units=["Embedding"]))
         model[0](torch.zeros(1, 1, dtype=torch.int64))
         with pytest.raises(RuntimeError) as error:
             model(torch.zeros(1, 1, dtype=torch.int64))
-    lacking(Seam(("none:none",), ""))
     return numbers, str(error.value)
 
 
@@ -151,7 +157,7 @@ import sys, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distr
 import torch.distributed.pipelining, torch.distributed.checkpoint, torch.utils.flop_counter
 for module in {PRIVATE}:
     sys.modules[module] = None
-for name in {NAMES}:
+for name in {GONE}:
     owner, _, attribute = name.rpartition(".")
     delattr(sys.modules[owner], attribute)
 del torch._C._disabled_torch_function_impl
