@@ -12,11 +12,12 @@ from dzero.comm.dtensor_traffic import called_by, sent_by
 from dzero.utils.torch_internals import COLLECTIVES, attention_operators, group_called, tree_leaves
 
 aten = torch.ops.aten
+ATTENTION, ATTENTION_BACKWARD = attention_operators(), attention_operators("_backward")
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    **dict.fromkeys(attention_operators(), lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
+    **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
     **dict.fromkeys(
-        attention_operators("_backward"),
+        ATTENTION_BACKWARD,
         lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0]),
     ),
 }
