@@ -36,12 +36,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dzero.errors import RunError
 from dzero.mesh_config import factorings
 from dzero.rendezvous import rendezvous
 from dzero.utils.ranges import divisors
+from dzero.utils.torch_internals import TIMEOUTS, check, set_timeout, timeout_of
 
 REPLICATE, SHARD, TENSOR, CONTEXT, EXPERT, PIPELINE = "replicate", "shard", "tp", "cp", "ep", "pp"
 AXES = (REPLICATE, SHARD)
@@ -125,9 +125,10 @@ def make_mesh(
 
 def _limited(mesh: DeviceMesh) -> DeviceMesh:
     """Give the mesh's groups the timeout of the default group; torch gives new groups 10 or 30 minutes."""
-    if dist.get_backend() != "fake":
+    check((TIMEOUTS,))
+    if TIMEOUTS.is_there and dist.get_backend() != "fake":
         for axis in mesh.mesh_dim_names or ():
-            _set_pg_timeout(timeout_of_ranks(), mesh.get_group(axis))
+            set_timeout(timeout_of_ranks(), mesh.get_group(axis))
     return mesh
 
 
@@ -246,8 +247,7 @@ def timeout_of_ranks() -> timedelta:
     """Return the timeout of the default process group; not for a fake group, which has none."""
     group = dist.group.WORLD
     assert group is not None
-    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
-    return timeout
+    return timeout_of(group)
 
 
 def host_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from dzero.zero.fsdp_internals import SEAMS as FSDP_SEAMS
 
 HOUSE = Path(__file__).parent.parent
 PACKAGE = HOUSE / "dzero"
@@ -234,3 +237,121 @@ def test_nothing_is_stored_on_a_parameter() -> None:
 
 def test_no_function_changes_a_modules_globals() -> None:
     assert [where(p, n) for p in SOURCES for n in ast.walk(tree(p)) if isinstance(n, ast.Global)] == []
+
+
+SEAMS = {"dzero.utils.torch_internals", "dzero.zero.fsdp_internals", "dzero.parallel.context.ring"}
+"""The only modules that name private parts of torch."""
+NOT_TORCHS = {"_exit": "os", "_get_node": "omegaconf", "_replace": "named tuples", "_init_weights": "transformers"}
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "attrgetter", "__dict__.get", "__dict__.pop")
+PRIVATE_MODULE = re.compile(r"torch(\.\w+)*[.:]_\w+")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def defined(source: ast.Module) -> set[str]:
+    """Names that a file defines: functions, classes, variables, fields, and attributes that methods set."""
+    found = set()
+    for node in ast.walk(source):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def of_fsdp2() -> set[str]:
+    """Attributes of FSDP2's private objects whose names have no underscore, and which dzero does not define itself."""
+    names = {each.split(".")[-1] for seam in FSDP_SEAMS for name in seam.names for each in name.split(" or ")}
+    ours = set().union(*(defined(tree(path)) for path in FILES if module_of(path) not in SEAMS))
+    return {name for name in names if not is_private(name)} - ours
+
+
+def private_of_torch(source: ast.Module, ours: set[str], fsdp2: set[str] = frozenset()) -> Iterator[tuple[int, str]]:
+    """Line and name of what is private to torch, for all that the source can tell.
+
+    An attribute is ours if it is read from `self`, `cls` or `super()` and any file of dzero defines it (`ours`), or if
+    this file does.
+    """
+    here = defined(source)
+    for node in ast.walk(source):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if PRIVATE_MODULE.fullmatch(alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name for name in whole if PRIVATE_MODULE.match(name)]
+        elif isinstance(node, ast.Attribute):
+            own = here | (ours if ast.unparse(node.value) in ("self", "cls", "super()") else set())
+            known = node.attr in own and not dotted(node).startswith("torch.")
+            if (is_private(node.attr) and not known and node.attr not in NOT_TORCHS) or (
+                node.attr in fsdp2 and dotted(node.value) != "fsdp"
+            ):
+                names = [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith(BY_NAME):
+            texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            names = [t for t in texts if any(map(is_private, t.split("."))) and t not in ours | NOT_TORCHS.keys()]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value] if PRIVATE_MODULE.fullmatch(node.value) else []
+        for name in names:
+            yield node.lineno, name
+
+
+def test_three_files_name_private_parts_of_torch() -> None:
+    ours, fsdp2 = set().union(*map(defined, map(tree, FILES))), of_fsdp2()
+    assert {"fsdp_params", "sharded_param", "unsharded_accumulated_grad"} <= fsdp2
+    found = {
+        f"{path.relative_to(HOUSE)}:{line} {name}"
+        for path in SOURCES
+        if module_of(path) not in SEAMS
+        for line, name in private_of_torch(tree(path), ours, fsdp2)
+    }
+    assert found == set()
+    for path in FILES:
+        assert module_of(path) not in SEAMS or [*private_of_torch(tree(path), ours)], path
+
+
+def test_the_seams_import_private_parts_only_where_they_are_used() -> None:
+    """Not at the top of a file, where a rename in torch would break `import dzero`; but for type checkers."""
+    wrong = [
+        where(path, node)
+        for path in FILES
+        for node in tree(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom) and [*private_of_torch(ast.Module([node], []), set())]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("import torch.utils._pytree", "torch.utils._pytree"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("from torch._subclasses.fake_tensor import FakeTensorMode", "torch._subclasses.fake_tensor.FakeTensorMode"),
+        ("torch._foreach_add_(a, b)", "torch._foreach_add_"),
+        ("torch._ours(a)", "torch._ours"),
+        ("x = tensor._local_tensor", "tensor._local_tensor"),
+        ("x = self._sharded_param_data", "self._sharded_param_data"),
+        ("group._orig_dtype = dtype", "group._orig_dtype"),
+        ("x = getattr(module, '_parameters')", "_parameters"),
+        ("x = attrgetter('_spec')", "_spec"),
+        ("x = held.__dict__.get('_unsharded_param')", "_unsharded_param"),
+        ("x = attrgetter('a._spec')", "a._spec"),
+        ("x = import_module('torch.utils._pytree')", "torch.utils._pytree"),
+        ("x = elsewhere._ours_in_another_file", "elsewhere._ours_in_another_file"),
+        ("x = group.fsdp_params", "group.fsdp_params"),
+        ("x = self._ours", None),
+        ("x = super()._ours()", None),
+        ("self._mine = 1\nx = other._mine", None),
+        ("x = tensor.__dict__", None),
+        ("os._exit(1)", None),
+        ("from torch.utils.flop_counter import flop_registry", None),
+    ],
+)
+def test_a_private_name_of_torch_is_found(line: str, name: str | None) -> None:
+    ours = {"_ours", "_ours_in_another_file"}
+    found = [each for _, each in private_of_torch(ast.parse(line), ours, {"fsdp_params"})]
+    assert found == ([] if name is None else [name])

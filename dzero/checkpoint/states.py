@@ -29,6 +29,7 @@ from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, PIPELINE
 from dzero.optim.base import MasterOptimizer
 from dzero.optim.state_placement import read
+from dzero.utils.torch_internals import is_persistent
 from dzero.zero.dtensors import local_of
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
@@ -152,7 +153,7 @@ class CheckpointStates:
         first = parts is None or parts.rank == 0
         for prefix, module in sharded.model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set and (everywhere or first or module in own):
+                if is_persistent(module, name) and (everywhere or first or module in own):
                     yield f"{prefix}.{name}".lstrip("."), buffer
 
 

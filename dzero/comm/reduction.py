@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from dzero.comm import host_sum
+from dzero.utils.torch_internals import gather_method, reduce_scatter_method
 
-# torch 2.13 renamed these. The two below are methods of the group and called for every unit: the wrappers in
-# torch.distributed would make a small collective cost half as much again.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_OLD_NAMES = not hasattr(dist.ProcessGroup, "all_gather_single")
-_all_gather = dist.ProcessGroup._allgather_base if _OLD_NAMES else dist.ProcessGroup.all_gather_single
-_reduce_scatter = dist.ProcessGroup._reduce_scatter_base if _OLD_NAMES else dist.ProcessGroup.reduce_scatter_single
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+# Methods of the group, which are called for every unit: the functions of torch.distributed around them would make a
+# small collective cost half as much again.
+_all_gather, _reduce_scatter = gather_method(), reduce_scatter_method()
 
 STAGING_BYTES = 32 << 20
 # Blocks stay in a core's cache between arrival and sum; on GPUs fewer, larger messages are faster.

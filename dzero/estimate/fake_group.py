@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dzero.utils.torch_internals import fake_store, forget_meshes
 
 
 @contextmanager
@@ -18,9 +18,9 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
             "a simulation makes a process group of its own, and this process is in one: simulate before "
             "init_process_group, or in a process of its own"
         )
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=fake_store())
     try:
         yield
     finally:
         dist.destroy_process_group()
-        forget_meshes()  # type: ignore[no-untyped-call]  # DTensor's sharding cache refers to the meshes of this group
+        forget_meshes()  # DTensor's sharding cache refers to the meshes of this group

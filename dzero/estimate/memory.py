@@ -197,7 +197,7 @@ class _Device:
         return sum(map(self._copied, {*self._kept, *stays, *at_work}))
 
     def _copied(self, unit: str) -> int:
-        """Return the bytes of a gathered unit; one rank uses device shards in place (`zero/unsharded_in_place.py`)."""
+        """Return the bytes of a gathered unit; one rank uses device shards in place (`use_shards`)."""
         whole = self._whole[unit] * self._layout.param.dtype.itemsize
         return whole if self._own[unit].shard > 1 else self._away[unit]
 

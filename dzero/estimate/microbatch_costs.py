@@ -22,14 +22,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dzero.comm.ledger import Ledger, Traffic
 from dzero.estimate.operator_work import OperatorWork, work_of
 from dzero.mesh import CONTEXT, EXPERT
+from dzero.utils.torch_internals import fake_tensors, intercept, storage_key, tree_leaves
 from dzero.zero.dtensors import local_of
 from dzero.zero.units import ROOT, find_units, unit_around
 
@@ -108,7 +106,8 @@ def costs_of(
     experts (ep) count their traffic in `ledger`; `beside` has the ranks along both.
     """
     modules = dict(find_units(model, units, experts=experts))
-    with FakeTensorMode(allow_non_fake_inputs=True), _CostMeter(ledger or Ledger()) as meter:
+    meter = _CostMeter(ledger or Ledger())
+    with fake_tensors(), intercept(meter.run):
         with meter.unseen():
             model = model.to_empty(device="cpu")
             held = {param for module in (experts or {}).values() for param in module.parameters()}
@@ -136,11 +135,10 @@ def costs_of(
     return MicrobatchCosts(tuple(meter.spans), beside or {})
 
 
-class _CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that counts live storages and operators by running unit."""
+class _CostMeter:
+    """Meter that counts live storages and operators by running unit."""
 
     def __init__(self, ledger: Ledger) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.spans: list[UnitSpan] = []
         self._ledger = ledger
         self._live: dict[int, int] = {}
@@ -151,18 +149,19 @@ class _CostMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._grads: dict[str, list[nn.Parameter]] = {}
         self._around: dict[str, str] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and count it."""
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor dispatches its local tensors
-        out = func(*args, **(kwargs or {}))
-        self._work += work_of(func, args, kwargs or {}, out)
+        out = func(*args, **kwargs)
+        self._work += work_of(func, args, kwargs, out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._take(tensor.untyped_storage())
         return out
 
     def _take(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._live:
             return
         self._live[key] = count = storage.nbytes() if self._seen else 0

@@ -6,31 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group as group_called  # type: ignore[attr-defined]
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dzero.comm.dtensor_traffic import called_by, sent_by
 from dzero.mesh import CONTEXT, EXPERT, TENSOR
+from dzero.utils.torch_internals import COLLECTIVES, attention_operators, group_called, tree_leaves
 
 aten = torch.ops.aten
-ATTENTION = (
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-)
-ATTENTION_BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
-)
+ATTENTION, ATTENTION_BACKWARD = attention_operators(), attention_operators("_backward")
 FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     **dict.fromkeys(ATTENTION, lambda *qkv, **_: _attention(sdpa_flop_count, *qkv[:3])),
     **dict.fromkeys(
-        ATTENTION_BACKWARD, lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0])
+        ATTENTION_BACKWARD,
+        lambda *grad_qkv, **_: _attention(sdpa_backward_flop_count, *grad_qkv[1:4], grad_qkv[0]),
     ),
 }
 """FLOPs of an operator call, a multiply-add as 2; torch's table lacks CPU attention and, up to 2.11, grouped heads."""
@@ -74,12 +63,12 @@ class OperatorWork(NamedTuple):
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
     """Return the work of one operator call that returned `out`."""
-    kind = func._overloadpacket
+    kind = func.overloadpacket
     if func.namespace == "prim":
         return OperatorWork()  # device query of a fake tensor, which real runs do not have
     if (group := called_by(func, args)) is not None:
         return OperatorWork(calls=1, sent=sent_by(func, args, out, group_called(group).size())[1], exchanges=1)
-    if func.namespace in ("c10d", "_c10d_functional"):
+    if func.namespace in ("c10d", COLLECTIVES):
         return OperatorWork(calls=1)  # of cp or ep, whose bytes the ledger counts; or a wait
     if (count := FLOPS.get(kind)) is not None:
         flops = count(*args, **kwargs, out_val=out)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dzero.utils.torch_internals import initializer_of, version_of
+
 Initialise = Callable[[nn.Module], None]
 Weights = Mapping[str, Callable[[], Tensor]]
 
@@ -41,7 +43,7 @@ class _Fresh:
         """Whether no NaN is left; for integer tensors, whether anything wrote to them in place."""
         if self.tensor.is_floating_point():
             return not bool(self.tensor.isnan().any())
-        return self.tensor.numel() == 0 or self.tensor._version > self.version
+        return self.tensor.numel() == 0 or version_of(self.tensor) > self.version
 
 
 class MetaInitializer:
@@ -95,7 +97,7 @@ class MetaInitializer:
         for owner, attribute in places:
             setattr(owner, attribute, tensor)
         names = tuple(f"{self.names[owner]}.{attribute}".removeprefix(".") for owner, attribute in places)
-        return _Fresh(names, tensor, tensor._version)
+        return _Fresh(names, tensor, version_of(tensor))
 
     def _reader(self, fresh: _Fresh) -> Callable[[], Tensor] | None:
         return next((self.weights[name] for name in fresh.names if name in self.weights), None)
@@ -131,8 +133,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _reset(module: nn.Module) -> None:
     """Call `reset_parameters`, or `_reset_parameters` as in nn.MultiheadAttention."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is not None:
+    if (reset := initializer_of(module)) is not None:
         reset()
 
 

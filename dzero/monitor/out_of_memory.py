@@ -10,6 +10,7 @@ import torch
 
 from dzero.errors import RunError
 from dzero.hardware import format_bytes
+from dzero.utils.torch_internals import dump_allocations
 
 SNAPSHOT = "out_of_memory_rank_*.pickle"
 REPAIRS = (
@@ -45,7 +46,7 @@ def explained(
         if device.type == "cuda":
             path = folder / SNAPSHOT.replace("*", str(rank))
             try:
-                torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+                dump_allocations(str(path))
                 lines.append(f"the allocator's blocks are in {path}, for https://pytorch.org/memory_viz")
             except (OSError, RuntimeError) as unwritten:
                 lines.append(f"the allocator's blocks could not be written to {path}: {unwritten}")

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from dzero.compatibility import check_compatible
 from dzero.monitor.config import ProfileConfig
 from dzero.utils.rules import Settings
+from dzero.utils.torch_internals import dump_allocations, profile_every_thread, record_allocations
 
 TRACES, SNAPSHOTS = "profile/rank*.pt.trace.json.gz", "profile/rank*.memory_snapshot.pickle"
 """Files of all ranks, in the run's folder."""
@@ -72,7 +73,7 @@ class Profiler:
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda"),
             schedule=schedule(wait=self._first - 2, warmup=1, active=config.steps, repeat=1),
             on_trace_ready=self._write,
-            experimental_config=_every_thread(),
+            experimental_config=profile_every_thread(),
         )
 
     def __enter__(self) -> Self:
@@ -87,7 +88,7 @@ class Profiler:
         self._step += 1
         self._tracks |= track_names()
         if self.snapshot_path and self._step == self._first:
-            _memory_history()._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+            record_allocations(SNAPSHOT_EVENTS)
         self._profile.step()
 
     def __exit__(
@@ -105,9 +106,8 @@ class Profiler:
                 file.writelines(named(lines, f"rank {self._rank}", self._tracks | track_names()))
             as_torch_names_it.unlink()
             if self.snapshot_path:
-                memory = _memory_history()
-                memory._dump_snapshot(str(self.snapshot_path))
-                memory._record_memory_history(enabled=None)
+                dump_allocations(str(self.snapshot_path))
+                record_allocations(None)
         except (OSError, RuntimeError) as error:
             print(f"the trace in {self.trace_path.parent} was not written: {error}", file=sys.stderr)
 
@@ -149,16 +149,3 @@ def named(trace: Iterable[str], process: str, tracks: Mapping[int, str]) -> Iter
         if EVENTS in line:  # torch itself names only some of the threads
             for thread, name in tracks.items():
                 yield json.dumps({**THREAD, "pid": os.getpid(), "tid": thread, "args": {"name": name}}) + ",\n"
-
-
-def _every_thread() -> Any:
-    """Return the private torch setting without which traces leave out threads such as those of the offload lanes."""
-    config = getattr(torch.profiler, "_ExperimentalConfig", None)
-    return None if config is None else config(profile_all_threads=True)
-
-
-def _memory_history() -> Any:
-    """Return the torch module that records allocations, by private functions; its pickle is never read here."""
-    if not hasattr(torch.cuda.memory, "_record_memory_history") or not hasattr(torch.cuda.memory, "_dump_snapshot"):
-        raise RuntimeError(f"torch {torch.__version__} records no memory history; set profile.memory_snapshot=false")
-    return torch.cuda.memory

@@ -42,6 +42,7 @@ from dzero import streams
 from dzero.offload.activation_pool import ActivationPool, ActivationSlot
 from dzero.offload.memory_pool import ALIGNMENT_BYTES
 from dzero.parallel.forward_wrapping import wrap_method
+from dzero.utils.torch_internals import version_of
 
 LEAST_BYTES = ALIGNMENT_BYTES
 """Size in bytes below which tensors stay on the device, since a slot takes at least as much."""
@@ -66,19 +67,19 @@ class OffloadedActivation:
         self.arrived: Tensor | None = None
         self.left: Future[Any] | None = None
         self.dtype, self.elems, self.device = source.dtype, source.numel(), source.device
-        self.version = self.version_there = source._version
+        self.version = self.version_there = version_of(source)
         self._storage = weakref.ref(source.untyped_storage())
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor`, at the same address, is the tensor that was saved here."""
-        same = self._storage() is tensor.untyped_storage() and self.version == tensor._version
+        same = self._storage() is tensor.untyped_storage() and self.version == version_of(tensor)
         return same and (self.dtype, self.elems) == (tensor.dtype, tensor.numel())
 
     def leave(self) -> bool:
         """Drop the source if its copy has ended, and return whether it is gone; raises OffloadError if it failed."""
         if self.source is not None and self.left is not None and self.left.done():
             self.left.result()
-            self.version_there, self.source = self.source._version, None
+            self.version_there, self.source = version_of(self.source), None
         return self.source is None
 
     @property
@@ -128,7 +129,7 @@ class ActivationOffload:
     def _save(self, addresses: set[int], tensor: Tensor) -> OffloadedTensor | ResidentTensor:
         plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.is_contiguous()
         if not plain or tensor.nbytes < LEAST_BYTES or tensor.untyped_storage().data_ptr() not in addresses:
-            return ResidentTensor(tensor.detach(), tensor._version)
+            return ResidentTensor(tensor.detach(), version_of(tensor))
         activation = self._saved.get(tensor.data_ptr())
         if activation is None or not activation.is_of(tensor):
             activation = self._evict(tensor)
@@ -146,7 +147,7 @@ class ActivationOffload:
 
     def _use(self, saved: OffloadedTensor | ResidentTensor) -> Tensor:
         if isinstance(saved, ResidentTensor):
-            _check(saved.tensor._version, saved.version)
+            _check(version_of(saved.tensor), saved.version)
             return saved.tensor
         activation = saved.activation
         self._fetch(activation)
@@ -155,7 +156,7 @@ class ActivationOffload:
             self._fetch(each)
         self.pool.load([each.slot for each in coming[1:] if each.is_away])
         tensor = activation.source
-        _check(activation.version_there if tensor is None else tensor._version, activation.version)
+        _check(activation.version_there if tensor is None else version_of(tensor), activation.version)
         if tensor is None:
             self.pool.stream_wait(activation.slot)
             tensor, activation.arrived = activation.arrived, None

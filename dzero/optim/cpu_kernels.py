@@ -22,6 +22,7 @@ import torch
 from numba import carray
 
 from dzero.utils.numba_views import JIT, Array, from_bf16, has_memory, pointer
+from dzero.utils.torch_internals import add_each
 
 CHUNK_ELEMS = 1 << 20
 """Maximum elements of a chunk."""
@@ -178,7 +179,7 @@ def accumulate(accs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> t
     All are contiguous CPU tensors of one dtype. fp32 tensors take one pass over memory.
     """
     if accs and accs[0].dtype != torch.float32:
-        torch._foreach_add_([*accs], [*grads])
+        add_each([*accs], [*grads])
         return sum_squares(accs)
     sums = torch.zeros(len(accs), dtype=torch.float64)
     if accs and has_memory(accs[0]):

@@ -42,6 +42,7 @@ from dzero.optim.grad_sums import SquareSums
 from dzero.optim.grad_views import USED_UP, GradMaker
 from dzero.optim.offloaded_grads import OffloadedGrads
 from dzero.optim.shown_grads import ShownGrads
+from dzero.utils.torch_internals import add_each
 from dzero.zero.dtensors import local_of
 from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.shard import Sharded
@@ -278,7 +279,7 @@ class UnitGrads:
             if self._sharded.is_last and self._unit.average is None:
                 self.sums.put(pieces, squares)
             return
-        torch._foreach_add_(accs, added)
+        add_each(accs, added)
 
     def _add_on_host(self, buffer: torch.Tensor, pieces: Named) -> None:
         first = {name: piece for name, piece in pieces.items() if name not in self.views}

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from dzero.utils.torch_internals import spec_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.offloaded_param import OffDeviceShard, OffDeviceTensor
 from dzero.zero.watched_tensor import WatchedTensor, Watcher
@@ -97,21 +98,21 @@ class GradMaker:
         self._name, self._shape, self._device = name, shape, param.device
         outline = torch.empty((), dtype=dtype, device=param.device).expand(shape)
         like = DTensor.from_local(outline, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
-        self._spec = like._spec
+        self._spec_like = spec_of(like)
 
     def of(self, grad: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
         """Return a DTensor over a gradient on the device, which is flat or has the shape of the shard."""
         local = grad if grad.shape == self._shape else grad.view(self._shape)
         if type(local) is torch.Tensor:  # simulated tensors are a subclass already
             local = WatchedTensor(local, use)
-        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)  # __init__ only costs time
+        return DTensor.__new__(DTensor, local, self._spec_like, requires_grad=False)  # __init__ only costs time
 
     def elsewhere(self, flat: torch.Tensor, use: weakref.ref[GradUse]) -> DTensor:
         """Return a DTensor over a gradient off the device, with the size and dtype of `flat`."""
         memory = OffDeviceTensor(
             self._name, OffloadedGradStorage(self._name, use), flat.dtype, flat.numel(), self._device
         )
-        return DTensor(OffDeviceShard.of(memory, self._shape), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return DTensor(OffDeviceShard.of(memory, self._shape), self._spec_like, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def flat_of(grad: torch.Tensor, param: nn.Parameter) -> torch.Tensor:

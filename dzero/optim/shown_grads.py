@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dzero.mesh import SHARD
 from dzero.optim.grad_views import GradMaker, GradUse, flat_of
+from dzero.utils.torch_internals import hooked_param
 from dzero.zero.dtensors import local_of
 from dzero.zero.unit import Unit
 
@@ -48,9 +49,8 @@ class ShownGrads:
         self._unit, self._params, self._makers, self._use = unit, params, makers, use
         self.names: dict[str, torch.Tensor] = {}
         self._storages: dict[str, object] = {}
-        for name, param in params.items():
-            if param._post_accumulate_grad_hooks or param._backward_hooks:
-                raise ValueError(HOOKED.format(name))
+        if (name := hooked_param(params)) is not None:
+            raise ValueError(HOOKED.format(name))
 
     def over(self, name: str, piece: torch.Tensor) -> DTensor:
         """Return a view over `piece`, a gradient on the device, which the caller sets as `.grad`."""
@@ -93,10 +93,10 @@ class ShownGrads:
         Raises:
             RuntimeError: A parameter got a hook of its own, or its `.grad.data` was replaced.
         """
+        if (hooked := hooked_param(self._params)) is not None:
+            raise RuntimeError(HOOKED.format(hooked))
         shown = self.names.get
         for name, param in self._params.items():
-            if param._post_accumulate_grad_hooks or param._backward_hooks:
-                raise RuntimeError(HOOKED.format(name))
             if (grad := param.grad) is not shown(name):
                 yield name, grad
             elif grad is not None and grad.untyped_storage() is not self._storages[name]:

@@ -24,16 +24,14 @@ from dzero.parallel.config import BlockConfig
 from dzero.parallel.forward_wrapping import checkpointed, wrap_method
 from dzero.parallel.tiling.loss import tile_loss
 from dzero.parallel.tiling.tile import MLPS, find_tiles, is_mlp, tile_all
+from dzero.utils.torch_internals import attention_operators
 
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *(operator.default for operator in attention_operators()),
 ]
 
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from dzero.utils.torch_internals import registered
+
 Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
@@ -72,11 +74,11 @@ def local_params(module: nn.Module, grads: Sequence[Placement] | None = None) ->
     params = [param.to_local(grad_placements=grads) for _, _, param in kept]
     try:
         for (owner, attribute, _), local in zip(kept, params, strict=True):
-            owner._parameters[attribute] = local  # type: ignore[assignment]
+            registered(owner)[attribute] = local  # type: ignore[assignment]
         yield params
     finally:
         for owner, attribute, param in kept:
-            owner._parameters[attribute] = param
+            registered(owner)[attribute] = param
 
 
 def own_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

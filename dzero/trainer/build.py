@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from dzero.checkpoint.import_hf import blank, fill
-from dzero.comm.dtensor_traffic import CountDTensorTraffic
+from dzero.comm.dtensor_traffic import dtensor_traffic
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
@@ -154,7 +154,7 @@ class BuiltModel:
         """
         if not self.counts_tensor:
             return nullcontext()
-        return CountDTensorTraffic(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
+        return dtensor_traffic(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, an fp32 scalar in nats; where sequences are sharded, of this rank's part.

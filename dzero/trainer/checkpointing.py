@@ -30,6 +30,7 @@ from dzero.mesh import PIPELINE, TENSOR
 from dzero.models.published import describe
 from dzero.monitor.sinks import Monitor
 from dzero.optim.base import MasterOptimizer
+from dzero.utils.torch_internals import set_last_lr
 from dzero.zero.shard import Sharded
 
 NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
@@ -156,7 +157,7 @@ class RunCheckpoints:
         rates = [base * factor(steps) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
         for group, rate in zip(self._optim.param_groups, rates, strict=True):
             group["lr"] = rate
-        schedule._last_lr = rates
+        set_last_lr(schedule, rates)
 
     def _check_batch(self, resumed: Resumed) -> None:
         """Raise CheckpointError if the number of sequences per step has changed."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils._pytree import tree_leaves
+
+from dzero.utils.torch_internals import local_tensor_of, schema_of, tree_leaves
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,7 +19,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     Where no gradients are recorded, this equals `to_local` in a tenth of the time. Of a watched tensor, it returns the
     plain one.
     """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local if type(local) is torch.Tensor else getattr(local, "plain", local)
 
 
@@ -50,6 +51,7 @@ def placed_like(
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that the operator `func` writes into, according to its schema."""
-    by_name = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
-    into = [by_name.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    arguments = schema_of(func).arguments
+    by_name = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+    into = [by_name.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
     return [leaf for leaf in tree_leaves(into) if isinstance(leaf, torch.Tensor)]

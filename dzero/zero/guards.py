@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dzero.utils.numba_views import has_memory
+from dzero.utils.torch_internals import is_compiled, registered
 from dzero.zero.dtensors import local_of
 from dzero.zero.registered_params import put_gathered, put_shards
 from dzero.zero.unit import Unit, as_module
@@ -65,7 +66,7 @@ def refuse_unknown(model: nn.Module, known: Iterable[nn.Parameter]) -> None:
 def copy_assigned(model: nn.Module) -> None:
     """Make `load_state_dict(assign=True)` copy into the shards, which the optimizer and the units reference."""
     for module in model.modules():
-        if module._parameters:
+        if registered(module):
             module.register_load_state_dict_pre_hook(_copy)  # type: ignore[no-untyped-call]
 
 
@@ -98,7 +99,7 @@ def refuse_outside_forward(root: Unit, others: list[Unit]) -> None:
 
 
 def _check_gathered(name: str, root: Unit, cut: set[nn.Parameter], module: nn.Module, args: tuple[Any, ...]) -> None:
-    param = next((param for param in module._parameters.values() if param is not None), None)
+    param = next((param for param in registered(module).values() if param is not None), None)
     if param in cut and not any(isinstance(each, torch.distributed.tensor.DTensor) for each in args):
         if put_gathered(root):
 
@@ -120,7 +121,7 @@ def refuse_lost_writes(name: str, module: nn.Module) -> None:
     FSDP2 gives a unit copies of these, so the caller would not see what was written. Compiled units are not checked.
     Call this after `fully_shard`.
     """
-    if module._compiled_call_impl is None:
+    if not is_compiled(module):
         given = _Given(name)
         module.register_forward_pre_hook(given.before, with_kwargs=True, prepend=True)
         module.register_forward_pre_hook(given.inside, with_kwargs=True)

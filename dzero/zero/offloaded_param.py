@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
+from dzero.utils.torch_internals import NO_TORCH_FUNCTION, make_wrapper, schema_of, tree_map_only
 from dzero.zero.dtensors import local_of, written
 from dzero.zero.units import swap
 
@@ -122,12 +122,12 @@ class OffDeviceShard(torch.Tensor):
     """View of `memory` that reports `memory.device`, although its elements are elsewhere."""
 
     memory: OffDeviceTensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, memory: OffDeviceTensor, like: torch.Tensor) -> OffDeviceShard:
         """Create a view with the shape, strides, offset and dtype of `like`, a meta tensor."""
-        made: OffDeviceShard = torch.Tensor._make_wrapper_subclass(
+        made: OffDeviceShard = make_wrapper(
             cls,
             like.size(),
             strides=like.stride(),
@@ -221,7 +221,7 @@ class OffDeviceShard(torch.Tensor):
         for tensor in changed:
             if tensor in copies:
                 tensor.copy_(copies[tensor])
-        return changed[0] if func._schema.returns else None
+        return changed[0] if schema_of(func).returns else None
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Sequence[int], module: object, mp_policy: object

@@ -1,8 +1,7 @@
 """Parameters without dimensions (such as CLIP's temperature), which are sharded with one dimension.
 
 FSDP2 shards rows, so such a parameter gets shape (1,), and rank 0 has its only row. Masters, moments, gradients and
-state dicts have this shape. In forward, the model sees a tensor without dimensions, as it was written. This module uses
-private attributes of FSDP2.
+state dicts have this shape. In forward, the model sees a tensor without dimensions, as it was written.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dzero.zero.deferred_grads import groups_of
+from dzero.zero.fsdp_internals import gather_without_dims
 from dzero.zero.unit import Unit
 from dzero.zero.units import swap
 
@@ -38,19 +37,8 @@ def widen(model: nn.Module) -> Places:
 
 def narrow_in_forward(unit: Unit, scalars: Places) -> None:
     """Make FSDP2 gather the parameters at `scalars` without dimensions; call this once, when the unit is sharded."""
-    for group in groups_of(unit.modules[0]) if scalars else ():
-        for held in group.fsdp_params:
-            if (held._module_info.module, held._module_info.param_name) in scalars:
-                held._orig_size, held._contiguous_orig_stride = torch.Size([]), ()
-
-
-def widen_gradient(held: Any) -> None:
-    """Give the gradient of a parameter that was gathered without dimensions shape (1,), before FSDP2 reduces it."""
-    own, waiting = held._unsharded_param.grad, held.unsharded_accumulated_grad
-    if own is not None or waiting is not None:
-        held._unsharded_param.grad = None
-        both = own if waiting is None else waiting if own is None else waiting + own
-        held.unsharded_accumulated_grad = both.view(1)
+    if scalars:
+        gather_without_dims(unit.modules[0], scalars)
 
 
 class _Widened:

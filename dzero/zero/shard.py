@@ -39,10 +39,21 @@ from dzero.parallel.parallelize import ParallelModel
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.tile import count_tiles, fill_tiles
 from dzero.streams import Loans, exist
+from dzero.utils import torch_internals
 from dzero.utils.terminal import plain
+from dzero.utils.torch_internals import check
+from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, is_exact
-from dzero.zero.deferred_grads import collect, follow_root, has_failed, unsharded_params
 from dzero.zero.describe import kinds_table, units_table
+from dzero.zero.fsdp_internals import (
+    collect,
+    follow_outputs,
+    follow_root,
+    has_failed,
+    recover,
+    unsharded_params,
+    use_shards,
+)
 from dzero.zero.guards import copy_assigned, refuse_cut, refuse_lost_writes, refuse_outside_forward
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.init_params import Materialise, ParamInit
@@ -58,12 +69,10 @@ from dzero.zero.replica_shards import ReplicaShards
 from dzero.zero.scalar_params import Places, narrow_in_forward, widen
 from dzero.zero.split_rules import check_experts, check_splits, check_tables
 from dzero.zero.tiers import names_off_device
-from dzero.zero.torch_compat import follow_outputs, recover
 from dzero.zero.unit import Unit, as_module
 from dzero.zero.unit_inputs import cast_first_input, own_output
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ParamSlot, Units, roots_of, shapes_of, slots_by_unit, units_of_roots
-from dzero.zero.unsharded_in_place import use_shards
 
 
 class GradClaimant(Protocol):
@@ -288,7 +297,9 @@ def shard(
     Raises:
         TypeError: An argument of a type that is not listed here.
         ValueError: A mesh, dtype or stage that does not fit the model or the ranks.
+        RuntimeError: A torch without names that sharding needs.
     """
+    check((*torch_internals.SEAMS, *fsdp_internals.SEAMS))
     cut = model if isinstance(model, ParallelModel) else None
     whole = model.model if isinstance(model, ParallelModel) else model
     zero = ZeroConfig(stage=stage) if isinstance(stage, int) and not isinstance(stage, bool) else stage

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dzero.utils.torch_internals import is_view
+
 
 def cast_first_input(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the first floating-point argument of `module` to `dtype`; call this once."""
@@ -29,8 +31,7 @@ def own_output(module: nn.Module) -> None:
 
 
 def _copy_view(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    is_view = isinstance(output, torch.Tensor) and output._base is not None
-    return output.clone() if is_view else None
+    return output.clone() if isinstance(output, torch.Tensor) and is_view(output) else None
 
 
 def _cast(

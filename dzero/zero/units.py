@@ -37,6 +37,7 @@ from dzero.parallel.blocks import find_blocks
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tensor.conv1d import FusedProjection, RowsProjection
 from dzero.parallel.tiling.tile import find_tiles
+from dzero.utils.torch_internals import registered
 from dzero.zero.dtensors import local_of
 from dzero.zero.unit_shapes import ParamShape, Split, UnitShape
 
@@ -105,14 +106,14 @@ def _by_class(model: nn.Module, class_names: Sequence[str]) -> list[tuple[str, n
 def _blocks_and_ends(model: nn.Module) -> list[tuple[str, nn.Module]]:
     blocks = find_blocks(model)
     taken = {module for _, block in blocks for module in block.modules()}
-    users = Counter(param for module in model.modules() for param in module._parameters.values())
+    users = Counter(param for module in model.modules() for param in registered(module).values())
 
     def own(method: str) -> list[tuple[str, nn.Module]]:
         end = _vouched_end(model, method) if blocks else None
         if end is None or end[1] in taken:
             return []
         params = [*end[1].parameters()]
-        alone = len(params) == 1 and params[0] in end[1]._parameters.values() and users[params[0]] == 1
+        alone = len(params) == 1 and params[0] in registered(end[1]).values() and users[params[0]] == 1
         large = alone and params[0].is_floating_point() and params[0].numel() >= OWN_UNIT_ELEMS
         return [end] if large else []
 

@@ -11,8 +11,15 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dzero.utils.torch_internals import (
+    NO_TORCH_FUNCTION,
+    make_subclass,
+    schema_of,
+    set_local_tensor,
+    tree_leaves,
+    tree_map_only,
+)
 from dzero.zero.dtensors import local_of, written
 
 
@@ -33,7 +40,7 @@ def watch(tensor: DTensor, use: Callable[[], Watcher | None]) -> None:
     """Report uses of a DTensor's local tensor to the owner that `use` returns; skip a simulated local tensor."""
     local = local_of(tensor)
     if type(local) is torch.Tensor:
-        tensor._local_tensor = WatchedTensor(local, use)
+        set_local_tensor(tensor, WatchedTensor(local, use))
 
 
 class WatchedTensor(torch.Tensor):
@@ -41,12 +48,12 @@ class WatchedTensor(torch.Tensor):
 
     plain: torch.Tensor
     use: Callable[[], Watcher | None]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, use: Callable[[], Watcher | None]) -> WatchedTensor:
         """Share the memory of `plain`."""
-        made: WatchedTensor = torch.Tensor._make_subclass(cls, plain)
+        made: WatchedTensor = make_subclass(cls, plain)
         made.plain, made.use = plain, use
         return made
 
@@ -64,12 +71,12 @@ class WatchedTensor(torch.Tensor):
         for tensor in tree_leaves((args, kwargs)):  # for views too, which a later write would invalidate
             if isinstance(tensor, cls):
                 tensor.seen()
-        if any(argument.is_out for argument in func._schema.arguments):
+        if any(argument.is_out for argument in schema_of(func).arguments):
             return _write_out(func, tree_map_only(cls, _plain, args), kwargs)
         out = func(*tree_map_only(cls, _plain, args), **tree_map_only(cls, _plain, kwargs))
         if func.is_view and isinstance(first := args[0], cls):
             return tree_map_only(torch.Tensor, lambda view: cls(view, first.use), out)
-        return changed[0] if len(changed) == 1 and func.namespace != "c10d" and func._schema.returns else out
+        return changed[0] if len(changed) == 1 and func.namespace != "c10d" and schema_of(func).returns else out
 
     def seen(self) -> torch.Tensor:
         """Report a read to the owner, if it still exists, and return the plain tensor."""
@@ -128,7 +135,7 @@ def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = tree_map_only(WatchedTensor, _plain, kwargs)
     scratch = {
         argument.name: torch.empty_like(own[argument.name].plain)
-        for argument in func._schema.arguments
+        for argument in schema_of(func).arguments
         if argument.is_out and argument.name in own
     }
     func(*args, **{**given, **scratch})
@@ -139,7 +146,7 @@ def _write_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{tuple(own[name].shape)}: fill parameters before shard(), or copy_() a whole one into them"
             )
         own[name].plain.copy_(written_to)
-    outs = [own.get(argument.name, given[argument.name]) for argument in func._schema.arguments if argument.is_out]
+    outs = [own.get(argument.name, given[argument.name]) for argument in schema_of(func).arguments if argument.is_out]
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 

@@ -21,7 +21,7 @@ from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
 from dzero.zero import units as units_module
 from dzero.zero.cost_model import expected_traffic
-from dzero.zero.deferred_grads import groups_of
+from dzero.zero.fsdp_internals import groups_of
 
 LAYERS, WIDTH, VOCAB = 2, 64, 512
 TIERS = {

@@ -14,8 +14,8 @@ from training_loops import backward, sharded_net
 
 from dzero import AdamW, Sharded
 from dzero.zero.cost_model import paper_bytes, peak_bytes, resting_bytes
-from dzero.zero.deferred_grads import groups_of
 from dzero.zero.dtensors import local_of
+from dzero.zero.fsdp_internals import groups_of
 
 PRECISIONS: list[dict[str, str]] = [
     {"param": "bf16", "master": "fp32", "moments": "fp32"},

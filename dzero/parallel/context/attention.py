@@ -32,6 +32,7 @@ from dzero.comm.context_exchange import ContextExchange
 from dzero.parallel.context.ring import Ring
 from dzero.parallel.context.zigzag import chunks_of, cut, joined
 from dzero.parallel.divisibility import check_heads
+from dzero.utils.torch_internals import FLASH, flash_attention
 
 TILE_TOKENS = 256
 
@@ -125,7 +126,7 @@ def over_prefix(query: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> It
         yield F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=grouped)
         return
     if _has_flash(query, keys, values):
-        yield torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, is_causal=True)[0]
+        yield flash_attention(query, keys, values)
         return
     for start in range(0, time, TILE_TOKENS):
         tile = query[:, :, start : start + TILE_TOKENS]
@@ -139,7 +140,7 @@ def _has_flash(query: Tensor, keys: Tensor, values: Tensor) -> bool:
 
     torch has no query for a causal prefix, so the query is made without causality.
     """
-    if not query.is_cuda or query.shape[-1] % 8:
+    if not query.is_cuda or query.shape[-1] % 8 or not FLASH.is_there:
         return False
     params = SDPAParams(query, keys, values, None, 0.0, False, _grouped(query, keys))
     return can_use_flash_attention(params)

@@ -10,22 +10,38 @@ after the first is half a square on every rank. A rank holds its own keys and th
 
 torch's own entry point, `context_parallel`, replaces scaled_dot_product_attention in the whole process, with DTensors
 that support no CPU kernel. Its loops take any kernel, so this module runs them on both devices. They are private to
-torch and are imported only when a ring is constructed, so that no other code depends on their location.
+torch, so they are looked for when a ring is constructed, and no other code depends on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dzero.comm.context_exchange import ContextExchange
+from dzero.utils.torch_internals import Seam, check
 
 aten = torch.ops.aten
-ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu
-ON_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+LOOPS = "torch.distributed.tensor.experimental._context_parallel._attention"
+SEAMS = (
+    Seam(
+        (
+            f"{LOOPS}:set_rotate_method",
+            f"{LOOPS}:_templated_ring_attention",
+            f"{LOOPS}:_templated_ring_attention_backward",
+            "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
+            "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+            "torch:ops.aten._scaled_dot_product_flash_attention",
+            "torch:ops.aten._scaled_dot_product_flash_attention_backward",
+        ),
+        "mesh.cp_attention=ring (mesh.cp_attention=all_gather does not need it)",
+    ),
+)
+"""What rings need of torch."""
 TIME = 2
 FLASH = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
 """Outputs of CUDA's kernel besides its result, which backward takes as inputs."""
@@ -41,10 +57,10 @@ class Ring:
     """Attention of every rank's queries to the keys of one rank after the other."""
 
     def __init__(self, exchange: ContextExchange) -> None:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as loops
-
-        self._exchange, self._loops = exchange, loops
-        loops.set_rotate_method("alltoall")  # for the whole process; torch's other method gathers all keys at once
+        check(SEAMS)
+        self._exchange, self._loops = exchange, import_module(LOOPS)
+        # For the whole process; torch's other method gathers all keys at once.
+        self._loops.set_rotate_method("alltoall")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Implement `ContextAttention`; raise ValueError on CUDA for inputs that flash attention does not take."""
@@ -60,7 +76,8 @@ class Ring:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: ContextExchange, loops: Any) -> Tensor:
-        kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else ON_CPU
+        on_cpu = aten._scaled_dot_product_flash_attention_for_cpu
+        kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else on_cpu
         mixed: Tensor
         with exchange.ring(key, hops(key.dtype, exchange.ranks)[0]):
             mixed, sums, *rest = loops._templated_ring_attention(
@@ -73,7 +90,8 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mixed, sums = ctx.saved_tensors
-        kernel = aten._scaled_dot_product_flash_attention_backward if query.is_cuda else ON_CPU_BACKWARD
+        on_cpu = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kernel = aten._scaled_dot_product_flash_attention_backward if query.is_cuda else on_cpu
         with ctx.exchange.ring(key, hops(key.dtype, ctx.exchange.ranks)[1]):
             found = ctx.loops._templated_ring_attention_backward(
                 ctx.exchange.group,

@@ -251,9 +251,9 @@ def _view(module: nn.Module, elsewhere: set[str], prefix: str = "") -> nn.Module
     for name, child in module.named_children():
         inside = {each for each in elsewhere if each.startswith(f"{prefix}{name}.")}
         if f"{prefix}{name}" in elsewhere:
-            view._modules[name] = MissingStage()
+            view.register_module(name, MissingStage())
         elif inside:
-            view._modules[name] = _view(child, inside, f"{prefix}{name}.")
+            view.register_module(name, _view(child, inside, f"{prefix}{name}."))
     return view
 
 

@@ -70,7 +70,7 @@ def tile_all(modules: Sequence[nn.Module], n: int, *, recompute: bool = False) -
 
 def tiles_of(module: nn.Module) -> list[nn.Module]:
     """Return the tiles of a module, or an empty list if it is not tiled."""
-    tiles = module._modules.get("tiles")
+    tiles = getattr(module, "tiles", None)
     return [*tiles.children()] if isinstance(tiles, Tiles) else []
 
 

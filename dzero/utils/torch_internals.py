@@ -1,0 +1,433 @@
+"""Private names of torch: the only file that uses them, but for FSDP2's and those of ring attention.
+
+    file                            private names of
+    utils/torch_internals.py        tensors, modules, DTensor, operators, dispatch modes, process groups, the profiler
+    zero/fsdp_internals.py          FSDP2
+    parallel/context/ring.py        torch's loops of ring attention
+
+Torch may rename these names in any release. So none is needed to import dzero, and the tables `SEAMS` of the three
+files list what training needs. `check` looks for them when a model is sharded: where torch lacks a name, a feature
+falls back to torch's own behavior with a warning, or the run ends with one error.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache, cached_property
+from importlib import import_module
+from operator import attrgetter
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
+
+VERSIONS = "torch>=2.11,<2.14"
+"""Versions of torch in which all tests pass, as pyproject.toml pins them."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """Private names of torch that one feature needs.
+
+    Attributes:
+        names: The names, each as `module:attribute.attribute`; alternatives are separated by " or ".
+        used_for: The feature, which completes the sentence "dzero needs it for ...".
+        without: What happens instead where a name is missing, and what it costs; None: such a torch is refused.
+    """
+
+    names: tuple[str, ...]
+    used_for: str
+    without: str | None = None
+
+    @cached_property
+    def missing(self) -> str | None:
+        """First name that this torch lacks, or None."""
+        return next((name for name in self.names if not any(map(_exists, name.split(" or ")))), None)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this torch has all names."""
+        return self.missing is None
+
+    def require(self) -> None:
+        """Raise RuntimeError if a name is missing, or warn if there is a fallback."""
+        if self.is_there:
+            return
+        lacks = f"torch {torch.__version__} has no {self.missing}, which dzero needs for {self.used_for}"
+        if self.without is None:
+            raise RuntimeError(f"{lacks}: install {VERSIONS}")
+        warnings.warn(f"{lacks}: {self.without}. {VERSIONS} has it", stacklevel=2)
+
+
+@cache
+def check(seams: tuple[Seam, ...]) -> None:
+    """Look for all names of `seams`, once per process; warn for each that has a fallback.
+
+    Raises:
+        RuntimeError: A name without a fallback is missing.
+    """
+    for seam in seams:
+        seam.require()
+
+
+def _exists(name: str) -> bool:
+    """Return whether torch has `module:attribute.attribute`; an attribute of instances counts if its class names it."""
+    owner, _, last = name.rpartition(".")
+    found = found_by(name)
+    return found is not None or (isinstance(of := found_by(owner), type) and last in _named_by(of))
+
+
+def found_by(name: str) -> Any:
+    """Return what torch has as `module:attribute.attribute`; None for what is missing, which `check` reports."""
+    module, _, attributes = name.partition(":")
+    try:
+        found: Any = import_module(module)
+    except ImportError:
+        return None
+    for each in attributes.split("."):
+        found = getattr(found, each, None)
+    return found
+
+
+@cache
+def _named_by(cls: type) -> frozenset[str]:
+    """Return the names that a class annotates, or that its methods use."""
+    members = [each.fget if isinstance(each, property) else each for each in vars(cls).values()]
+    members = [getattr(each, "__wrapped__", each) for each in members]
+    code: list[CodeType] = [each.__code__ for each in members if isinstance(each, FunctionType)]
+    return frozenset(getattr(cls, "__annotations__", ())).union(*(each.co_names for each in code))
+
+
+TENSORS = Seam(
+    (
+        "torch:_C._disabled_torch_function_impl",
+        "torch:Tensor._make_subclass",
+        "torch:Tensor._make_wrapper_subclass",
+        "torch:Tensor._version",
+        "torch:Tensor._base",
+        "torch:Tensor._backward_hooks",
+        "torch:Tensor._post_accumulate_grad_hooks",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+        "torch._ops:OpOverload._schema",
+    ),
+    "gradients and parameters that report who writes into them",
+)
+DTENSORS = Seam(
+    ("torch.distributed.tensor:DTensor._local_tensor", "torch.distributed.tensor:DTensor._spec"),
+    "the shards of parameters and gradients",
+)
+MODULES = Seam(
+    (
+        "torch.nn:Module._parameters",
+        "torch.nn:Module._non_persistent_buffers_set",
+        "torch.nn:Module._compiled_call_impl",
+    ),
+    "the parameters that modules register, and buffers of checkpoints",
+)
+NUMBERS = Seam(
+    (
+        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+        "torch:ops.aten._local_scalar_dense",
+    ),
+    "Python numbers of sharded tensors",
+    "float() and item() of a sharded tensor silently return this rank's part. Call full_tensor() before",
+)
+FOREACH = Seam(
+    ("torch:_foreach_add_",),
+    "accumulating many gradients at once",
+    "they are added one by one, which takes longer with many parameters",
+)
+MODES = Seam(
+    ("torch.utils._python_dispatch:TorchDispatchMode",),
+    "counting the traffic of tensor parallelism",
+    "that traffic is missing in the ledger",
+)
+FLASH = Seam(
+    ("torch:ops.aten._scaled_dot_product_flash_attention",),
+    "attention over sequences that ranks share, on CUDA",
+    "it runs tile by tile with masks, which takes longer",
+)
+SEAMS = (TENSORS, DTENSORS, MODULES, NUMBERS, FOREACH, MODES, FLASH)
+"""What training needs of torch besides FSDP2."""
+TIMEOUTS = Seam(
+    (
+        "torch.distributed.distributed_c10d:_set_pg_timeout",
+        "torch.distributed:ProcessGroup._get_backend",
+        "torch.distributed:ProcessGroup._device_types",
+    ),
+    "giving the groups of a mesh the timeout of the default group",
+    "these groups keep torch's timeouts of 10 or 30 minutes",
+)
+FAKE_TENSORS = Seam(
+    (
+        "torch._subclasses:FakeTensorMode",
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.distributed.distributed_c10d:_resolve_process_group",
+        "torch:UntypedStorage._cdata",
+    ),
+    "running a model without memory, as plans do",
+)
+FAKE_GROUPS = Seam(
+    (
+        "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+        "torch.testing._internal.distributed.fake_pg:FakeStore",
+    ),
+    "planning for ranks that are not there",
+)
+
+
+# Tensors.
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return a tensor's version counter, which writes in place increment."""
+NO_TORCH_FUNCTION: Any = found_by("torch:_C._disabled_torch_function_impl")
+"""Value of `__torch_function__` for tensor subclasses that only handle operators, in `__torch_dispatch__`."""
+make_subclass: Callable[..., Any] = found_by("torch:Tensor._make_subclass")
+"""Return a tensor of a subclass in the memory of a plain one."""
+make_wrapper: Callable[..., Any] = found_by("torch:Tensor._make_wrapper_subclass")
+"""Return a tensor of a subclass without memory, of a given size, strides, offset, dtype and device."""
+tree_leaves: Callable[[Any], list[Any]] = found_by("torch.utils._pytree:tree_leaves")
+"""Return what is in nested containers, which torch calls a pytree."""
+tree_map_only: Callable[[type[Any], Callable[[Any], Any], Any], Any] = found_by("torch.utils._pytree:tree_map_only")
+"""Return nested containers with every object of a type in them replaced by the function of it."""
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd knows `tensor` as a view of another one."""
+    return tensor._base is not None
+
+
+def hooked_param(params: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of a parameter that has a gradient hook; one loop, because every step runs it."""
+    for name, param in params.items():
+        if param._post_accumulate_grad_hooks or param._backward_hooks:
+            return name
+    return None
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage while it lives, also one without memory."""
+    key: int = storage._cdata
+    return key
+
+
+def add_each(into: list[torch.Tensor], more: list[torch.Tensor]) -> None:
+    """Add each tensor of `more` to that of `into`, in place."""
+    if FOREACH.is_there:
+        torch._foreach_add_(into, more)
+        return
+    for total, each in zip(into, more, strict=True):
+        total.add_(each)
+
+
+# Modules.
+
+
+def registered(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dict in which a module itself registers parameters; tensors of any kind can be put there."""
+    return module._parameters
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether a module's own buffer is part of its state dict."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def initializer_of(module: nn.Module) -> Callable[[], None] | None:
+    """Return `reset_parameters`, or `_reset_parameters` as nn.MultiheadAttention calls it, or None."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def set_last_lr(schedule: Any, rates: list[Any]) -> None:
+    """Set what `get_last_lr` of a scheduler of torch.optim returns."""
+    schedule._last_lr = rates
+
+
+# DTensor.
+
+local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""Return the local tensor of a DTensor, without recording gradients as `to_local` does."""
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor, in place."""
+    tensor._local_tensor = local
+
+
+def spec_of(tensor: DTensor) -> Any:
+    """Return mesh, placements and global shape of a DTensor, from which others like it are made at less cost."""
+    return tensor._spec
+
+
+def handle_numbers(handler: Callable[[Any, tuple[object, ...], dict[str, object]], Any]) -> None:
+    """Let `handler(operator, args, kwargs)` convert DTensors to Python numbers, in the whole process."""
+    if NUMBERS.is_there:
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers[torch.ops.aten._local_scalar_dense.default] = handler
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's cache of shardings, which refers to meshes that no longer exist."""
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
+# Operators and dispatch modes.
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Return the schema of an operator."""
+COLLECTIVES = "_c10d_functional"
+"""Namespace of torch's functional collectives, which DTensors call."""
+SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operators of this namespace that are not collectives."""
+ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+
+
+def attention_operators(suffix: str = "") -> list[Any]:
+    """Return the operators of fused attention that this torch has, with the `suffix` "_backward" those of backward."""
+    found = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}{suffix}", None) for name in ATTENTION)
+    return [each for each in found if each is not None]
+
+
+def flash_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return causal attention by CUDA's flash kernel, which aligns queries and keys at their ends."""
+    attended: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)[0]
+    return attended
+
+
+Dispatch = Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]
+"""Function that runs an operator, from the operator, the types of its tensors, its arguments and its keywords."""
+
+
+def intercept(dispatch: Dispatch) -> AbstractContextManager[object]:
+    """Return a context in which `dispatch` runs every operator."""
+    mode: AbstractContextManager[object] = _dispatch_mode()(dispatch)
+    return mode
+
+
+@cache
+def _dispatch_mode() -> Any:
+    base: Any = import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+    class Intercepted(base):  # type: ignore[misc]
+        def __init__(self, dispatch: Dispatch) -> None:
+            super().__init__()
+            self.dispatch = dispatch
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.dispatch(func, types, args, kwargs or {})
+
+    return Intercepted
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Return a context in which tensors have shapes and dtypes, but neither memory nor values."""
+    FAKE_TENSORS.require()
+    mode: AbstractContextManager[object] = import_module("torch._subclasses").FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+# Process groups.
+
+
+def _method(names: Iterable[str], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the group's own method, which costs less than torch.distributed's function `wrapper` around it."""
+    found = (getattr(dist.ProcessGroup, name, None) for name in names)
+    return next((each for each in found if each is not None), lambda group, *given: wrapper(*given, group))
+
+
+def gather_method() -> Callable[..., Any]:
+    """Return the all-gather of single tensors, called with group, output and input; torch 2.13 renamed it."""
+
+    def gather(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        return dist.all_gather_into_tensor(output, part, group=group, async_op=True)
+
+    return _method(("all_gather_single", "_allgather_base"), gather)
+
+
+def reduce_scatter_method() -> Callable[..., Any]:
+    """Return the reduce-scatter of single tensors, called with group, output, input and torch's options."""
+
+    def reduce(output: torch.Tensor, full: torch.Tensor, options: Any, group: dist.ProcessGroup) -> Any:
+        return dist.reduce_scatter_tensor(output, full, options.reduceOp, group=group, async_op=True)
+
+    return _method(("reduce_scatter_single", "_reduce_scatter_base"), reduce)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group's collectives; torch's default if it does not tell. A fake group has none."""
+    if not TIMEOUTS.is_there:
+        return default_pg_timeout
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Change the timeout of a group's collectives."""
+    import_module("torch.distributed.distributed_c10d")._set_pg_timeout(timeout, group)
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """Return the process group with this name, by which functional collectives refer to it."""
+    found: dist.ProcessGroup = import_module("torch.distributed.distributed_c10d")._resolve_process_group(name)
+    return found
+
+
+def fake_store() -> Any:
+    """Return the store of a process group whose collectives move nothing."""
+    FAKE_GROUPS.require()
+    return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+# The profiler and the allocator's history.
+
+
+def is_profiling() -> bool:
+    """Return whether torch's profiler runs; True where torch does not tell."""
+    return bool(getattr(torch.autograd.profiler, "_is_profiler_enabled", True))
+
+
+def profile_every_thread() -> Any:
+    """Return the profiler setting without which traces leave out threads that it did not start, or None."""
+    config = getattr(torch.profiler, "_ExperimentalConfig", None)
+    return None if config is None else config(profile_all_threads=True)
+
+
+def record_allocations(most: int | None) -> None:
+    """Record the allocator's last `most` events on CUDA, or stop with None.
+
+    Raises:
+        RuntimeError: This torch records no history.
+    """
+    memory: Any = torch.cuda.memory
+    if not hasattr(memory, "_record_memory_history") or not hasattr(memory, "_dump_snapshot"):
+        raise RuntimeError(f"torch {torch.__version__} records no memory history; set profile.memory_snapshot=false")
+    if most is None:
+        memory._record_memory_history(enabled=None)
+    else:
+        memory._record_memory_history(max_entries=most)
+
+
+def dump_allocations(path: str) -> None:
+    """Write the allocator's blocks, and its history where it is recorded, to a pickle that is never read here.
+
+    Raises:
+        RuntimeError: This torch writes none.
+    """
+    memory: Any = torch.cuda.memory
+    if not hasattr(memory, "_dump_snapshot"):
+        raise RuntimeError(f"torch {torch.__version__} writes no snapshot of memory")
+    memory._dump_snapshot(path)

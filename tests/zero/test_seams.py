@@ -1,0 +1,176 @@
+"""What dzero does in a torch that lacks a private name: it trains on with a warning, or refuses in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+from torch.distributed.tensor import DTensor
+from training_loops import sharded_net, train
+
+import dzero
+from dzero import AdamW
+from dzero.parallel.context import ring
+from dzero.utils import torch_internals
+from dzero.utils.torch_internals import FAKE_GROUPS, FAKE_TENSORS, NUMBERS, TIMEOUTS, Seam
+from dzero.zero import fsdp_internals
+from dzero.zero.fsdp_internals import CHANGES, FIRST_CALLS
+
+CONF = Path(__file__).parent.parent.parent / "conf"
+TRAINING = (*torch_internals.SEAMS, *fsdp_internals.SEAMS)
+FALLBACKS = [seam for seam in (*TRAINING, TIMEOUTS) if seam.without is not None]
+REFUSED = [seam for seam in (*TRAINING, *ring.SEAMS, FAKE_TENSORS, FAKE_GROUPS) if seam.without is None]
+PRIVATE = (
+    "torch.distributed.fsdp._common_utils",
+    "torch.distributed.fsdp._fully_shard._fsdp_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_state",
+    "torch.distributed.tensor.debug",
+    "torch.distributed.tensor.experimental._context_parallel",
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+    "torch.testing._internal.distributed.fake_pg",
+)
+"""Modules that are gone in the subprocess, after torch itself has imported what it needs of them."""
+GONE = ("torch._foreach_add_", "torch.distributed.distributed_c10d._set_pg_timeout")
+
+
+EVERY = (*TRAINING, *ring.SEAMS, TIMEOUTS, FAKE_TENSORS, FAKE_GROUPS)
+
+
+@contextmanager
+def lacking(name: str | None) -> Iterator[None]:
+    """Let torch lack a name of a table, and its alternatives: not found, but still there for torch itself."""
+    gone, exists = set((name or "").split(" or ")), torch_internals._exists
+    _forget()
+    with patch.object(torch_internals, "_exists", lambda each: each not in gone and exists(each)):
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    torch_internals.check.cache_clear()
+    for each in EVERY:
+        each.__dict__.pop("missing", None)
+
+
+def trained(_: int, __: int, name: str | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor], list[str]]:
+    """Losses and parameters of three steps, and the warnings on the way."""
+    with lacking(name), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        sharded = sharded_net(stage=stage)
+        losses = train(sharded, AdamW(sharded), steps=3)
+        told = [str(each.message) for each in said if "which dzero needs" in str(each.message)]
+    params = {name: param.full_tensor() for name, param in sharded.named_params().items()}  # type: ignore[attr-defined]
+    return losses, params, told
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_training_falls_back_with_the_same_bits(pool: Pool, stage: int) -> None:
+    plain, params, told = pool.run(trained, 2, None, stage)[0]
+    assert told == []
+    for seam in FALLBACKS:
+        losses, found, told = pool.run(trained, 2, seam.names[-1], stage)[0]
+        assert losses == plain, seam
+        assert all(torch.equal(found[each], params[each]) for each in params), seam
+        assert told == [
+            f"torch {torch.__version__} has no {seam.names[-1]}, which dzero needs for {seam.used_for}: "
+            f"{seam.without}. torch>=2.11,<2.14 has it"
+        ]
+
+
+def refusals(_: int, __: int) -> dict[str, str]:
+    """What is said about each name without a fallback."""
+    uses: dict[Seam, Any] = dict.fromkeys(TRAINING, partial(sharded_net, stage=2))
+    uses |= {FAKE_TENSORS: torch_internals.fake_tensors, FAKE_GROUPS: torch_internals.fake_store}
+    said = {}
+    for seam in REFUSED:
+        for name in seam.names:
+            with lacking(name), pytest.raises(RuntimeError) as error:
+                uses.get(seam, partial(ring.Ring, None))()
+            said[name] = str(error.value)
+    return said
+
+
+def test_what_cannot_do_without_is_refused_in_one_line(pool: Pool) -> None:
+    (said,) = pool.run(refusals, 1)
+    uses = {name: seam.used_for for seam in REFUSED for name in seam.names}
+    assert said == {
+        name: f"torch {torch.__version__} has no {name}, which dzero needs for {used_for}: install torch>=2.11,<2.14"
+        for name, used_for in uses.items()
+    }
+
+
+def unchecked(_: int, __: int) -> tuple[list[float], str]:
+    """Numbers of sharded parameters, which are DTensor's; a backward that is not refused; and FSDP2's own error."""
+    with lacking(NUMBERS.names[0]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        handlers.pop(torch.ops.aten._local_scalar_dense.default, None)  # of earlier runs in this process
+        sharded = sharded_net(stage=2)
+        numbers = [float(param.norm()) for param in sharded.named_params().values()]
+    with lacking(CHANGES.names[0]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = sharded_net(stage=2)
+        loss = sharded.model(torch.zeros(1, 4, dtype=torch.int64)).float().sum()
+        for param in sharded.named_params().values():
+            with torch.no_grad():
+                param.mul_(2)
+        loss.backward()
+    with lacking(FIRST_CALLS.names[0]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        dzero.shard(model, dzero.ZeroConfig(stage=3, units=["Embedding"]))
+        model[0](torch.zeros(1, 1, dtype=torch.int64))
+        with pytest.raises(RuntimeError) as error:
+            model(torch.zeros(1, 1, dtype=torch.int64))
+    return numbers, str(error.value)
+
+
+def test_without_a_check_torchs_own_behaviour_is_left(pool: Pool) -> None:
+    (numbers, said), (others, _) = pool.run(unchecked, 2)
+    assert numbers != others
+    assert "FSDP" in said
+
+
+def test_names_that_instances_have_count_and_others_do_not() -> None:
+    state = fsdp_internals.STATE
+    for there in (f"{state}_state_ctx", f"{state}_lazy_init", "torch:Tensor._version", "torch.nn:Module._parameters"):
+        assert torch_internals._exists(there), there
+    for gone in (f"{state}_no_such_name", "torch:Tensor._no.such", "torch._no_such_module:name"):
+        assert not torch_internals._exists(gone), gone
+
+
+def test_dzero_is_imported_configured_and_explained_without_private_modules() -> None:
+    script = f"""
+import sys, torch, torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.tensor.parallel
+import torch.distributed.pipelining, torch.distributed.checkpoint, torch.utils.flop_counter
+for module in {PRIVATE}:
+    sys.modules[module] = None
+for name in {GONE}:
+    owner, _, attribute = name.rpartition(".")
+    delattr(sys.modules[owner], attribute)
+del torch._C._disabled_torch_function_impl
+import dzero
+from pathlib import Path
+from dzero import __main__, overrides
+for name in dzero.__all__:
+    getattr(dzero, name)
+overrides.composed(["data.path=x"], Path({str(CONF)!r}))
+sys.argv = ["dzero", *sys.argv[1:]]
+__main__.main()
+"""
+    for words in (["--help"], ["train", "--help"]):
+        run = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        assert "dzero" in run.stdout
