@@ -23,6 +23,7 @@ FACTS = {
     "param.fused": "parameter {}, which is cut in several places",
 }
 """Phrase of each derived fact in messages, with `{}` for its value."""
+OVER_SHARDS, OVER_REPLICAS = "zero.optimizer_shard_axes=[shard]", "zero.optimizer_shard_axes=[replicate,shard]"
 KINDS = ("param", "grad", "master", "moments")
 ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -50,7 +51,7 @@ def _shared_by(run: Settings) -> str:
 MESH = (
     idle("mesh.cp_attention", "mesh.cp=1", "", "", "mesh.cp_attention=ring"),
     idle("mesh.pp_schedule", "mesh.pp=1", "", "", "mesh.pp_schedule=gpipe"),
-    idle("mesh.pp_parts", "mesh.pp=1", "", "", "mesh.pp_parts=2"),
+    idle("mesh.pp_stages_per_rank", "mesh.pp=1", "", "", "mesh.pp_stages_per_rank=2"),
     idle(
         "mesh.replicate",
         "zero.stage=0",
@@ -59,16 +60,16 @@ MESH = (
         "zero.stage=0 mesh.replicate=2",
     ),
     Rule(
-        "mesh.pp_parts>1 mesh.pp_schedule=1f1b|gpipe",
+        "mesh.pp_stages_per_rank>1 mesh.pp_schedule=1f1b|gpipe",
         "these schedules have one pipeline stage on a rank",
-        "mesh.pp_parts=1, or mesh.pp_schedule=interleaved or zero_bubble",
-        "mesh.pp=2 mesh.pp_parts=2",
+        "mesh.pp_stages_per_rank=1, or mesh.pp_schedule=interleaved or zero_bubble",
+        "mesh.pp=2 mesh.pp_stages_per_rank=2",
     ),
     Rule(
-        "mesh.pp_parts=1 mesh.pp_schedule=interleaved|zero_bubble",
+        "mesh.pp_stages_per_rank=1 mesh.pp_schedule=interleaved|zero_bubble",
         "these schedules order several pipeline stages on a rank",
-        "mesh.pp_parts=2, or mesh.pp_schedule=1f1b or gpipe",
-        "mesh.pp=2 mesh.pp_parts=1 mesh.pp_schedule=interleaved",
+        "mesh.pp_stages_per_rank=2, or mesh.pp_schedule=1f1b or gpipe",
+        "mesh.pp=2 mesh.pp_stages_per_rank=1 mesh.pp_schedule=interleaved",
     ),
     Rule("auto=true mesh.pp>1", "nothing is chosen for a pipeline", "a zero.stage", "zero=auto mesh.pp=2"),
     Rule(
@@ -147,18 +148,24 @@ STATES = (
         for axis, model in (("mesh.tp", "tiny"), ("mesh.ep", "tiny_moe"))
     ),
     *(
-        idle("zero.states_over", f"{axis}=1", "since it shards the states of a shard over its replicas", take, example)
+        idle(
+            "zero.optimizer_shard_axes",
+            f"{axis}=1",
+            "since it shards the states of a shard over its replicas",
+            take,
+            example,
+        )
         for axis, take, example in (
-            ("axis.replicate", "mesh.replicate=2 or more", "zero.states_over=all mesh.dp=2"),
-            ("axis.shard", "fewer replicas", "zero.states_over=all mesh.dp=2 mesh.replicate=2"),
+            ("axis.replicate", "mesh.replicate=2 or more", f"{OVER_REPLICAS} mesh.dp=2"),
+            ("axis.shard", "fewer replicas", f"{OVER_REPLICAS} mesh.dp=2 mesh.replicate=2"),
         )
     ),
     *(
         Rule(
-            f"zero.states_over=all {axis}>1",
+            f"{OVER_REPLICAS} {axis}>1",
             "states that three axes cut are not built",
-            "zero.states_over=shard",
-            f"model={model} zero.states_over=all {axis}=2 mesh.dp=4 mesh.replicate=2",
+            f"{OVER_SHARDS}",
+            f"model={model} {OVER_REPLICAS} {axis}=2 mesh.dp=4 mesh.replicate=2",
         )
         for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"), ("mesh.ep", "tiny_moe"))
     ),
@@ -244,10 +251,10 @@ OFFLOAD = (
         "offload=host offload.overlap=backward mesh.pp=2",
     ),
     Rule(
-        "offload.overlap=backward|delayed zero.states_over=all",
+        f"offload.overlap=backward|delayed {OVER_REPLICAS}",
         "a unit's new values travel between ranks as soon as it is updated, and cannot wait or be taken back",
         "offload.overlap=forward or step",
-        "offload=host offload.overlap=backward zero.states_over=all mesh.dp=4 mesh.replicate=2",
+        f"offload=host offload.overlap=backward {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
     ),
     Rule(
         "offload.param!=device zero.stage!=3",
@@ -262,10 +269,10 @@ OFFLOAD = (
         "zero.stage=3 offload=host_all zero.reshard_after_forward=2 mesh.dp=4",
     ),
     Rule(
-        "offload.param!=device zero.states_over=all",
+        f"offload.param!=device {OVER_REPLICAS}",
         "new values come from other ranks to the device",
         "offload.param=device, other states may leave it",
-        "zero.stage=3 offload=host_all zero.states_over=all mesh.dp=4 mesh.replicate=2",
+        f"zero.stage=3 offload=host_all {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
     ),
     *(
         Rule(
@@ -323,10 +330,10 @@ BLOCKS = (
             ),
             ("mesh.pp>1", "tiles and pipeline stages are not cut out of one model yet", "", "mesh.pp=2"),
             (
-                "zero.states_over=all",
+                f"{OVER_REPLICAS}",
                 "the states of a tile are not cut over replicas",
-                ", or zero.states_over=shard",
-                "zero.states_over=all mesh.dp=4 mesh.replicate=2",
+                f", or {OVER_SHARDS}",
+                f"{OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
             ),
         )
     ),
@@ -365,10 +372,10 @@ OPTIMIZER = (
         "optim.rule=muon model=tiny_moe",
     ),
     Rule(
-        "optim.rule=muon zero.states_over=all",
+        f"optim.rule=muon {OVER_REPLICAS}",
         "matrices are put together from shards, not from parts of them",
-        f"zero.states_over=shard, or {ADAMW}",
-        "optim.rule=muon zero.states_over=all mesh.dp=4 mesh.replicate=2",
+        f"{OVER_SHARDS}, or {ADAMW}",
+        f"optim.rule=muon {OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
     ),
     Rule(
         "optim.rule=muon mesh.pp>1",
@@ -414,10 +421,10 @@ OPTIMIZER = (
         Rule(f"{setting} optim.rule!=adamw|muon", why, f"{take}, or {ADAMW}", f"optim.rule=SGD {example}", also=also)
         for setting, why, take, example, also in (
             (
-                "zero.states_over=all",
+                f"{OVER_REPLICAS}",
                 "only adamw keeps parts of a shard's states",
-                "zero.states_over=shard",
-                "zero.states_over=all mesh.dp=4 mesh.replicate=2",
+                f"{OVER_SHARDS}",
+                f"{OVER_REPLICAS} mesh.dp=4 mesh.replicate=2",
                 None,
             ),
             (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dzero.compatibility import check_compatible
 from dzero.utils.ranges import MOST_RANKS, check, divisors, whole
+from dzero.utils.renamed import accepts_old_names
 from dzero.utils.rules import Settings
 
 CP_ATTENTIONS = ("all_gather", "ulysses", "ring")
@@ -15,6 +16,7 @@ STAGES_PER_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2, "zero_bubble": 2}
 """Default number of pipeline stages per rank, by schedule."""
 
 
+@accepts_old_names("mesh")
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """Degrees of parallelism: dp x cp x tp x pp is the number of ranks.
@@ -38,12 +40,12 @@ class MeshConfig:
     """Ranks that share the layers (pipeline parallelism)."""
     pp_schedule: str = "1f1b"
     """Order in which pipeline stages run microbatches: 1f1b, gpipe, interleaved or zero_bubble."""
-    pp_parts: int | None = None
+    pp_stages_per_rank: int | None = None
     """Pipeline stages per rank. null: 1 for 1f1b and gpipe, 2 for interleaved and zero_bubble."""
 
     def __post_init__(self) -> None:
         degree = whole(1, MOST_RANKS)
-        keys = ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_parts")
+        keys = ("dp", "replicate", "cp", "tp", "ep", "pp", "pp_stages_per_rank")
         check("mesh", self, **dict.fromkeys(keys, degree))
         if self.cp_attention not in CP_ATTENTIONS:
             raise ValueError(f"mesh.cp_attention={self.cp_attention!r}: choose one of {[*CP_ATTENTIONS]}")
@@ -54,7 +56,7 @@ class MeshConfig:
     @property
     def stages_per_rank(self) -> int:
         """Number of pipeline stages per rank."""
-        return self.pp_parts or STAGES_PER_RANK[self.pp_schedule]
+        return self.pp_stages_per_rank or STAGES_PER_RANK[self.pp_schedule]
 
     @property
     def to_a_sequence(self) -> int:

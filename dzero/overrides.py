@@ -27,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from dzero.config import ConfigError, RunConfig, register, resolve
 from dzero.errors import REPAIRS, RunError, is_raised_here
 from dzero.launch.config import is_first_of_node, launched
+from dzero.utils.renamed import renewed
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
 OTHER_CONFIG = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
@@ -106,9 +107,13 @@ def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunC
 
 
 def spelt_out(words: Sequence[str]) -> list[str]:
-    """Expand short forms on a command line: `resume=WORD`, and `~` in KEY=~/FOLDER."""
+    """Expand short forms on a command line, `resume=WORD` and `~` in KEY=~/FOLDER, and replace old names."""
     home = os.path.expanduser("~")
-    return [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
+    spelt = [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
+    for word in spelt:
+        if (warning := renewed(word)[1]) and is_first_of_node():
+            print(f"warning: {warning}", file=sys.stderr)
+    return [renewed(word)[0] for word in spelt]
 
 
 def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> list[RunConfig]:

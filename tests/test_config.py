@@ -13,7 +13,9 @@ from hydra import compose, initialize_config_dir
 from dzero import config, overrides
 from dzero.config import ConfigError, RunConfig, TrainConfig
 from dzero.errors import RunError
+from dzero.mesh_config import MeshConfig
 from dzero.plan.run_layout import check_all_here
+from dzero.zero.config import ZeroConfig
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -45,8 +47,8 @@ MISTAKES = {
     "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",
     "train.steps=0": "train.steps=0: must be a whole number ≥ 1",
     # names that do not exist
-    "zero.stag=3": "zero.stag: unknown key; zero has ['reduction', 'reshard_after_forward', 'stage', 'states_over', "
-    "'units', 'unused']; did you",
+    "zero.stag=3": "zero.stag: unknown key; zero has ['optimizer_shard_axes', 'reduction', "
+    "'reshard_after_forward', 'stage', 'units', 'unused']; did you",
     "+zero.new=1": "zero.new: unknown key",
     "modell=tiny": "modell: unknown key; the configuration has",
     "zero={stag: 3}": "zero.stag: unknown key",
@@ -70,9 +72,9 @@ MISTAKES = {
     "(1, 2, 3, 1), (1, 3, 1, 2), (1, 3, 2, 1), (2, 1, 1, 3), (2, 1, 3, 1)] and 4 more",
     "mesh.tp=3": "mesh.tp=3 does not divide the model's kv_heads=2, ffn_size=512; allowed: [1, 2]",
     "mesh.tp=4 launch.workers=4": "mesh.tp=4 does not divide the model's heads=6, kv_heads=2; allowed: [1, 2]",
-    "mesh.pp=8 train.accumulate=8 launch.workers=8": "mesh.pp=8: 8 parts of a model of 4 blocks; take at most 4 ranks",
-    "mesh.pp=4 mesh.pp_schedule=interleaved train.accumulate=4 launch.workers=4": "mesh.pp=4 with 2 parts on each "
-    "rank: 8 parts of a model of 4 blocks; take at most 2 ranks, or fewer parts",
+    "mesh.pp=8 train.accumulate=8 launch.workers=8": "mesh.pp=8: 8 pipeline stages of a model of 4 blocks",
+    "mesh.pp=4 mesh.pp_schedule=interleaved train.accumulate=4 launch.workers=4": "mesh.pp=4 with 2 stages on each "
+    "rank: 8 pipeline stages of a model of 4 blocks; take at most 2 ranks, or fewer stages",
     "mesh.pp=2 mesh.pp_schedule=2f2b": "mesh.pp_schedule='2f2b': choose one of ['1f1b', 'gpipe', 'interleaved', "
     "'zero_bubble']",
     "mesh.pp=4 launch.workers=4 train.accumulate=3": "mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microbatches",
@@ -248,3 +250,20 @@ def test_resume_is_short_for_the_source_of_its_group_wherever_settings_are_given
     assert overrides.composed(["resume=null"], CONF).resume.source is None
     with pytest.raises(ConfigError, match=r"resume\.strict=true has no effect with resume\.source=null"):
         overrides.composed(["resume.strict=true"], CONF)
+
+
+def test_old_names_of_settings_are_taken_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    run = overrides.composed(
+        ["zero.states_over=all", "+mesh.pp_parts=2", "mesh.pp=2", "mesh.pp_schedule=interleaved"], CONF
+    )
+    assert (run.zero.optimizer_shard_axes, run.mesh.pp_stages_per_rank) == (["replicate", "shard"], 2)
+    told = capsys.readouterr().err
+    assert "warning: zero.states_over is now zero.optimizer_shard_axes" in told
+    assert "warning: mesh.pp_parts is now mesh.pp_stages_per_rank" in told
+    assert overrides.spelt_out(["zero.states_over=shard,all"]) == [
+        "zero.optimizer_shard_axes=[shard],[replicate,shard]"
+    ]
+    with pytest.warns(FutureWarning, match=r"zero\.states_over is now zero\.optimizer_shard_axes"):
+        assert ZeroConfig(states_over="all").optimizer_shard_axes == ["replicate", "shard"]  # type: ignore[call-arg]
+    with pytest.warns(FutureWarning, match=r"mesh\.pp_parts is now"):
+        assert MeshConfig(pp=2, pp_parts=2, pp_schedule="interleaved").stages_per_rank == 2  # type: ignore[call-arg]

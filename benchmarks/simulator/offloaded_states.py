@@ -65,11 +65,11 @@ def _brought(buffer_layout: BufferLayout, *, in_step: bool) -> Bytes:
 
     def grads(param: ParamShape) -> int:
         comes = buffer_layout.on_host("grad", param.name) and not buffer_layout.updated_on_host(param.name)
-        return param.shard_elems(layout.shard, layout.shares) * layout.grad.dtype.itemsize if comes else 0
+        return param.shard_elems(layout.shard, layout.replica_shards) * layout.grad.dtype.itemsize if comes else 0
 
     def moments(param: ParamShape) -> int:
         comes = buffer_layout.on_host("moments", param.name) and not buffer_layout.updated_on_host(param.name)
-        fields = moment_fields(layout, param.shard_elems(layout.shard, layout.shares)) if comes else ()
+        fields = moment_fields(layout, param.shard_elems(layout.shard, layout.replica_shards)) if comes else ()
         return sum(dtype.itemsize * elems for _, dtype, elems in fields)
 
     of_kind = {"grad": grads, "moments": moments} if in_step else {"param": params}

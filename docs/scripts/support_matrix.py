@@ -15,7 +15,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "stage 2": {"zero.stage": 2},
     "stage 3": {"zero.stage": 3},
     "hybrid": {"mesh.replicate": 2, "axis.replicate": 2, "axis.shard": 4},
-    "states over replicas": {"zero.states_over": "all"},
+    "states over replicas": {"zero.optimizer_shard_axes": ["replicate", "shard"]},
     "resharding over N": {"zero.reshard_after_forward": 2},
     "16-bit masters": {"precision.master": "remainder", "precision.param": "bf16"},
     "8-bit moments": {"precision.moments": "int8"},

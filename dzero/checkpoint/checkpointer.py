@@ -62,7 +62,7 @@ class Checkpointer:
     """
 
     def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
-        self.config, self._optim, self._shares = config, optim, sharded.layout.shares > 1
+        self.config, self._optim, self._replica_shards = config, optim, sharded.layout.replica_shards > 1
         self._states = CheckpointStates(sharded, optim)
         self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
@@ -212,7 +212,9 @@ class Checkpointer:
         if wrong:
             self._states.abandon()
             return None, wrong[0]
-        if self._shares:  # only after every rank has loaded; values that overlap=delayed holds back stay held back
+        if (
+            self._replica_shards
+        ):  # only after every rank has loaded; values that overlap=delayed holds back stay held back
             self._optim.synchronize()
         return found[0], ""
 

@@ -45,5 +45,5 @@ def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
         for place in shard_boxes.of(unit):
             values = place.together([weights[place.name].read(box.offset, box.size).float() for box in place.boxes])
             if (origin := unit.origin.get(place.own_name)) is not None:
-                origin.put(values if unit.shares is None else values[unit.shares.rows(place.own_name)])
+                origin.put(values if unit.replica_shards is None else values[unit.replica_shards.rows(place.own_name)])
             local_of(place.param).copy_(to_working(values, place.param.dtype))

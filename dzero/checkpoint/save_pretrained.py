@@ -49,7 +49,7 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
             f"{type(sharded.model).__name__}: only models of transformers and the project's llamas have a layout that "
             "transformers loads; save a checkpoint with dzero.Checkpointer instead"
         )
-    if sharded.parts is not None or any(param.split for unit in sharded.shapes for param in unit.params):
+    if sharded.stages is not None or any(param.split for unit in sharded.shapes for param in unit.params):
         raise ValueError(
             "a model that tp, pp or ep cuts is not gathered here: save a checkpoint with "
             "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"

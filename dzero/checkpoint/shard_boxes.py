@@ -123,11 +123,11 @@ class ShardBoxes:
     """
 
     def __init__(self, sharded: Sharded, stateful: Collection[str] = ()) -> None:
-        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.shares
-        self._parted = frozenset(stateful if sharded.layout.shares > 1 else ())
+        self._part = sharded.mesh[REPLICATE].get_local_rank(), sharded.layout.replica_shards
+        self._parted = frozenset(stateful if sharded.layout.replica_shards > 1 else ())
         self._along_model = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
         self._number = {name: number for number, name in enumerate(sharded.named_params())}
-        pipeline = sharded.parts
+        pipeline = sharded.stages
         self._elsewhere = {*pipeline.shared} if pipeline is not None and not pipeline.has_first else set()
         self._as_built = UntiledRows(sharded.model)
         self.whole = {name: self._as_built.name(name) for name in self._number}
@@ -135,12 +135,12 @@ class ShardBoxes:
     def of(self, unit: Unit) -> Iterator[ShardBox]:
         """Yield the shard boxes of a unit's parameters, in order."""
         shards = unit.mesh.get_group(SHARD)
-        copies = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
+        replicas = {REPLICATE: unit.mesh.get_group(REPLICATE), **self._along_model}
         for shape in unit.shape.params:
             own = shards.rank(), shards.size()
             rows = rows_of(shape.shape[0], *((own, self._part) if shape.name in self._parted else (own,)))
             held = self._as_built.held(shape, *rows)
-            param, saves = unit.params[shape.name], self._saves(shape, copies)
+            param, saves = unit.params[shape.name], self._saves(shape, replicas)
             yield ShardBox(**vars(held), param=param, own_name=shape.name, saves=saves)
 
     def _saves(self, shape: ParamShape, groups: Mapping[str, dist.ProcessGroup]) -> bool:
@@ -150,10 +150,10 @@ class ShardBoxes:
         """
         if shape.name in self._elsewhere:
             return False
-        copy, copies = 0, 1
+        copy, replicas = 0, 1
         for axis, group in groups.items():
             if axis == REPLICATE and shape.name in self._parted:
                 continue
             if not shape.is_cut_by(axis):
-                copy, copies = copy * group.size() + group.rank(), copies * group.size()
-        return self._number[shape.name] % copies == copy
+                copy, replicas = copy * group.size() + group.rank(), replicas * group.size()
+        return self._number[shape.name] % replicas == copy

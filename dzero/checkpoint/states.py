@@ -104,7 +104,7 @@ class CheckpointStates:
         """Return the state that is not tensors, by names of the model as built; equal on every rank. Collective."""
         scalars = self._optim.scalars()
         scalars["states"] = {self._shard_boxes.whole[name]: values for name, values in scalars["states"].items()}
-        return scalars if self._sharded.parts is None else _together(scalars, self._sharded.model_groups[PIPELINE])
+        return scalars if self._sharded.stages is None else _together(scalars, self._sharded.model_groups[PIPELINE])
 
     def take(self, checkpoint: Checkpoint, scalars: dict[str, Any]) -> None:
         """Load the states of `checkpoint`, whose manifest holds `scalars`.
@@ -144,7 +144,7 @@ class CheckpointStates:
         sharded = self._sharded
         if not everywhere and any(group.rank() for group in self._groups):
             return
-        parts = sharded.parts
+        parts = sharded.stages
         own = (
             {module for name in parts.own_modules for module in sharded.model.get_submodule(name).modules()}
             if parts
@@ -160,10 +160,10 @@ class CheckpointStates:
 def _together(scalars: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     """Merge the scalars of all pipeline stages: groups with equal settings become one, and states are united."""
     every = gather_json(scalars, group)
-    for of_part in every[::-1]:
-        scalars["states"] = of_part["states"] | scalars["states"]
+    for of_stage in every[::-1]:
+        scalars["states"] = of_stage["states"] | scalars["states"]
     groups: dict[str, dict[str, Any]] = {}
-    for own in (own for of_part in every for own in of_part["groups"]):
+    for own in (own for of_stage in every for own in of_stage["groups"]):
         settings = json.dumps({key: value for key, value in own.items() if key != "params"}, sort_keys=True)
         params = groups.setdefault(settings, {**own, "params": []})["params"]
         params += [name for name in own["params"] if name not in params]

@@ -71,7 +71,7 @@ class CollectiveLog:
     Attributes:
         check: Whether to compare every collective with the other ranks' before it moves data.
         failed: Whether a collective raised, because other ranks are gone, hang, or run something else.
-        of_parts: Whether this rank runs stages of a pipeline.
+        is_pipeline: Whether this rank runs stages of a pipeline.
         moves: Whether this rank waits for transfers between stages.
         is_waiting: Whether this rank waits inside a collective.
         count: Number of collectives begun so far.
@@ -81,7 +81,7 @@ class CollectiveLog:
     """
 
     def __init__(self) -> None:
-        self.check = self.failed = self.of_parts = self.moves = self.is_waiting = False
+        self.check = self.failed = self.is_pipeline = self.moves = self.is_waiting = False
         self.count = self.checksum = 0
         self.device: torch.device | None = None
         self._behind: streams.Event = None  # after the last collective

@@ -54,16 +54,16 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
 
     def reduced(phase: str, unit: UnitShape, last: bool) -> Iterator[PlannedCollective]:
         own = tables[unit.name]
-        n, copies, hop = own.shard, own.replicate, own.replicate_wire
+        n, replicas, hop = own.shard, own.replicate, own.replicate_wire
         trained = unit.shard_elems(n, trainable_only=True)
         yield from one(phase, "reduce_scatter", SHARD, unit, n, trained * layout.wire.itemsize)
-        if last and layout.shares > 1:
-            part = unit.shard_elems(n, copies, trainable_only=True)
-            yield from one(phase, "reduce_scatter", REPLICATE, unit, copies, part * hop.itemsize)
+        if last and layout.replica_shards > 1:
+            part = unit.shard_elems(n, replicas, trainable_only=True)
+            yield from one(phase, "reduce_scatter", REPLICATE, unit, replicas, part * hop.itemsize)
         elif last:
             back = layout.grad.dtype if layout.exact else hop
-            owned = -(-trained // copies) * (hop.itemsize + back.itemsize)
-            yield from one(phase, "all_reduce", REPLICATE, unit, copies, owned)
+            owned = -(-trained // replicas) * (hop.itemsize + back.itemsize)
+            yield from one(phase, "all_reduce", REPLICATE, unit, replicas, owned)
 
     for index in range(microbatches):
         last = index == microbatches - 1
@@ -78,11 +78,11 @@ def collectives(layout: Layout, units: Sequence[UnitShape]) -> Iterator[PlannedC
                 inner = own.shard if isinstance(own.reshard_after_forward, bool) else own.reshard_after_forward
                 owned = unit.shard_elems(inner) * itemsize
                 yield from one(backward, "all_gather", SHARD, unit, inner, owned)
-            if layout.cadence(last).reduce and unit is not root:
+            if layout.grad_sync_policy(last).reduce and unit is not root:
                 yield from reduced(backward, unit, last)
-        if layout.cadence(last).reduce:
+        if layout.grad_sync_policy(last).reduce:
             yield from reduced(backward, root, last)
-    for unit in units if layout.shares > 1 else ():
+    for unit in units if layout.replica_shards > 1 else ():
         part = unit.shard_elems(layout.shard, layout.replicate, trainable_only=True)
         yield from one("update", "all_gather", REPLICATE, unit, layout.replicate, part * itemsize)
 

@@ -133,7 +133,11 @@ class _Device:
         self._order = [each for name in outer for each in (*(i for i in inner if self._around[i] == name), name)]
         away = names_off_device(layout.tiers, units)
         params = [(unit.name, self._own[unit.name], param) for unit in units for param in unit.params]
-        states = [(own, param, param.shard_elems(own.shard, own.shares)) for _, own, param in params if param.trainable]
+        states = [
+            (own, param, param.shard_elems(own.shard, own.replica_shards))
+            for _, own, param in params
+            if param.trainable
+        ]
         masters = sum(elems for _, param, elems in states if param.name not in away["master"])
         fields = [moment_fields(own, elems) for own, param, elems in states if param.name not in away["moments"]]
         stays, self._away = 0, dict.fromkeys(self._order, 0)
@@ -155,7 +159,8 @@ class _Device:
         at_once = away["grad"] if BufferLayout(layout, units).accumulates_on_host else frozenset[str]()
         self._accumulate = {name: self._reduced(name, at_once, 1) for name in self._order}
         self._stay = {
-            name: self._reduced(name, away["grad"] | away["master"], own.shares) for name, own in self._own.items()
+            name: self._reduced(name, away["grad"] | away["master"], own.replica_shards)
+            for name, own in self._own.items()
         }
 
     def moments(self, costs: MicrobatchCosts) -> Iterator[MemoryMoment]:
@@ -233,7 +238,7 @@ class _Device:
         added to.
         """
         elems, own = self._trained[unit], self._own[unit]
-        shards = 0 if own.shares == 1 else 1 if own.microbatches == 1 else 2
+        shards = 0 if own.replica_shards == 1 else 1 if own.microbatches == 1 else 2
         return (elems + shards * elems // own.shard) * own.grad.dtype.itemsize
 
     def _grads(self, reduced: Sequence[str]) -> int:
@@ -249,8 +254,8 @@ class _Device:
             return self._trained[unit]
         return self._accumulate[unit]
 
-    def _reduced(self, unit: str, away: Collection[str], shares: int) -> int:
+    def _reduced(self, unit: str, away: Collection[str], replica_shards: int) -> int:
         """Return the elements of a unit's reduced buffer, which is alive as long as any slice of it is."""
         shape = self._units[unit]
         stays = any(param.trainable and param.name not in away for param in shape.params)
-        return shape.shard_elems(self._own[unit].shard, shares, trainable_only=True) if stays else 0
+        return shape.shard_elems(self._own[unit].shard, replica_shards, trainable_only=True) if stays else 0

@@ -226,7 +226,7 @@ class _Step:
         """Add the transfers of a unit's gradients from the end of its backward to where they wait for the update."""
         take, moves, add, at_s = self._durations, self._moves[name], self.lanes.add, self._computed_s
         is_last = index == self._layout.microbatches - 1
-        if not self._layout.cadence(is_last).reduce:
+        if not self._layout.grad_sync_policy(is_last).reduce:
             return
         at_s = add(TENSOR, EXCHANGE, name, take.sent(TENSOR, moves.copies_grad, moves.copies), at_s)
         for each in self._of(BACKWARD, index, name):

@@ -79,12 +79,12 @@ def moves_of(layout: Layout, units: Sequence[UnitShape]) -> dict[str, UnitTransf
     for unit in units:
         own = layout.of_unit(unit)
         shards = {param.name: param.shard_elems(own.shard) for param in unit.params}
-        shares = {param.name: param.shard_elems(own.shard, own.shares) for param in unit.params}
+        replica_shards = {param.name: param.shard_elems(own.shard, own.replica_shards) for param in unit.params}
         copies = copies_of(layout, unit)
         trained = {param.name for param in unit.params if param.trainable}
 
-        def elems(names: Iterable[str], shares: dict[str, int] = shares) -> int:
-            return sum(shares.get(name, 0) for name in names)
+        def elems(names: Iterable[str], replica_shards: dict[str, int] = replica_shards) -> int:
+            return sum(replica_shards.get(name, 0) for name in names)
 
         param, grad = elems(away["param"], shards) * working, elems(away["grad"]) * gradient
         found[unit.name] = UnitTransfers(

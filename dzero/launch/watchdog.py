@@ -152,7 +152,9 @@ class Watchdog:
         gone = silent(before, places) or [place for place in places if place is not None and place.ended]
         if self._starting and not gone and not isinstance(error, RankLost):
             return  # the error is this rank's own
-        text = report(places, silent(before, places), self._rank, self._timeout, error, self._collective_log.of_parts)
+        text = report(
+            places, silent(before, places), self._rank, self._timeout, error, self._collective_log.is_pipeline
+        )
         told = self._store.compare_set(TOLD, "", text).decode()
         raise (RunError if told == text else ReportedElsewhere)(told) from error
 
@@ -178,12 +180,12 @@ def report(
     rank: int,
     timeout: timedelta,
     error: object,
-    of_parts: bool = False,
+    is_pipeline: bool = False,
 ) -> str:
     """Return the message for an `error` out of a collective: the missing ranks as `rank` sees them, and where all are.
 
-    `silent` are those without a new heartbeat. With `of_parts`, ranks are stages of a pipeline, which begin different
-    collectives.
+    `silent` are those without a new heartbeat. With `is_pipeline`, ranks are stages of a pipeline, which begin
+    different collectives.
     """
     here = places[rank]
     assert here is not None
@@ -197,7 +199,7 @@ def report(
         why = "; ".join(f"{place} ended with {place.ended}" for place in ended[:3])
     elif silent:
         why = f"{', '.join(map(str, silent[:3]))} gives no sign of life: dead, stopped or hung"
-    elif of_parts:
+    elif is_pipeline:
         why = f"{', '.join(map(str, busy[:3]))} waits for no other rank" if busy else "every rank is there, and waits"
     elif others:
         why = f"the ranks have diverged: {here} is in {here.last}, {others[0]} in {others[0].last}"

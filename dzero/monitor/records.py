@@ -57,7 +57,7 @@ class RunSummary:
         peak_flops: Peak FLOP/s of one device; None if unknown.
         peak_bytes: Peak memory by kind, one mapping per rank, in rank order.
         traffic: Calls and bytes that this rank sent in `traffic_steps` steps.
-        theory: Calls and bytes per step according to formulas.
+        expected: Calls and bytes per step according to formulas.
         routed: Expected traffic of all steps that depends on the experts that tokens chose.
         lanes: Use of the offload lanes in all steps.
         host_bytes: Size of this rank's host memory pool.
@@ -80,7 +80,7 @@ class RunSummary:
     peak_bytes: Sequence[Mapping[str, int]]
     traffic: Mapping[Entry, Traffic]
     traffic_steps: int
-    theory: Mapping[Entry, Traffic]
+    expected: Mapping[Entry, Traffic]
     routed: Mapping[Entry, Traffic] = field(default_factory=dict)
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     host_bytes: int = 0

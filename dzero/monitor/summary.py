@@ -96,13 +96,13 @@ def traffic_table(summary: RunSummary) -> Table:
     """
     steps = max(1, summary.traffic_steps)
     rows = []
-    every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.theory.items()}
-    theory = {**every_step, **summary.routed}
-    for entry in sorted(summary.traffic.keys() | theory.keys()):
-        sent, due = summary.traffic.get(entry, Traffic()), theory.get(entry, Traffic())
+    every_step = {e: Traffic(each.calls * steps, each.sent_bytes * steps) for e, each in summary.expected.items()}
+    expected = {**every_step, **summary.routed}
+    for entry in sorted(summary.traffic.keys() | expected.keys()):
+        sent, due = summary.traffic.get(entry, Traffic()), expected.get(entry, Traffic())
         mark = OK if sent == due else DIFFERS
         due_calls, due_bytes = f"{due.calls / steps:.5g}", format_bytes(due.sent_bytes / steps)
-        if entry.phase in (*INSIDE, EXCEPTIONAL) and not any(each.phase == entry.phase for each in theory):
+        if entry.phase in (*INSIDE, EXCEPTIONAL) and not any(each.phase == entry.phase for each in expected):
             mark = due_calls = due_bytes = ""
         where = (entry.phase, entry.kind, entry.axis, dtype_name(getattr(torch, entry.dtype)))
         calls, sent_bytes = f"{sent.calls / steps:.5g}", format_bytes(sent.sent_bytes / steps)

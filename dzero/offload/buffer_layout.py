@@ -202,7 +202,7 @@ class BufferLayout:
 
     def _place(self, unit: str, index: int, param: ParamShape, shard: int) -> None:
         name, own_slot = param.name, self._slot
-        elems = param.shard_elems(shard, self.layout.shares if param.trainable else 1)
+        elems = param.shard_elems(shard, self.layout.replica_shards if param.trainable else 1)
         param_turn = f"turn {index % (1 + self.layout.offload.prefetch_units)}"
         if not param.trainable:
             if self.on_disk("param", name):

@@ -134,8 +134,8 @@ class OffloadManager:
 
     def on_disk(self, name: str, view: torch.Tensor) -> OffDeviceTensor:
         """Return a parameter's state on disk as an `OffDeviceTensor`, given its view on the host."""
-        home = DiskStorage(self.staging, "states", self._unit_of[name], view)
-        return OffDeviceTensor(name, home, view.dtype, view.numel(), view.device)
+        storage = DiskStorage(self.staging, "states", self._unit_of[name], view)
+        return OffDeviceTensor(name, storage, view.dtype, view.numel(), view.device)
 
     def unit_of(self, name: str) -> str:
         """Return the name of a parameter's unit."""
@@ -305,9 +305,9 @@ def _store(config: OffloadConfig, sizes: dict[str, int]) -> DiskStore | None:
 
 def _moving_in_bytes(sharded: Sharded) -> int:
     """Return the size of host tensors that will move into the host memory pool, and are then freed one by one."""
-    placement = [memory.home for unit in sharded.units for memory in unit.hosted.values()]
+    placement = [memory.storage for unit in sharded.units for memory in unit.offloaded.values()]
     placement += [origin for unit in sharded.units for origin in unit.origin.values()]
-    flats = [home.flat for home in placement if isinstance(home, HostStorage)]
+    flats = [storage.flat for storage in placement if isinstance(storage, HostStorage)]
     return sum(flat.nbytes for flat in flats if flat.device.type == "cpu")
 
 

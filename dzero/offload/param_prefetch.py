@@ -40,7 +40,7 @@ class ParamPrefetch:
         self, sharded: Sharded, buffer_layout: BufferLayout, executor: ScheduleExecutor, staging: DiskStaging
     ) -> None:
         self._sharded, self._buffer_layout, self._executor, self._staging = sharded, buffer_layout, executor, staging
-        self._units = {unit.shape.name: unit for unit in sharded.units if unit.hosted}
+        self._units = {unit.shape.name: unit for unit in sharded.units if unit.offloaded}
         self._next: dict[Point, str] = {}
         self._in_vain: set[Point] = set()
         self._point: Point = (None, None, True)
@@ -52,34 +52,34 @@ class ParamPrefetch:
 
     def _take(self, unit: Unit) -> None:
         name = unit.shape.name
-        views = {each: self._view(each) for each in unit.hosted}
+        views = {each: self._view(each) for each in unit.offloaded}
         if not self._buffer_layout.pairs("param", name):
-            for each, memory in unit.hosted.items():
+            for each, memory in unit.offloaded.items():
                 memory.move_to(HostStorage(views[each]))
             return
-        values = [(views[each], memory.flat) for each, memory in unit.hosted.items()]
+        values = [(views[each], memory.flat) for each, memory in unit.offloaded.items()]
         self._staging.visit("param", name, partial(copy_all, values), fresh=True)
-        for each, memory in unit.hosted.items():
-            memory.home = DiskStorage(self._staging, "param", name, views[each])
+        for each, memory in unit.offloaded.items():
+            memory.storage = DiskStorage(self._staging, "param", name, views[each])
 
     def _view(self, name: str) -> torch.Tensor:
         return self._executor.view(self._buffer_layout.at[name, "param"])
 
-    def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
+    def fetch(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return a unit's padded shards by name, ready for the current stream, and prefetch the next unit."""
         name = unit.shape.name
-        unit.arrive()
+        unit.wait_for_update()
         self._start(name)
-        brought = self._ahead.pop(name)
+        fetched = self._ahead.pop(name)
         self._ahead.clear()  # wrong predictions
         self._executor.stream_wait(ActionKey(ActionKind.FETCH, "param", name))
-        for tensor in brought.values():
+        for tensor in fetched.values():
             streams.record_stream(tensor)  # another stream may have been current at its allocation
         self._next[self._point] = name
         self._point = self._point[1], name, self._sharded.is_last
         if self._point not in self._in_vain:
             self.prepare()
-        return brought
+        return fetched
 
     def prepare(self) -> None:
         """Start copying the predicted next unit, and loading the ones after it."""
@@ -98,7 +98,7 @@ class ParamPrefetch:
     def _start(self, name: str) -> None:
         if name in self._ahead:
             return
-        held = self._units[name].hosted
+        held = self._units[name].offloaded
         self._staging.load("param", name)
         with torch.inference_mode(False):  # the lane and later callers may be outside of inference mode
             self._ahead[name] = {

@@ -143,17 +143,17 @@ class AdamW(MasterOptimizer):
         With `offload.overlap=forward`, the gather of a unit that has a pending update runs when the unit's next forward
         waits for that update. Otherwise it runs here.
         """
-        if self._sharded.layout.shares == 1:
+        if self._sharded.layout.replica_shards == 1:
             return
         names, coming = {stored.name for stored in updated}, []
         for unit in self._sharded.units:
             bring = self._bringing(unit, names)
-            if bring is not None and unit.shares is not None:
-                unit.shares.book(names.intersection(unit.params))
+            if bring is not None and unit.replica_shards is not None:
+                unit.replica_shards.book(names.intersection(unit.params))
             if bring is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
                 unit.pending = partial(_in_turn, unit.pending, bring)
             elif bring is not None:
-                unit.arrive()
+                unit.wait_for_update()
                 coming.append(bring())
                 for arrived in coming[:-1]:  # one gather is in flight while the previous one is copied out
                     arrived()
@@ -164,7 +164,7 @@ class AdamW(MasterOptimizer):
     def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
         """Return a function that starts the gather of a unit's updated `names`, or None if there is none."""
         shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
-        return None if unit.shares is None or not shards else partial(unit.shares.gather, shards)
+        return None if unit.replica_shards is None or not shards else partial(unit.replica_shards.gather, shards)
 
     def _skip(self) -> None:
         self._ahead.abandon()

@@ -104,7 +104,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._is_fp16, self._loss_was_scaled = fp16, not fp16
         self._refusal: Callable[[], str] | None = None
         self._check_groups(named)
-        if sharded.parts is None:
+        if sharded.stages is None:
             refuse_unknown(sharded.model, named.values())
         owned = [self._names[param] for group in self.param_groups for param in group["params"]]
         take_over(sharded)
@@ -302,14 +302,15 @@ class MasterOptimizer(torch.optim.Optimizer):
         """Wait until no update is in progress, so that parameters read directly have the values of the last step.
 
         State dicts of the model and of the optimizer do this themselves, and forward does it unit by unit. If replicas
-        divide the states (zero.states_over=all), new values may still have to be gathered: all ranks must call this.
+        divide the states (`zero.optimizer_shard_axes`), new values may still have to be gathered, so all ranks must
+        call this.
 
         Raises:
             OffloadError: An update failed.
         """
         self.offload.synchronize()
-        for unit in self._sharded.units if self._sharded.layout.shares > 1 else ():
-            unit.arrive()
+        for unit in self._sharded.units if self._sharded.layout.replica_shards > 1 else ():
+            unit.wait_for_update()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of any optimizer, after `synchronize`."""

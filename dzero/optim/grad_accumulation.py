@@ -244,8 +244,8 @@ class UnitGrads:
     def _add_late(self, buffer: torch.Tensor, pieces: Named) -> None:
         """Add a reduction that arrived after the last microbatch's, which is averaged over the replicas by itself."""
         self._is_edited = True
-        if self._unit.shares is not None:
-            _, pieces = self._unit.shares.reduce(pieces)
+        if self._unit.replica_shards is not None:
+            _, pieces = self._unit.replica_shards.reduce(pieces)
         elif self._unit.average is not None:
             self._unit.average(buffer)
         for name, piece in pieces.items():
@@ -302,8 +302,8 @@ class UnitGrads:
         for name, direct in self._held.items():
             if name not in on_host:
                 self._add_held(name, direct)
-        if self._unit.shares is not None:
-            self._keep_shares(self._unit.shares)
+        if self._unit.replica_shards is not None:
+            self._keep_replica_shards(self._unit.replica_shards)
         elif self._unit.average is not None:
             for buffer in self._buffers:
                 self._unit.average(buffer)
@@ -400,11 +400,11 @@ class UnitGrads:
         else:
             self.views[name] = grad
 
-    def _keep_shares(self, shares: ReplicaShards) -> None:
+    def _keep_replica_shards(self, replica_shards: ReplicaShards) -> None:
         """Replace each buffer by the averaged replica shards of its gradients."""
         for index, buffer in enumerate(self._buffers):
             whole = {name: grad for name, grad in self.views.items() if _lies_in(grad, buffer)}
-            self._buffers[index], owned = shares.reduce(whole)
+            self._buffers[index], owned = replica_shards.reduce(whole)
             self.views |= owned
             self._sharded.loans.lend(buffer)  # of an earlier microbatch's reduction, whose own loan has ended
 
@@ -433,7 +433,7 @@ class UnitGrads:
     @property
     def has_copies(self) -> bool:
         """Whether replicas must end up with the same gradients as this rank."""
-        return self._copy[1] > 1 and self._unit.shares is None
+        return self._copy[1] > 1 and self._unit.replica_shards is None
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -478,7 +478,7 @@ class UnitGrads:
 
     def _chunk(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """Return the part of a gradient whose squares this rank sums; replicas of one gradient sum a chunk each."""
-        if self._unit.shares is not None or self._copy[1] == 1:
+        if self._unit.replica_shards is not None or self._copy[1] == 1:
             return grad
         row = self._shapes[name].row_elems
         first, rows = rows_of(grad.numel() // row, self._copy)

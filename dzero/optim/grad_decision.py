@@ -33,7 +33,7 @@ from dzero.optim.pipeline_grads import PipelineGrads
 from dzero.utils.numba_views import has_memory
 from dzero.zero.dtensors import local_of
 from dzero.zero.partial_scalars import watch_numbers
-from dzero.zero.replica_shards import mesh_of_shares
+from dzero.zero.replica_shards import mesh_of_replica_shards
 from dzero.zero.shard import Sharded
 from dzero.zero.unit import Unit
 
@@ -77,11 +77,11 @@ class Gradients:
         self._collective_log = sharded.ledger.collective_log
         self._data_parallel = DataParallelSums(sharded.mesh, sharded.ledger)
         self._device = torch.device(sharded.mesh.device_type)
-        parts = mesh_of_shares(sharded.mesh) if sharded.layout.shares > 1 else None
-        if parts is not None:
-            watch_numbers([parts])
+        replica_mesh = mesh_of_replica_shards(sharded.mesh) if sharded.layout.replica_shards > 1 else None
+        if replica_mesh is not None:
+            watch_numbers([replica_mesh])
         self._units = _shared_with_others(sharded, owned, offload) or [
-            UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, parts)) for unit in sharded.units
+            UnitGrads(unit, sharded, _copy_of(unit), offload, _makers(unit, replica_mesh)) for unit in sharded.units
         ]
         self._names = frozenset(sharded.names)
         self._sharded, self._is_complete = sharded, False
@@ -111,7 +111,7 @@ class Gradients:
             for axis, each in sharded.model_groups.items()
             if axis != PIPELINE
         ]
-        self._parts = PipelineGrads(sharded, self._owned, self._units) if sharded.parts else None
+        self._pipeline = PipelineGrads(sharded, self._owned, self._units) if sharded.stages else None
 
     def _cut_by(self, axis: str, sharded: Sharded) -> list[bool]:
         """Return for each owned parameter whether the axis cuts it."""
@@ -145,8 +145,8 @@ class Gradients:
             return
         for unit in self._units:
             unit.complete()
-        if self._parts is not None:
-            self._parts.complete()
+        if self._pipeline is not None:
+            self._pipeline.complete()
         mine = self.mine
         absent = [name for unit in self._units for name in unit.absent if name in mine]
         self._collective_log.note(f"gradients of all parameters{' but ' * bool(absent)}{', '.join(absent)}")
@@ -203,10 +203,10 @@ class Gradients:
             check_alike(sums, self._owned, axis, cut)
             totals = add_where_cut(sums, cut)
             found.append(AxisSums(axis, self._owned, sums))
-        if self._parts is not None:
-            sums = self._parts.gather(totals)
+        if self._pipeline is not None:
+            sums = self._pipeline.gather(totals)
             totals = in_rank_order(sums)
-            found.append(AxisSums(PIPELINE, self._parts.names, sums))
+            found.append(AxisSums(PIPELINE, self._pipeline.names, sums))
         return totals, found
 
     def _nonfinite(self, sums: torch.Tensor, found: Iterable[AxisSums]) -> tuple[str, ...]:
@@ -252,8 +252,8 @@ def _shared_with_others(sharded: Sharded, owned: Collection[str], offload: Offlo
     layout = sharded.layout
     hindrances = {
         "states off the device (offload)": bool(offload.schedule.slots),
-        "zero.states_over=all": layout.shares > 1,
-        "a pipeline": sharded.parts is not None,
+        "zero.optimizer_shard_axes=[replicate,shard]": layout.replica_shards > 1,
+        "a pipeline": sharded.stages is not None,
         "fp16, where each would scale the loss by itself": layout.param.dtype == torch.float16,
     }
     if found_here := [what for what, is_here in hindrances.items() if is_here]:
@@ -274,23 +274,23 @@ def _drain(units: Iterable[Unit]) -> bool:
     return found
 
 
-def _makers(unit: Unit, parts: DeviceMesh | None) -> dict[str, GradMaker]:
-    """Return the makers of a unit's `.grad` by parameter; `parts` is the mesh of its replica shards, if any."""
+def _makers(unit: Unit, replica_mesh: DeviceMesh | None) -> dict[str, GradMaker]:
+    """Return the makers of a unit's `.grad` by parameter; `replica_mesh` is the mesh of its replica shards, if any."""
     makers = {}
     for shape in unit.shape.params:
         param = unit.params[shape.name]
         if not shape.trainable or not isinstance(param, DTensor):
             continue
         local, mesh, placements = local_of(param).shape, param.device_mesh, param.placements
-        if unit.shares is not None and parts is not None:
-            rows = unit.shares.rows(shape.name)
+        if unit.replica_shards is not None and replica_mesh is not None:
+            rows = unit.replica_shards.rows(shape.name)
             local = torch.Size([rows.stop - rows.start, *local[1:]])
-            mesh, placements = parts, (Shard(0), Shard(0))
+            mesh, placements = replica_mesh, (Shard(0), Shard(0))
         makers[shape.name] = GradMaker(shape.name, param, unit.layout.grad.dtype, local, mesh, placements)
     return makers
 
 
 def _copy_of(unit: Unit) -> tuple[int, int]:
     """Return (index, count) of this rank among the replicas of a unit, each of which sums one chunk of a gradient."""
-    copies = unit.mesh.get_group(REPLICATE)
-    return copies.rank(), copies.size()
+    replicas = unit.mesh.get_group(REPLICATE)
+    return replicas.rank(), replicas.size()

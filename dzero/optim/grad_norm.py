@@ -110,8 +110,8 @@ class DataParallelSums:
         """
         differing = []
         for mesh, sums in whole.items():
-            copies = GatherScalars(mesh.get_group(REPLICATE), REPLICATE, self._ledger, EXCEPTIONAL)(sums).cpu()
-            same = (copies == copies[0]) | (copies.isnan() & copies[0].isnan())
+            replicas = GatherScalars(mesh.get_group(REPLICATE), REPLICATE, self._ledger, EXCEPTIONAL)(sums).cpu()
+            same = (replicas == replicas[0]) | (replicas.isnan() & replicas[0].isnan())
             differing += [names[mesh][at] for at in (~same.all(0)).nonzero().flatten().tolist()]
         flags = next(iter(whole.values())).new_tensor([len(differing)])
         for gather in self._gather_flags:
@@ -119,9 +119,9 @@ class DataParallelSums:
         if flags.any():
             who = f"of {differing[0]} " if differing else ""
             raise RuntimeError(
-                f"ranks that have copies of a shard ended with different gradients {who}after .grad was edited, or a "
-                "loss on the weights that depends on a rank's data went backward after the model's: copies would drift "
-                "apart. Edit alike on all ranks, and run that backward before the model's, or add both losses"
+                f"ranks that have replicas of a shard ended with different gradients {who}after .grad was edited, or a "
+                "loss on the weights that depends on a rank's data went backward after the model's: replicas would "
+                "drift apart. Edit alike on all ranks, and run that backward before the model's, or add both losses"
             )
 
     def nonfinite(self, sums: torch.Tensor, names: Sequence[str]) -> list[str]:

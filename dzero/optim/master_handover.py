@@ -64,7 +64,7 @@ def take_over(sharded: Sharded) -> None:
         DiskError: There is no space for masters on disk.
     """
     kept = [(unit, *each) for unit in sharded.units for each in unit.origin.items()]
-    left = [(unit, name, home) for unit, name, home in kept if isinstance(home, OffloadedMasterStorage)]
+    left = [(unit, name, storage) for unit, name, storage in kept if isinstance(storage, OffloadedMasterStorage)]
     if not left:
         return
     offload = left[0][2].offload
@@ -74,19 +74,19 @@ def take_over(sharded: Sharded) -> None:
         return
     offload.come_to_rest()
     for unit in sharded.units:
-        unit.arrive()
+        unit.wait_for_update()
     room = _room(sharded, [(unit, name) for unit, name, _ in left])
     del kept, offload
     while left:
-        unit, name, home = left.pop(0)
-        unit.origin[name] = _copied(home, name, room)
-        del home
+        unit, name, storage = left.pop(0)
+        unit.origin[name] = _copied(storage, name, room)
+        del storage
     gc.collect()
     give_back_freed_memory()
 
 
-def _copied(home: TensorStorage, name: str, room: InitSpillFile | None) -> TensorStorage:
-    master = home.get()
+def _copied(storage: TensorStorage, name: str, room: InitSpillFile | None) -> TensorStorage:
+    master = storage.get()
     return HostStorage(master) if room is None else room.keep(name, master)
 
 
@@ -96,6 +96,6 @@ def _room(sharded: Sharded, left: list[tuple[Unit, str]]) -> InitSpillFile | Non
     if layout.master.tier != "disk":
         return None
     shapes = {param.name: param for unit in sharded.shapes for param in unit.params}
-    elems = sum(shapes[name].shard_elems(unit.layout.shard, layout.shares) for unit, name in left)
+    elems = sum(shapes[name].shard_elems(unit.layout.shard, layout.replica_shards) for unit, name in left)
     paths = layout.offload.disk.paths
     return InitSpillFile(paths[sharded.mesh.get_local_rank(SHARD) % len(paths)], elems * torch.float32.itemsize)

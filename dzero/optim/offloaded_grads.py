@@ -43,7 +43,7 @@ class OffloadedGrads:
         moves = [(placement[name], piece) for name, piece in pieces.items()]
         slot = self._offload.slot(next(iter(pieces)), "grad", buffer)
         ahead = slot.data_ptr() - buffer.data_ptr()
-        alike = all(home.data_ptr() - piece.data_ptr() == ahead for home, piece in moves)
+        alike = all(storage.data_ptr() - piece.data_ptr() == ahead for storage, piece in moves)
         if alike and len(pieces) == self._trained:
             moves = [(slot, buffer)]
         self._offload.keep_grads(self._unit, moves, more=self._left)
@@ -69,7 +69,7 @@ class OffloadedGrads:
         """Return the gradients in `placement` once they have arrived; those on disk are copies."""
         return self._offload.read_grads(self._unit, placement) if self._left else placement
 
-    def change(self, home: torch.Tensor, flat: torch.Tensor) -> None:
-        """Replace the gradient in the slot `home` by `flat` [elems], which may be the tensor that `read` returned."""
-        if flat is not home:
-            self._offload.change_grads(self._unit, [(home, flat)])
+    def change(self, storage: torch.Tensor, flat: torch.Tensor) -> None:
+        """Replace the gradient in the slot `storage` by `flat` [elems], which may be what `read` returned."""
+        if flat is not storage:
+            self._offload.change_grads(self._unit, [(storage, flat)])

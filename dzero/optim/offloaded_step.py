@@ -131,7 +131,7 @@ class OffloadedStep(Generic[States]):
         offload.update(unit, partial(run, pending))
         self._send_work(unit, pending)
         if moments:
-            offload.fetch("moments", unit, [(home, staged) for staged, home in moments])
+            offload.fetch("moments", unit, [(storage, staged) for staged, storage in moments])
 
     def _send_work(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
         self._offload.send(unit, work_of([each.stored for each in pending]))

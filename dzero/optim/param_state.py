@@ -109,7 +109,7 @@ class ParamState:
         stored.offload = placement.offload
         stored._create_master(layout, placement)
         for key in kept:
-            elems = shape.shard_elems(layout.shard, layout.shares)
+            elems = shape.shard_elems(layout.shard, layout.replica_shards)
             stored._create_moment(key, key == MOMENTS[0], elems, layout, placement)
         return stored
 

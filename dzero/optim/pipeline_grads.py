@@ -34,17 +34,17 @@ class PipelineGrads:
     """
 
     def __init__(self, sharded: Sharded, owned: Sequence[str], units: Sequence[UnitGrads]) -> None:
-        parts, group = sharded.parts, sharded.model_groups[PIPELINE]
-        assert parts is not None
-        self.names = parts.names
+        stages, group = sharded.stages, sharded.model_groups[PIPELINE]
+        assert stages is not None
+        self.names = stages.names
         self._group, self._ledger = group, sharded.ledger
         self._device = torch.device(sharded.mesh.device_type)
         self._gather = GatherScalars(group, PIPELINE, sharded.ledger)
-        position = {name: number for number, name in enumerate(parts.names)}
+        position = {name: number for number, name in enumerate(stages.names)}
         self._at = torch.tensor([position[name] for name in owned], dtype=torch.int64)
-        self._counts = torch.tensor([parts.has_first or name not in parts.shared for name in owned])
+        self._counts = torch.tensor([stages.has_first or name not in stages.shared for name in owned])
         unit_of = {name: grads for unit, grads in zip(sharded.units, units, strict=True) for name in unit.params}
-        self._shared = [(name, unit_of[name]) for name in parts.shared if name in owned]
+        self._shared = [(name, unit_of[name]) for name in stages.shared if name in owned]
 
     def complete(self) -> None:
         """Add the other end's gradients of tied parameters; call this after `complete` of every unit."""

@@ -107,8 +107,8 @@ class ShownGrads:
 
     def flat(self, name: str, grad: torch.Tensor, *, shared_out: bool) -> torch.Tensor:
         """Return this rank's part of a `.grad` that was set from outside, flat; if `shared_out`, its replica shard."""
-        shares = self._unit.shares if shared_out else None
-        if shares is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
+        replica_shards = self._unit.replica_shards if shared_out else None
+        if replica_shards is not None and isinstance(grad, DTensor) and grad.device_mesh != self._unit.mesh[SHARD]:
             return local_of(grad).reshape(-1)  # computed from a `.grad` of replica shards, so it is one already
         flat = flat_of(grad, self._params[name])
-        return flat if shares is None else flat[shares.span(name)]
+        return flat if replica_shards is None else flat[replica_shards.span(name)]

@@ -11,7 +11,7 @@ from dzero.mesh import REPLICATE, SHARD, host_mesh
 from dzero.offload.manager import OffloadManager
 from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.offloaded_param import OffDeviceShard, memory_of
-from dzero.zero.replica_shards import mesh_of_shares, span_of
+from dzero.zero.replica_shards import mesh_of_replica_shards, span_of
 from dzero.zero.rounding import to_working
 from dzero.zero.shard import Sharded
 from dzero.zero.unit_shapes import ParamShape, rows_of
@@ -50,8 +50,8 @@ class StatePlacement:
         self.offload, self._buffer_layout = offload, offload.buffer_layout
         self._twins: dict[DeviceMesh, DeviceMesh] = {}
         layout, mesh = sharded.layout, sharded.mesh
-        self._of_parts = mesh_of_shares(mesh) if layout.shares > 1 else None
-        self._copy = mesh.get_local_rank(REPLICATE) if layout.shares > 1 else 0, layout.shares
+        self._replica_mesh = mesh_of_replica_shards(mesh) if layout.replica_shards > 1 else None
+        self._copy = mesh.get_local_rank(REPLICATE) if layout.replica_shards > 1 else 0, layout.replica_shards
 
     def span(self, shape: ParamShape, param: nn.Parameter, shards: int) -> tuple[int, slice]:
         """Return the elements of a parameter's flat shard, one of `shards`, that this rank has states for.
@@ -75,14 +75,14 @@ class StatePlacement:
 
     def _mesh(self, param: nn.Parameter) -> DeviceMesh:
         assert isinstance(param, DTensor)
-        return self._of_parts or param.device_mesh
+        return self._replica_mesh or param.device_mesh
 
     def placed(self, kind: str, local: torch.Tensor, name: str, param: nn.Parameter, *, by_row: bool) -> torch.Tensor:
         """Return this rank's flat part of a parameter's state as a DTensor, with one row per rank if `by_row`."""
         mesh = self.mesh(kind, name, param) or self._mesh(param)
         if by_row:
             return sharded_flat(local, mesh)
-        return placed_like(local, param, mesh, None if self._of_parts is None else (Shard(0), Shard(0)))
+        return placed_like(local, param, mesh, None if self._replica_mesh is None else (Shard(0), Shard(0)))
 
     def blank(self, kind: str, name: str, key: str, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return memory for one state [like.numel()], whose values `ParamState.fill` sets."""

@@ -71,16 +71,16 @@ class TorchOptimizer(MasterOptimizer):
             options.setdefault("foreach", False)  # foreach keeps temporaries of all parameters at once
         rule([nn.Parameter(torch.zeros(1))], **options)  # raises for invalid options before any state is moved
         self._placement, self._in_use = StatePlacement(sharded, self.offload), Lock()
-        self._mastered: dict[nn.Parameter, MasterParam] = {}
+        self._held: dict[nn.Parameter, MasterParam] = {}
         self._tiers: OffloadedStep[MasterParam] = OffloadedStep(sharded, self.offload)
-        groups = [self._mastered_group(group) for group in self.param_groups]
+        groups = [self._held_group(group) for group in self.param_groups]
         self.offload.settle()
         self.inner = rule(groups, **options)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
             own["updates"] = 0  # saved with the group, because classes like SGD keep no step count
 
-    def _mastered_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _held_group(self, group: dict[str, Any]) -> dict[str, Any]:
         """Create the masters of a group's parameters, and return the group with masters for the wrapped class."""
         unit_of = {name: unit for unit in self._sharded.units for name in unit.params}
         for param in group["params"]:
@@ -88,11 +88,11 @@ class TorchOptimizer(MasterOptimizer):
             made = MasterParam.create(name, param, unit_of[name].take_origin(name), self._placement)
             if (kept := made.kept_master(unit_of[name].shape.name, self.offload)) is not None:
                 unit_of[name].origin[name] = kept
-            self._mastered[param] = made
-        return {**group, "params": [self._mastered[param].master for param in group["params"]]}
+            self._held[param] = made
+        return {**group, "params": [self._held[param].master for param in group["params"]]}
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        self.inner.add_param_group(self._mastered_group(group))
+        self.inner.add_param_group(self._held_group(group))
         group.update({key: value for key, value in self.inner.param_groups[-1].items() if key != "params"})
         group["updates"] = self.param_groups[0]["updates"]
 
@@ -106,11 +106,11 @@ class TorchOptimizer(MasterOptimizer):
         self.synchronize()  # updates of the last step still use the settings and states of the wrapped class
         self.take_edits()
         self._settle_groups()
-        pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._mastered.values() if m.name in grads}
+        pending = {m.name: PendingUpdate(m, grads[m.name]) for m in self._held.values() if m.name in grads}
         self._tiers.start(pending, partial(self._run, factor), self.param_groups[0]["updates"])
         for group in self.param_groups:
             group["updates"] += 1
-        if len(self._state) < len(self._mastered):
+        if len(self._state) < len(self._held):
             self.synchronize()
             self._show_states()
 
@@ -127,13 +127,13 @@ class TorchOptimizer(MasterOptimizer):
 
     def _follow(self, unit: Unit) -> None:
         for param in unit.params.values():
-            if param in self._mastered:
-                self._mastered[param].refresh_master()
+            if param in self._held:
+                self._held[param].refresh_master()
 
     def _follow_edits(self, unit: Unit) -> None:
-        for mastered in self._of(unit):
-            if mastered.mesh is not None:
-                mastered.take_edits()
+        for held in self._of(unit):
+            if held.mesh is not None:
+                held.take_edits()
 
     def describe(self) -> list[str]:
         """Return log lines about offload and the kind of updates."""
@@ -145,14 +145,14 @@ class TorchOptimizer(MasterOptimizer):
             inner.update({key: value for key, value in own.items() if key != "params"})
 
     def _show_states(self) -> None:
-        for param in self._mastered:
+        for param in self._held:
             self._state.put(param, self._states(param))
 
     def _without_gradients(self) -> None:
         """Create initial states for torch's checkpoint helpers, which call `step` with zero gradients and rates."""
-        if self._state or any(param.grad is None for param in self._mastered):
+        if self._state or any(param.grad is None for param in self._held):
             super()._without_gradients()
-        masters = [mastered.master for mastered in self._mastered.values()]
+        masters = [held.master for held in self._held.values()]
         for master in masters:
             master.grad = torch.zeros_like(master)
         self._settle_groups()
@@ -163,9 +163,9 @@ class TorchOptimizer(MasterOptimizer):
 
     def _states(self, param: nn.Parameter) -> dict[str, Any]:
         """Return the master and states of a parameter; those of its shape are DTensors placed like it."""
-        mastered = self._mastered[param]
-        master, mesh = mastered.master, mastered.mesh
-        copied = mastered.param.dtype == torch.float32  # the master equals the parameter
+        held = self._held[param]
+        master, mesh = held.master, held.mesh
+        copied = held.param.dtype == torch.float32  # the master equals the parameter
         states: dict[str, Any] = {} if copied else {"master": placed_like(master.detach(), param, mesh)}
         for key, value in self.inner.state.get(master, {}).items():
             same = isinstance(value, torch.Tensor) and value.shape == master.shape and value.ndim > 0
@@ -185,7 +185,7 @@ class TorchOptimizer(MasterOptimizer):
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
             for param, index in zip(own["params"], saved["params"], strict=True):
-                master = self._mastered[param].master
+                master = self._held[param].master
                 values = dict(state_dict["state"].get(index, {}))
                 if "master" in values:
                     master.data.copy_(local_of(values.pop("master")))
@@ -201,32 +201,30 @@ class TorchOptimizer(MasterOptimizer):
     def portable_states(self, unit: Unit) -> list[StateSpec]:
         """Return the specs of the states that `export_state` exports for a unit, in that order."""
         return [
-            StateSpec(mastered.name, key, tensor.dtype, tensor.numel())
-            for mastered in self._of(unit)
-            for key, tensor in self._carried(unit, mastered)
+            StateSpec(held.name, key, tensor.dtype, tensor.numel())
+            for held in self._of(unit)
+            for key, tensor in self._carried(unit, held)
         ]
 
     def export_state(self, unit: Unit, put: Callable[[str, str, torch.Tensor], None]) -> None:
         """Pass each state of a unit to `put(parameter, key, tensor)`, flat [shard]."""
         self.take_edits()
-        for mastered in self._of(unit):
-            mastered.follow_edits()
-            for key, tensor in self._carried(unit, mastered):
-                put(mastered.name, key, tensor)
+        for held in self._of(unit):
+            held.follow_edits()
+            for key, tensor in self._carried(unit, held):
+                put(held.name, key, tensor)
 
     def import_state(self, unit: Unit, portable_states: Mapping[str, PortableState]) -> None:
         """Import the exported states of a unit, by parameter name, and set its parameters accordingly."""
-        for mastered in (of_unit := self._of(unit)):
-            master, each = mastered.master, portable_states[mastered.name]
+        for held in (of_unit := self._of(unit)):
+            master, each = held.master, portable_states[held.name]
             tensors = {key: value.view(master.shape) for key, value in each.tensors.items()}
             stale = tensors.pop("param", None)
             master.data.copy_(tensors.pop("master"))
-            mastered.write_back()
-            mastered.local.copy_(
-                to_working(master.data, mastered.param.dtype).view(-1) if stale is None else stale.view(-1)
-            )
+            held.write_back()
+            held.local.copy_(to_working(master.data, held.param.dtype).view(-1) if stale is None else stale.view(-1))
             if stale is not None:
-                self.offload.hold_back(unit.shape.name, work_of([mastered]))
+                self.offload.hold_back(unit.shape.name, work_of([held]))
             unit.is_edited = False
             moments = {key: value.to(master.device, copy=True) for key, value in tensors.items()}
             numbers = {key: torch.tensor(value) for key, value in each.scalars.items()}
@@ -239,12 +237,12 @@ class TorchOptimizer(MasterOptimizer):
     def scalars(self) -> dict[str, Any]:
         """Return the scalar state in JSON types, including scalar states of the wrapped class."""
         states = {
-            mastered.name: {
+            held.name: {
                 key: float(value)
-                for key, value in self.inner.state.get(mastered.master, {}).items()
+                for key, value in self.inner.state.get(held.master, {}).items()
                 if isinstance(value, torch.Tensor) and value.ndim == 0
             }
-            for mastered in self._mastered.values()
+            for held in self._held.values()
         }
         return super().scalars() | {"states": states, "updates": self.param_groups[0]["updates"]}
 
@@ -260,27 +258,27 @@ class TorchOptimizer(MasterOptimizer):
         return type(self.inner).__name__
 
     def _of(self, unit: Unit) -> list[MasterParam]:
-        return [mastered for param in unit.params.values() if (mastered := self._mastered.get(param)) is not None]
+        return [held for param in unit.params.values() if (held := self._held.get(param)) is not None]
 
-    def _carried(self, unit: Unit, mastered: MasterParam) -> Iterator[tuple[str, torch.Tensor]]:
+    def _carried(self, unit: Unit, held: MasterParam) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield flat states by key: the master, states of its shape, and an older parameter that forward still uses."""
-        master = mastered.master
+        master = held.master
         yield "master", master.detach().view(-1)
         for key, value in self.inner.state.get(master, {}).items():
             if isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape:
                 yield key, value.view(-1)
         if self.offload.held_back(unit.shape.name):
-            yield "param", read(mastered.local)
+            yield "param", read(held.local)
 
     def state_bytes(self) -> dict[str, int]:
         """Return the device bytes of this rank's param, master and moments (states of the wrapped class)."""
         totals = {"param": 0, "master": 0, "moments": 0}
         for param in self._sharded.named_params().values():
             totals["param"] += device_bytes(param)
-        for mastered in self._mastered.values():
-            if mastered.work is None:
-                master = mastered.master
-                totals["master"] += 0 if mastered.is_param else master.untyped_storage().nbytes()
+        for held in self._held.values():
+            if held.work is None:
+                master = held.master
+                totals["master"] += 0 if held.is_param else master.untyped_storage().nbytes()
                 states = self.inner.state.get(master, {}).values()
                 tensors = [v for v in states if isinstance(v, torch.Tensor) and v.ndim]
                 totals["moments"] += sum(v.untyped_storage().nbytes() for v in tensors)

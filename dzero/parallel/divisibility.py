@@ -42,10 +42,10 @@ def check_blocks(blocks: int, ranks: int, stages_per_rank: int = 1) -> None:
     """Raise ValueError if there are fewer blocks than pipeline stages."""
     count, several = ranks * stages_per_rank, stages_per_rank > 1
     if blocks < count:
-        of_rank = f" with {stages_per_rank} parts on each rank" if several else ""
+        of_rank = f" with {stages_per_rank} stages on each rank" if several else ""
         raise ValueError(
-            f"mesh.pp={ranks}{of_rank}: {count} parts of a model of {blocks} blocks; take at most "
-            f"{max(1, blocks // stages_per_rank)} ranks{', or fewer parts' if several else ''}"
+            f"mesh.pp={ranks}{of_rank}: {count} pipeline stages of a model of {blocks} blocks; take at most "
+            f"{max(1, blocks // stages_per_rank)} ranks{', or fewer stages' if several else ''}"
         )
 
 

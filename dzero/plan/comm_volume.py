@@ -24,7 +24,7 @@ from dzero.zero.unit_shapes import UnitShape
 Moved = dict[Entry, Traffic]
 
 
-def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None = None) -> Moved:
+def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, stages: ModelStages | None = None) -> Moved:
     """Return the traffic of context-parallel attention per rank; empty for models other than Llama."""
     mesh, train = config.mesh, config.train
     if mesh.cp == 1 or not isinstance(model, Llama):
@@ -36,13 +36,13 @@ def context_traffic(config: RunConfig, model: nn.Module, layout: Layout, parts: 
         head_dim=model.shape.head_dim,
         dtype=layout.param.dtype,
     )
-    layers = model.shape.layers if parts is None else parts.blocks
+    layers = model.shape.layers if stages is None else stages.blocks
     calls, recomputed = layers * layout.microbatches, config.block.activation_checkpoint != "none"
     return expected_context(mesh.cp_attention, sizes, ranks=mesh.cp, calls=calls, recomputed=recomputed)
 
 
 def tensor_traffic(
-    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None = None
+    config: RunConfig, model: nn.Module, layout: Layout, units: Sequence[UnitShape], stages: ModelStages | None = None
 ) -> Moved:
     """Return the traffic of tensor parallelism per rank; empty for models other than Llama."""
     mesh, train = config.mesh, config.train
@@ -51,11 +51,11 @@ def tensor_traffic(
     sizes = TensorSizes(
         tokens=train.microbatch_sequences * train.sequence_tokens // mesh.cp,
         width=model.shape.hidden_size,
-        blocks=model.shape.layers if parts is None else parts.blocks,
+        blocks=model.shape.layers if stages is None else stages.blocks,
         cuts_ffn=not isinstance(model, MoE) or model.shape.shared_experts > 0,
         experts=model.shape.experts if isinstance(model, MoE) and model.shape.balance == "loss" else 0,
-        has_first=parts is None or parts.has_first,
-        has_last=parts is None or parts.has_last,
+        has_first=stages is None or stages.has_first,
+        has_last=stages is None or stages.has_last,
         dtype=layout.param.dtype,
     )
     recomputed = config.block.activation_checkpoint != "none"
@@ -65,8 +65,8 @@ def tensor_traffic(
     return moved
 
 
-def pipeline_traffic(parts: ModelStages | None, hidden: HiddenStates | None, layout: Layout) -> Moved:
+def pipeline_traffic(stages: ModelStages | None, hidden: HiddenStates | None, layout: Layout) -> Moved:
     """Return the traffic of hidden states and their gradients between pipeline stages per rank."""
-    if parts is None or hidden is None:
+    if stages is None or hidden is None:
         return {}
-    return expected_pipeline(parts, hidden, microbatches=layout.microbatches)
+    return expected_pipeline(stages, hidden, microbatches=layout.microbatches)

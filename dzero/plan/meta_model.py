@@ -41,12 +41,12 @@ class RankView:
     """One rank's view of the model.
 
     Attributes:
-        parts: Pipeline stages of the rank, or None without a pipeline.
+        stages: Pipeline stages of the rank, or None without a pipeline.
         ledger: Ledger that counts the traffic of cp attention and of tokens sent to experts.
         experts: Expert modules that ranks share, by name.
     """
 
-    parts: ModelStages | None
+    stages: ModelStages | None
     ledger: Ledger
     experts: Mapping[str, nn.Module]
 
@@ -64,14 +64,14 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
 
 def units_of(config: RunConfig, model: nn.Module, rank: RankView | None = None) -> list[UnitShape]:
     """Return the shapes of the units of `model`, as `rank` has it, the root last."""
-    parts, experts = (None, {}) if rank is None else (rank.parts, rank.experts)
+    stages, experts = (None, {}) if rank is None else (rank.stages, rank.experts)
     units = [*find_units(model, config.zero.units, experts=experts), (ROOT, [model])]
-    return shapes_of(slots_by_unit(model, units, parts.aliases if parts else None), units, [model])
+    return shapes_of(slots_by_unit(model, units, stages.aliases if stages else None), units, [model])
 
 
 @contextmanager
-def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator[RankView]:
-    """Reduce `model`, on meta, to what one rank of pipeline stage `part` has of mesh.tp, mesh.cp, mesh.ep and mesh.pp.
+def as_on_a_rank(config: RunConfig, model: nn.Module, pipeline_stage: int = 0) -> Iterator[RankView]:
+    """Reduce `model`, on meta, to what a rank of `pipeline_stage` has of mesh.tp, mesh.cp, mesh.ep and mesh.pp.
 
     It is changed in place, and only shapes and operators are valid, within the context alone. RunError is raised if it
     cannot be cut like this, RuntimeError if this process is in a process group already.
@@ -82,7 +82,7 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
             inside.enter_context(fake_group(mesh.sharing))
         with user_errors():
             of_ranks = make_mesh("cpu", tp=mesh.tp) if mesh.sharing > 1 else None
-            cut = parallelize(model, of_ranks, parallel_of(config), pipeline=(part, mesh.pp))
+            cut = parallelize(model, of_ranks, parallel_of(config), pipeline=(pipeline_stage, mesh.pp))
             ledger = Ledger() if cut.experts is None else cut.experts.ledger
             if mesh.cp > 1:
                 group = dist.new_group(range(0, mesh.tp * mesh.cp, mesh.tp))
@@ -91,7 +91,7 @@ def as_on_a_rank(config: RunConfig, model: nn.Module, part: int = 0) -> Iterator
         yield RankView(cut.stages, ledger, {} if cut.experts is None else cut.experts.modules)
 
 
-def parts_of(config: RunConfig) -> Sequence[int]:
+def pipeline_stages_of(config: RunConfig) -> Sequence[int]:
     """Return the pipeline stages that may need most memory or time.
 
     These are the first (embedding, most microbatches in flight), the second (blocks alone) and the last (loss).
@@ -99,25 +99,25 @@ def parts_of(config: RunConfig) -> Sequence[int]:
     return sorted({0, min(1, config.mesh.pp - 1), config.mesh.pp - 1})
 
 
-def hidden_of(config: RunConfig, parts: ModelStages) -> HiddenStates:
+def hidden_of(config: RunConfig, stages: ModelStages) -> HiddenStates:
     """Return the hidden states that are sent between pipeline stages."""
     tokens = config.train.sequence_tokens // (config.mesh.cp * config.mesh.tp)
-    return HiddenStates((config.train.microbatch_sequences, tokens, parts.width), dtype_of(config.precision.param))
+    return HiddenStates((config.train.microbatch_sequences, tokens, stages.width), dtype_of(config.precision.param))
 
 
-def _flights(config: RunConfig, parts: ModelStages | None, count: int | None) -> InFlight:
+def _flights(config: RunConfig, stages: ModelStages | None, count: int | None) -> InFlight:
     """Return what a rank has in flight in a step of `count` microbatches."""
-    if parts is None or count is None:
+    if stages is None or count is None:
         return InFlight()
-    hidden = hidden_of(config, parts)
-    order = order_of(config.mesh.pp_schedule, count, parts.own[0].index, parts.count)
-    neighbours = 2 - parts.has_first - parts.has_last
-    moved = expected_pipeline(parts, hidden, microbatches=count)
+    hidden = hidden_of(config, stages)
+    order = order_of(config.mesh.pp_schedule, count, stages.own[0].index, stages.count)
+    neighbours = 2 - stages.has_first - stages.has_last
+    moved = expected_pipeline(stages, hidden, microbatches=count)
     return InFlight(
         ahead=next((index for index, (what, _) in enumerate(order) if what == "backward"), 1),
         room_bytes=neighbours * count * hidden.bytes,
-        names=len(parts.names),
-        shared=parts.shared,
+        names=len(stages.names),
+        shared=stages.shared,
         sent=sum((each for each in moved.values()), Traffic()),
     )
 
@@ -133,28 +133,28 @@ def costs_for(
         model = model_of(config)
         with as_on_a_rank(config, model) as rank:
             return costs_for(config, model, rank)
-    working, loss = model.to(dtype_of(config.precision.param)), _loss_of(config, rank.parts)
+    working, loss = model.to(dtype_of(config.precision.param)), _loss_of(config, rank.stages)
     beside = {CONTEXT: config.mesh.cp, EXPERT: config.mesh.ep}
     costs = costs_of(working, loss, config.zero.units, ledger=rank.ledger, beside=beside, experts=rank.experts)
-    return replace(costs, flights=_flights(config, rank.parts, microbatches))
+    return replace(costs, flights=_flights(config, rank.stages, microbatches))
 
 
-def _loss_of(config: RunConfig, parts: ModelStages | None) -> Loss:
+def _loss_of(config: RunConfig, stages: ModelStages | None) -> Loss:
     """Return the mean cross-entropy of a rank's tokens of one microbatch, as in the trainer.
 
     For a pipeline stage other than the last it is any scalar of the output.
     """
-    hidden = None if parts is None else hidden_of(config, parts)
+    hidden = None if stages is None else hidden_of(config, stages)
 
     def loss(model: nn.Module) -> torch.Tensor:
         shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
         tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
         if config.block.loss_tiles > 1:
             return with_added(model(tokens, targets), model)
-        if parts is None or hidden is None:
+        if stages is None or hidden is None:
             return with_added(cross_entropy(model(tokens), targets), model)
-        x = tokens if parts.has_first else hidden.on("cpu").requires_grad_()
+        x = tokens if stages.has_first else hidden.on("cpu").requires_grad_()
         out = model(x, torch.arange(shape[1])) if isinstance(model, Llama) else model(x)
-        return with_added(cross_entropy(out, targets) if parts.has_last else out.sum(), model)
+        return with_added(cross_entropy(out, targets) if stages.has_last else out.sum(), model)
 
     return loss

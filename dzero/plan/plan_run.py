@@ -29,7 +29,7 @@ from dzero.optim.build import moments_of
 from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.plan.comm_volume import context_traffic, pipeline_traffic, tensor_traffic
-from dzero.plan.meta_model import as_on_a_rank, costs_for, hidden_of, model_of, parts_of, units_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, hidden_of, model_of, pipeline_stages_of, units_of
 from dzero.plan.picture import pixels
 from dzero.plan.provenance import auto_values, settings_table
 from dzero.plan.run_layout import layout_of, ranks_of
@@ -73,25 +73,25 @@ def explain_run(config: RunConfig, settings: Sequence[str], conf: Path) -> tuple
         kinds_table(layout, units),
         units_table(layout, units),
         collectives_table(layout, units),
-        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.parts)),
-        _moved("what attention passes on", context_traffic(config, model, layout, rank.parts)),
-        _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.parts)),
+        _moved("what cut matrices exchange", tensor_traffic(config, model, layout, units, rank.stages)),
+        _moved("what attention passes on", context_traffic(config, model, layout, rank.stages)),
+        _moved("what tokens move to experts, all chosen alike,", _routed_alike(config, model, layout, rank.stages)),
         _moved(
             "what the first rank of the pipeline, whose units these are, passes on",
-            _passed_on(config, layout, units, rank.parts),
+            _passed_on(config, layout, units, rank.stages),
         ),
     ]
     return [table for table in told if table.rows], actions(layout, units)
 
 
 def _routed_alike(
-    config: RunConfig, model: nn.Module, layout: Layout, parts: ModelStages | None
+    config: RunConfig, model: nn.Module, layout: Layout, stages: ModelStages | None
 ) -> dict[Entry, Traffic]:
     """Return the traffic per rank and step of tokens sent to experts, if all experts are chosen equally often."""
     mesh, train = config.mesh, config.train
     if mesh.ep == 1 or not isinstance(model, MoE):
         return {}
-    calls = layout.microbatches * (model.shape.layers if parts is None else parts.blocks)
+    calls = layout.microbatches * (model.shape.layers if stages is None else stages.blocks)
     rows = train.microbatch_sequences * train.sequence_tokens // (mesh.cp * mesh.tp) * model.shape.top_k
     return expected_experts(
         ranks=mesh.ep,
@@ -105,14 +105,14 @@ def _routed_alike(
 
 
 def _passed_on(
-    config: RunConfig, layout: Layout, units: Sequence[UnitShape], parts: ModelStages | None
+    config: RunConfig, layout: Layout, units: Sequence[UnitShape], stages: ModelStages | None
 ) -> dict[Entry, Traffic]:
     """Return the traffic of hidden states and their gradients, and of tied parameters' gradients to the other end."""
-    if parts is None:
+    if stages is None:
         return {}
-    ends = expected_traffic(layout, units, parts.shared)
+    ends = expected_traffic(layout, units, stages.shared)
     moved = {entry: each for entry, each in ends.items() if entry.axis == PIPELINE}
-    return moved | pipeline_traffic(parts, hidden_of(config, parts), layout)
+    return moved | pipeline_traffic(stages, hidden_of(config, stages), layout)
 
 
 def _moved(what: str, traffic: Mapping[Entry, Traffic]) -> Table:
@@ -130,7 +130,7 @@ def forecast_run(config: RunConfig, hardware: HardwareConfig, vocab_size: int | 
     announce_long_layout(config)
     ranks, train = ranks_of(config), config.train
     layout, found = layout_of(config, hardware.device_type), list[Forecast]()
-    for part in parts_of(config):
+    for part in pipeline_stages_of(config):
         model = model_of(config, vocab_size)
         flops = flops_per_token(model, train.sequence_tokens)
         with as_on_a_rank(config, model, part) as rank:

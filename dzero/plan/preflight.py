@@ -38,7 +38,7 @@ from dzero.mesh import local_rank, local_ranks
 from dzero.models.config import SHAPES
 from dzero.optim.build import check_options, moments_of
 from dzero.plan.auto import candidates_of, resolve_auto, subject_of
-from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, parts_of, units_of
+from dzero.plan.meta_model import as_on_a_rank, costs_for, model_of, pipeline_stages_of, units_of
 from dzero.plan.plan_run import MANY_LAYERS, announce_long_layout
 from dzero.plan.run_layout import layout_of, ranks_of, workers_of
 from dzero.plan.search_tables import words
@@ -142,7 +142,9 @@ def needed(config: RunConfig) -> StepMemory:
     """
     if config.mesh.stages_per_rank > 1:
         raise UnforeseenError(f"what mesh.pp_schedule={config.mesh.pp_schedule} holds at once is not foreseen")
-    return max((_needed(config, part) for part in parts_of(config)), key=lambda memory: memory.peak.total_bytes)
+    return max(
+        (_needed(config, part) for part in pipeline_stages_of(config)), key=lambda memory: memory.peak.total_bytes
+    )
 
 
 def _needed(config: RunConfig, part: int) -> StepMemory:
@@ -197,9 +199,9 @@ def _refusal(config: RunConfig, here: HardwareConfig, lacking: Mapping[str, Tier
     lines = ["this run cannot fit this machine, so it was not started:"]
     for name, tier in lacking.items():
         kinds = sorted(tier.kinds, key=lambda kind: -tier.kinds[kind])[:LARGEST]
-        parts = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
+        stages = ", ".join(f"{kind} {format_bytes(tier.kinds[kind])}" for kind in kinds)
         need, has, short = map(format_bytes, (tier.total_bytes, tier.capacity_bytes or 0, tier.short_bytes))
-        lines.append(f"  on the {name} each rank needs {need} of {has}: {short} short (most of it: {parts})")
+        lines.append(f"  on the {name} each rank needs {need} of {has}: {short} short (most of it: {stages})")
     would = suggestions(config, here)
     lines.append(
         f"would fit: {' | '.join(would)}" if would else f"no stage, tier, recomputation or microbatch would fit; {MORE}"

@@ -71,7 +71,7 @@ class BuiltModel:
             model, seed=config.train.seed, device=device, weights=blank(model, weights)
         )
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
-        self.experts, parts = self._parallel.experts, self._parallel.stages
+        self.experts, stages = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
         block = config.block if compiles else replace(config.block, compile=False)
         apply_blocks(model, block, device.type)
@@ -93,14 +93,14 @@ class BuiltModel:
         self._tiled = config.block.loss_tiles > 1
         self.hidden: HiddenStates | None = None
         self.pipeline: Pipeline | None = None
-        if parts is not None:
-            shape = config.train.microbatch_sequences, config.train.sequence_tokens // (mesh.cp * mesh.tp), parts.width
+        if stages is not None:
+            shape = config.train.microbatch_sequences, config.train.sequence_tokens // (mesh.cp * mesh.tp), stages.width
             self.hidden = HiddenStates(shape, self.sharded.layout.param.dtype)
             self.pipeline = self._pipeline(config, self.sharded, self.hidden)
 
     def _pipeline(self, config: RunConfig, sharded: Sharded, hidden: HiddenStates) -> Pipeline:
-        assert sharded.parts is not None
-        sharded.parts.forget()
+        assert sharded.stages is not None
+        sharded.stages.forget()
         tokens = hidden.shape[1] * config.mesh.tp
         positions = torch.arange(tokens) if self._context is None else self._context.positions(tokens)
         counts = isinstance(sharded.model, Llama)  # other models derive positions from their input
@@ -111,7 +111,7 @@ class BuiltModel:
                 return out
 
         return Pipeline(
-            sharded.parts,
+            sharded.stages,
             self.mesh.get_group(PIPELINE),
             sharded.ledger,
             schedule=config.mesh.pp_schedule,
@@ -129,14 +129,14 @@ class BuiltModel:
 
         The bytes follow from the counted rows that tokens sent to other ranks.
         """
-        model, parts, config = self.sharded.model, self.sharded.parts, self._config
+        model, stages, config = self.sharded.model, self.sharded.stages, self._config
         if self.experts is None or not isinstance(model, MoE):
             return {}
         recomputed = config.block.activation_checkpoint != "none"
         return expected_experts(
             ranks=config.mesh.ep,
             experts=model.shape.experts,
-            calls=steps * self.microbatches * (model.shape.layers if parts is None else parts.blocks),
+            calls=steps * self.microbatches * (model.shape.layers if stages is None else stages.blocks),
             rows_moved=self.experts.rows_moved // (2 if recomputed else 1),
             row_elems=model.shape.hidden_size,
             dtype=self.sharded.layout.param.dtype,

@@ -77,13 +77,13 @@ class MetricsRecorder:
         )
         self._tokens_before = done_steps * self._step_tokens
         groups = {axis: sharded.mesh.get_group(axis) for axis in AXES} | sharded.model_groups
-        self._has_loss = sharded.parts is None or sharded.parts.has_last
+        self._has_loss = sharded.stages is None or sharded.stages.has_last
         self._across = [GatherScalars(group, axis, sharded.ledger) for axis, group in groups.items()]
         table = sharded.model, sharded.layout
-        self._inside = context_traffic(config, *table, sharded.parts)
-        self._inside |= pipeline_traffic(sharded.parts, built.hidden, sharded.layout)
+        self._inside = context_traffic(config, *table, sharded.stages)
+        self._inside |= pipeline_traffic(sharded.stages, built.hidden, sharded.layout)
         if built.counts_tensor:
-            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.parts)
+            self._inside |= tensor_traffic(config, *table, sharded.shapes, sharded.stages)
         self._counted: dict[Entry, Traffic] = {}
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
@@ -182,7 +182,7 @@ class MetricsRecorder:
             peak_bytes=self._memory_of_ranks(),
             traffic=self._traffic,
             traffic_steps=self.meter.steps,
-            theory=self._theory(),
+            expected=self._expected(),
             routed=self._assembled.routed(self.meter.steps),
             lanes=self._lanes,
             host_bytes=self._optim.offload.host_bytes,
@@ -190,11 +190,11 @@ class MetricsRecorder:
             planned_bytes=self.planned_bytes if self._device.type == "cuda" else None,
         )
 
-    def _theory(self) -> dict[Entry, Traffic]:
+    def _expected(self) -> dict[Entry, Traffic]:
         """Return the traffic of a step according to formulas."""
         table = self._sharded.layout, self._sharded.shapes
-        parts, balance = self._sharded.parts, self._assembled.balance.expected()
-        moved = expected_traffic(*table, parts.shared if parts else ())
+        stages, balance = self._sharded.stages, self._assembled.balance.expected()
+        moved = expected_traffic(*table, stages.shared if stages else ())
         control = expected_control(*table, len(self._sharded.names))
         return {**moved, **control, **self._inside, **balance, **self._optim.traffic}
 

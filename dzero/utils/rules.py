@@ -114,4 +114,6 @@ def shown(value: Any) -> str:
     """Format a value as it is written on a command line."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
     return "..." if is_dataclass(value) else str(value)

@@ -58,7 +58,10 @@ SEQUENCES_WHY = "attention over parts of a sequence adds partial sums, and gradi
 GROUPS = {
     "cut sequences": (("cp", "cp_attention"), SEQUENCES_WHY),
     "cut matrices": (("tp", "ep"), "ranks that share matrices or experts add partial sums"),
-    "a pipeline": (("pp", "pp_schedule", "pp_parts"), "ranks that read the same add their gradients otherwise"),
+    "a pipeline": (
+        ("pp", "pp_schedule", "pp_stages_per_rank"),
+        "ranks that read the same add their gradients otherwise",
+    ),
 }
 """Settings of a mesh by their effect on the model, in the order in which the ladder adds them, and why bits differ."""
 

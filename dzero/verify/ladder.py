@@ -84,7 +84,7 @@ def order_of(layout: Layout) -> dict[str, int]:
     return {
         EARLY: 2 if layout.microbatches > 1 and layout.grad.sharded else 1,
         TWO_HOPS: 2 if layout.hybrid else 1,
-        BLOCKS: layout.shard * layout.shares if layout.moments.dtype == torch.uint8 else 1,
+        BLOCKS: layout.shard * layout.replica_shards if layout.moments.dtype == torch.uint8 else 1,
     }
 
 
@@ -96,7 +96,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     (_, whole), *meshes = meshes_to(config.mesh)
     base = replace(
         config,
-        zero=replace(config.zero, stage=0, reshard_after_forward=True, states_over="shard"),
+        zero=replace(config.zero, stage=0, reshard_after_forward=True, optimizer_shard_axes=["shard"]),
         mesh=whole,
         offload=OffloadConfig(),
         block=replace(config.block, tiles=1, loss_tiles=1),
@@ -120,8 +120,10 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
     order = order_of(layout)
     if not why and order != order_of(layout_of(base, device, base.mesh.data_ranks(ranks))):
         stage = 2 if order[EARLY] > 1 else 1
-        over = config.zero.states_over if order[BLOCKS] > 1 else "shard"
-        sharded = replace(rungs[-1].config, zero=replace(base.zero, stage=stage, states_over=over), mesh=config.mesh)
+        over = config.zero.optimizer_shard_axes if order[BLOCKS] > 1 else ["shard"]
+        sharded = replace(
+            rungs[-1].config, zero=replace(base.zero, stage=stage, optimizer_shard_axes=over), mesh=config.mesh
+        )
         why_other = "; ".join(reason for reason, count in order.items() if count > 1)
         climb(f"stage {stage} on the device", sharded, rounding, why_other)
     if layout.offload.mode == "delayed" and run.verify.steps > layout.offload.delay_warmup_steps:

@@ -48,8 +48,8 @@ class AnsweredRows:
     def __init__(self, sharded: Sharded, layout: Layout) -> None:
         self._layout = layout
         self._groups = {axis: group for axis, group in sharded.model_groups.items() if axis != PIPELINE}
-        parts = sharded.parts
-        self._tied, self._has_first = ({*parts.shared}, parts.has_first) if parts is not None else (set(), True)
+        stages = sharded.stages
+        self._tied, self._has_first = ({*stages.shared}, stages.has_first) if stages is not None else (set(), True)
         self._cuts: dict[str, tuple[Cut, ...]] = {}
         self._shapes: dict[str, ParamShape] = {}
         self.placed = placed = AnsweredParams()
@@ -60,9 +60,9 @@ class AnsweredRows:
                 own = shape.name
                 self._cuts[own], self._shapes[own] = cuts, shape
                 placed.held[own] = as_built.held(shape, *rows_of(shape.shape[0], *cuts))
-                copies = [copy, *self._copies(shape)]
-                placed.weight[own] = 1 / math.prod(each for _, each in copies)
-                if not any(number for number, _ in copies):
+                replicas = [copy, *self._copies(shape)]
+                placed.weight[own] = 1 / math.prod(each for _, each in replicas)
+                if not any(number for number, _ in replicas):
                     placed.first.add(own)
 
     def mine(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -77,14 +77,14 @@ class AnsweredRows:
 
     def _of(self, unit: Unit) -> tuple[tuple[Cut, ...], Cut]:
         """Return the cuts along the shard axis and, for replica shards, among replicas; and (replica, replicas)."""
-        copies, shards = (unit.mesh.get_group(axis) for axis in AXES)
-        number, ranks = copies.rank() * shards.size() + shards.rank(), copies.size() * shards.size()
+        replicas, shards = (unit.mesh.get_group(axis) for axis in AXES)
+        number, ranks = replicas.rank() * shards.size() + shards.rank(), replicas.size() * shards.size()
         own = self._layout.of_unit(unit.shape)
         if ranks != own.ranks:  # not the mesh of the configuration
             return ((number, ranks),), (0, 1)
         copy, part = divmod(number, own.shard)
-        if self._layout.shares > 1:
-            return ((part, own.shard), (copy, self._layout.shares)), (0, 1)
+        if self._layout.replica_shards > 1:
+            return ((part, own.shard), (copy, self._layout.replica_shards)), (0, 1)
         return ((part, own.shard),), (copy, own.replicate)
 
     def _copies(self, shape: ParamShape) -> list[Cut]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dzero.compatibility import check_compatible
-from dzero.utils.rules import Settings
+from dzero.utils.renamed import accepts_old_names
+from dzero.utils.rules import Settings, shown
 
 REDUCTIONS = ("auto", "exact", "native")
 FLOATS = ("fp32", "bf16", "fp16")
 MASTERS = ("fp32", "remainder")
 MOMENTS = ("fp32", "bf16", "int8")
-STATES_OVER = ("shard", "all")
+SHARD_AXES = (["shard"], ["replicate", "shard"])
 UNUSED = ("agree", "zeros")
 
 
@@ -30,6 +31,7 @@ def is_exact(reduction: str, device_type: str) -> bool:
     return reduction == "exact" or (reduction == "auto" and device_type == "cpu")
 
 
+@accepts_old_names("zero")
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """ZeRO stage, and sharding of model states."""
@@ -44,14 +46,15 @@ class ZeroConfig:
     large embedding and head."""
     reduction: str = "auto"
     """Gradient sums: exact (fp32 in rank order), native (the backend's), or auto (exact on CPU, native on CUDA)."""
-    states_over: str = "shard"
-    """Ranks that master parameters and moments are sharded over: shard, or all (the replicate axis too)."""
+    optimizer_shard_axes: list[str] = field(default_factory=lambda: ["shard"])
+    """Mesh axes over which master parameters and moments are sharded: [shard], or [replicate,shard]."""
     unused: str = "agree"
     """Parameters that backward does not reach: agree (on all ranks, else an error) or zeros (their gradients are 0)."""
 
     def __post_init__(self) -> None:
-        if self.states_over not in STATES_OVER:
-            raise ValueError(f"zero.states_over={self.states_over!r}: choose one of {[*STATES_OVER]}")
+        if [*self.optimizer_shard_axes] not in SHARD_AXES:
+            allowed = " or ".join(map(shown, SHARD_AXES))
+            raise ValueError(f"zero.optimizer_shard_axes={shown(self.optimizer_shard_axes)}: choose {allowed}")
         if self.unused not in UNUSED:
             raise ValueError(f"zero.unused={self.unused!r}: choose one of {[*UNUSED]}")
         if self.stage not in (0, 1, 2, 3):

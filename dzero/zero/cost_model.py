@@ -11,7 +11,7 @@ With M microbatches, n ranks on the shard axis, and r on the replicate axis, eac
 At stage 3, a unit that closes forward (head and root) stays gathered from forward to backward. With
 `zero.reshard_after_forward=false` all units do. L units, c of which close forward, take 2 M L - M c all-gathers.
 
-With `zero.states_over=all`, a reduce-scatter of gradients and an all-gather of updated parameters replace the
+With replica shards, a reduce-scatter of gradients and an all-gather of updated parameters replace the
 all-reduce over r.
 
 Bytes are counted as in `comm/ledger.py`. The counts hold for units whose parameters are all trained: FSDP2 skips the
@@ -54,7 +54,7 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
     microbatches, dtype, wire = layout.microbatches, layout.param.dtype, layout.wire
     for unit in units:
         own = layout.of_unit(unit)
-        n, copies, hop = own.shard, own.replicate, own.replicate_wire
+        n, replicas, hop = own.shard, own.replicate, own.replicate_wire
         back = layout.grad.dtype if layout.exact else hop
         shard, trained = unit.shard_elems(n), unit.shard_elems(n, trainable_only=True)
         gathers = microbatches if layout.param.sharded else 1
@@ -64,13 +64,13 @@ def expected_traffic(layout: Layout, units: Sequence[UnitShape], shared: Collect
             add("all_gather", SHARD, inner, unit.shard_elems(inner) * dtype.itemsize, dtype, microbatches, "unshard")
         reduces = microbatches if layout.grad.sharded else 1
         add("reduce_scatter", SHARD, n, trained * wire.itemsize, wire, reduces)
-        if layout.shares > 1:
-            part = unit.shard_elems(n, copies, trainable_only=True)
-            add("reduce_scatter", REPLICATE, copies, part * hop.itemsize, hop, 1)
-            add("all_gather", REPLICATE, copies, part * dtype.itemsize, dtype, 1, "update")
+        if layout.replica_shards > 1:
+            part = unit.shard_elems(n, replicas, trainable_only=True)
+            add("reduce_scatter", REPLICATE, replicas, part * hop.itemsize, hop, 1)
+            add("all_gather", REPLICATE, replicas, part * dtype.itemsize, dtype, 1, "update")
             continue
-        owned = -(-trained // copies)
-        add("all_reduce", REPLICATE, copies, owned * (hop.itemsize + back.itemsize), hop, 1)
+        owned = -(-trained // replicas)
+        add("all_reduce", REPLICATE, replicas, owned * (hop.itemsize + back.itemsize), hop, 1)
         for param in unit.params:
             if param.name in shared and param.trainable:
                 add("exchange", PIPELINE, 2, param.shard_elems(n) * layout.grad.dtype.itemsize, layout.grad.dtype, 1)
@@ -140,19 +140,19 @@ def expected_decision(layout: Layout, units: Sequence[UnitShape], names: int = 0
         names: Number of parameters of the whole model, in all pipeline stages.
     """
     params = sum(p.trainable for unit in units for p in unit.params)
-    copies, shards = layout.replicate, layout.shard
-    if sums_are_sliced(params, copies * shards):
-        width = max(1, -(-params // (copies * shards)))
+    replicas, shards = layout.replicate, layout.shard
+    if sums_are_sliced(params, replicas * shards):
+        width = max(1, -(-params // (replicas * shards)))
         sent = {
-            ("all_to_all", REPLICATE): (copies - 1) * shards * (width + 1),
-            ("all_to_all", SHARD): (shards - 1) * copies * (width + 1),
+            ("all_to_all", REPLICATE): (replicas - 1) * shards * (width + 1),
+            ("all_to_all", SHARD): (shards - 1) * replicas * (width + 1),
             ("all_gather", SHARD): (shards - 1) * width,
-            ("all_gather", REPLICATE): (copies - 1) * shards * width,
+            ("all_gather", REPLICATE): (replicas - 1) * shards * width,
         }
     else:
         sent = {
-            ("all_gather", REPLICATE): (copies - 1) * (1 + params),
-            ("all_gather", SHARD): (shards - 1) * copies * (1 + params),
+            ("all_gather", REPLICATE): (replicas - 1) * (1 + params),
+            ("all_gather", SHARD): (shards - 1) * replicas * (1 + params),
         }
     for axis, ranks in _model_axes(layout, units).items():
         sent["all_gather", axis] = (ranks - 1) * (names if axis == PIPELINE else params)
@@ -192,7 +192,7 @@ def resting_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
     and one fp32 scale per started block of 256 elements of a parameter.
     """
     shards = [(unit, layout.of_unit(unit).shard) for unit in units]
-    trained = [p.shard_elems(n, layout.shares) for unit, n in shards for p in unit.params if p.trainable]
+    trained = [p.shard_elems(n, layout.replica_shards) for unit, n in shards for p in unit.params if p.trainable]
     stored = sum(unit.shard_elems(n) for unit, n in shards)
     own = layout.param.dtype == torch.float32  # an fp32 parameter is its own master
     eight = layout.moments.dtype == torch.uint8
@@ -217,8 +217,8 @@ def peak_bytes(layout: Layout, units: Sequence[UnitShape]) -> StateBytes:
         n = layout.of_unit(unit).shard
         whole += 0 if layout.param.sharded or n == 1 else unit.shard_elems(n) * n
         waits = not layout.grad.sharded and layout.microbatches > 1 and n > 1
-        shares = 1 if waits else layout.shares
-        trained += unit.shard_elems(n, shares, trainable_only=True) * (n if waits else 1)
+        replica_shards = 1 if waits else layout.replica_shards
+        trained += unit.shard_elems(n, replica_shards, trainable_only=True) * (n if waits else 1)
     return StateBytes(
         param=rest.param + whole * layout.param.dtype.itemsize,
         grad=trained * layout.grad.dtype.itemsize,

@@ -18,7 +18,7 @@ def kinds_table(layout: Layout, units: Sequence[UnitShape]) -> Table:
     for kind in KINDS:
         row: TableRow = getattr(layout, kind)
         cut = f"1/{layout.shard} of each over the shard axis" if row.sharded and layout.shard > 1 else "whole"
-        cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_copies else cut
+        cut = f"1/{layout.ranks} of each over all data-parallel ranks" if row.over_replicas else cut
         own = kind == "master" and layout.param.dtype == layout.master.dtype
         dtype = "the parameter itself" if own else dtype_name(row.dtype)
         part = f", {row.fraction:.0%} of them" if row.fraction < 1 else ""

@@ -13,7 +13,8 @@ Notes on what FSDP2 does, and why dzero intervenes:
 
 Deferred gradients. FSDP2 looks for the gradients of a unit's parameters when the gradients of the unit's inputs are
 ready. Zero-bubble pipelines compute parameter gradients later, and leave them in `.grad` of the unsharded parameters,
-even if these were freed. `collect` makes FSDP2 look again, as torch.distributed.pipelining does for the same purpose.
+even if these were freed. `reduce_deferred_grads` makes FSDP2 look again, as torch.distributed.pipelining does for the
+same purpose.
 
 Backports. Since torch 2.13, FSDP2 can reset a backward that raised, and ends the forward of a unit of which only some
 modules ran. Since 2.12, it finds tensors in dataclasses that a module returns; otherwise it would not gather the unit
@@ -356,7 +357,7 @@ def unsharded_params(root: FSDPModule) -> list[nn.Parameter]:
     return [each.unsharded_param for each in held if each.unsharded_param.requires_grad]
 
 
-def collect(root: FSDPModule) -> None:
+def reduce_deferred_grads(root: FSDPModule) -> None:
     """Accumulate or reduce gradients, and free parameters, of all units below `root`, as at the end of backward."""
     for group in reversed(groups_below(root)):
         group.post_backward()

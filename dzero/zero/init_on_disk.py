@@ -68,15 +68,15 @@ class InitSpillFile:
             if "param" in on_disk and slot.name in off_device["param"]:
                 needed += param.shard_elems(shard) * working.itemsize
             if "master" in on_disk and slot.name in off_device["master"] and slot.param.dtype != working:
-                needed += param.shard_elems(shard, layout.shares) * torch.float32.itemsize
+                needed += param.shard_elems(shard, layout.replica_shards) * torch.float32.itemsize
         return cls(paths[rank % len(paths)], needed)
 
     def keep(self, name: str, tensor: torch.Tensor) -> SpilledTensor:
         """Write `tensor` and return its storage, which keeps the file open."""
-        cold = SpilledTensor(self, name, self._end, tensor.shape, tensor.dtype)
+        spilled = SpilledTensor(self, name, self._end, tensor.shape, tensor.dtype)
         self._end += tensor.nbytes
-        cold.put(tensor)
-        return cold
+        spilled.put(tensor)
+        return spilled
 
 
 @dataclass

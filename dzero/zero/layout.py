@@ -6,8 +6,8 @@
     master    stage 0 unsharded, 1-3 Shard(0)            fp32 | 16-bit remainder      4 or 2 (none for fp32)
     moments   stage 0 unsharded, 1-3 Shard(0)            fp32 | bf16 | int8           8, 4 or about 2
 
-With `zero.states_over=all`, master and moments are `Shard(0)` over the replicate axis too: each replica of a shard owns
-a part of it, its replica shard (zero/replica_shards.py).
+With `zero.optimizer_shard_axes=[replicate,shard]`, master and moments are `Shard(0)` over the replicate axis too: each
+replica of a shard owns a part of it, its replica shard (zero/replica_shards.py).
 
 Stage 0 is the same table on a mesh whose shard axis has one rank (`MeshConfig.degrees`), so code that uses a `Layout`
 does not branch on the stage. FSDP2's switches, the synchronization of microbatches, the collectives and the byte counts
@@ -39,19 +39,19 @@ class TableRow:
         dtype: Dtype in which it is stored.
         tier: Tier on which it is stored (zero/tiers.py).
         fraction: Fraction of the elements on `tier`; the others are on the device.
-        over_copies: Whether it is sharded over the replicate axis too.
+        over_replicas: Whether it is sharded over the replicate axis too.
     """
 
     sharded: bool
     dtype: torch.dtype
     tier: str = "device"
     fraction: float = 1.0
-    over_copies: bool = False
+    over_replicas: bool = False
 
     @property
     def placements(self) -> tuple[Placement, Placement]:
         """DTensor placements over (replicate, shard); if both are sharded, the shard axis comes first."""
-        return Shard(0) if self.over_copies else Replicate(), Shard(0) if self.sharded else Replicate()
+        return Shard(0) if self.over_replicas else Replicate(), Shard(0) if self.sharded else Replicate()
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Layout:
         moments = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[precision.moments]
 
         def row(kind: str, first_stage: int, dtype: torch.dtype) -> TableRow:
-            over_copies = zero.states_over == "all" and kind in ("master", "moments")
-            return TableRow(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind), over_copies)
+            over_replicas = "replicate" in zero.optimizer_shard_axes and kind in ("master", "moments")
+            return TableRow(zero.stage >= first_stage, dtype, offload.tier(kind), offload.fraction(kind), over_replicas)
 
         return cls(
             stage=zero.stage,
@@ -201,9 +201,9 @@ class Layout:
         return self.replicate > 1 and self.shard > 1
 
     @property
-    def shares(self) -> int:
+    def replica_shards(self) -> int:
         """Number of replica shards of a shard, each with its own masters and moments."""
-        return self.replicate if self.master.over_copies else 1
+        return self.replicate if self.master.over_replicas else 1
 
     @property
     def replicate_wire(self) -> torch.dtype:
@@ -215,7 +215,7 @@ class Layout:
         """Tier and fraction of each kind of state."""
         return {kind: (row.tier, row.fraction) for kind in KINDS for row in [getattr(self, kind)]}
 
-    def cadence(self, is_last: bool) -> GradSyncPolicy:
+    def grad_sync_policy(self, is_last: bool) -> GradSyncPolicy:
         """Return what FSDP2 does after a microbatch.
 
         Unsharded gradients are reduced after the last microbatch. Until then, unsharded parameters stay gathered.

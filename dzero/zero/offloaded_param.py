@@ -1,7 +1,7 @@
 """Parameters in host memory or on disk (offload.param), as tensor subclasses that FSDP2 shards and gathers.
 
 An `OffDeviceShard` reports the mesh's device, as `fully_shard` requires, while its elements are in the storage of an
-`OffDeviceTensor`. FSDP2 requests the all-gather input of each shard right before it gathers the unit. `Unit.bring` then
+`OffDeviceTensor`. FSDP2 requests the all-gather input of each shard right before it gathers the unit. `Unit.fetch` then
 fetches the unit to the device. A gather is thus the only step of training that waits for an update in flight.
 
     operation on an OffDeviceShard     effect
@@ -33,7 +33,7 @@ from dzero.zero.units import swap
 class ParamHooks(Protocol):
     """Callbacks of an offloaded parameter, which its unit implements."""
 
-    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
+    def fetch(self, memory: OffDeviceTensor) -> torch.Tensor:
         """Return the parameter's padded shard [elems] on the device."""
 
     def await_update(self) -> None:
@@ -75,7 +75,7 @@ class OffDeviceTensor:
 
     Attributes:
         name: Name of the parameter.
-        home: Storage of the elements. It may be replaced, since every OffDeviceShard is only a view.
+        storage: Storage of the elements. It may be replaced, since every OffDeviceShard is only a view.
         dtype: Dtype of the elements.
         elems: Number of elements.
         device: Device that its views report.
@@ -84,7 +84,7 @@ class OffDeviceTensor:
     """
 
     name: str
-    home: TensorStorage
+    storage: TensorStorage
     dtype: torch.dtype
     elems: int
     device: torch.device
@@ -100,7 +100,7 @@ class OffDeviceTensor:
     @property
     def flat(self) -> torch.Tensor:
         """Elements [elems], in host memory; `TensorStorage.get`."""
-        return self.home.get()
+        return self.storage.get()
 
     def await_update(self) -> None:
         """Call `ParamHooks.await_update`, if there are hooks."""
@@ -112,10 +112,10 @@ class OffDeviceTensor:
         if self.hooks is not None and (hooks := self.hooks()) is not None:
             hooks.write()
 
-    def move_to(self, home: TensorStorage) -> None:
+    def move_to(self, storage: TensorStorage) -> None:
         """Move the elements to another storage."""
-        home.put(self.home.get())
-        self.home = home
+        storage.put(self.storage.get())
+        self.storage = storage
 
 
 class OffDeviceShard(torch.Tensor):
@@ -217,7 +217,7 @@ class OffDeviceShard(torch.Tensor):
         on_host = partial(_on_host, opened, copies)
         func(*_mapped(args, on_host), **_mapped(kwargs, on_host))
         for memory in memories:
-            memory.home.put(opened[memory])
+            memory.storage.put(opened[memory])
         for tensor in changed:
             if tensor in copies:
                 tensor.copy_(copies[tensor])
@@ -230,7 +230,7 @@ class OffDeviceShard(torch.Tensor):
         hooks = None if self.memory.hooks is None else self.memory.hooks()
         assert hooks is not None, f"{self.memory.name} is gathered, but belongs to no unit"
         rows = -(-outer_size[0] // mesh.size())
-        return (hooks.bring(self.memory).view(rows, *outer_size[1:]),), None
+        return (hooks.fetch(self.memory).view(rows, *outer_size[1:]),), None
 
     def fsdp_post_all_gather(
         self,

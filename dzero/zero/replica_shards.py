@@ -1,4 +1,4 @@
-"""Replica shards: the states of a shard, divided among its replicas (`zero.states_over=all`).
+"""Replica shards: the states of a shard, divided among its replicas (`zero.optimizer_shard_axes=[replicate,shard]`).
 
     on rank (c, s) of replicate x shard            part of a parameter's rows, as Shard(0) cuts them
     parameters, gradients before `reduce`          part s of `shard`: the shard
@@ -47,7 +47,7 @@ def span_of(shape: ParamShape, shard: Cut, copy: Cut) -> slice:
     return slice(first * shape.row_elems, (first + count) * shape.row_elems)
 
 
-def mesh_of_shares(mesh: DeviceMesh) -> DeviceMesh:
+def mesh_of_replica_shards(mesh: DeviceMesh) -> DeviceMesh:
     """Return the ranks of the (replicate, shard) `mesh` as (shard, replicate), the order of cuts in replica shards."""
     groups = [mesh.get_group(axis) for axis in (SHARD, REPLICATE)]
     return DeviceMesh.from_group(
@@ -133,8 +133,8 @@ class ReplicaShards:
 
     def _sizes(self, names: Collection[str]) -> dict[str, int]:
         """Return the number of elements of each parameter's largest replica shard on any rank."""
-        shards, copies = self._shard[1], self._copy[1]
-        return {name: self._shapes[name].shard_elems(shards, copies) for name in names}
+        shards, replicas = self._shard[1], self._copy[1]
+        return {name: self._shapes[name].shard_elems(shards, replicas) for name in names}
 
     def _columns(self, full: torch.Tensor, sizes: Mapping[str, int]) -> Named:
         """Return views of `full` [replicas, n] by parameter, each [replicas, its size]."""

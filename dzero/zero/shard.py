@@ -46,11 +46,11 @@ from dzero.zero import fsdp_internals
 from dzero.zero.config import PRECISIONS, PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.describe import kinds_table, units_table
 from dzero.zero.fsdp_internals import (
-    collect,
     follow_outputs,
     follow_root,
     has_failed,
     recover,
+    reduce_deferred_grads,
     unsharded_params,
     use_shards,
 )
@@ -93,7 +93,7 @@ class Sharded:
         units: Units, each root behind the units in it.
         ledger: Ledger of the collectives.
         loans: Reduced buffers that other streams still read.
-        parts: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
+        stages: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
         names: Names of the parameters of all pipeline stages.
         claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
         is_last: Whether the current microbatch is the last of its step.
@@ -108,24 +108,24 @@ class Sharded:
         units: list[Unit],
         ledger: Ledger,
         loans: Loans,
-        parts: ModelStages | None,
+        stages: ModelStages | None,
     ) -> None:
         self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
         self.loans = loans
-        self.model_groups, self.parts = model_groups, parts
-        self.names = tuple(name for name, _ in model.named_parameters()) if parts is None else parts.names
+        self.model_groups, self.stages = model_groups, stages
+        self.names = tuple(name for name, _ in model.named_parameters()) if stages is None else stages.names
         self.context: ContextParallel | None = None
         self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
         self.is_last = True
         self._reductions = 0
-        self._roots = [_as_fsdp(root) for root in roots_of(model, parts)]
+        self._roots = [_as_fsdp(root) for root in roots_of(model, stages)]
         self._microbatches = [MicrobatchCount(layout) for _ in self._roots]
-        follow_shards(units, [model] if parts is None else [], layout)
+        follow_shards(units, [model] if stages is None else [], layout)
         drop = WeakMethod(self._drop_gradients)
         model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
 
     @contextmanager
-    def microbatch(self, is_last: bool = True, part: int = 0) -> Iterator[None]:
+    def microbatch(self, is_last: bool = True, pipeline_stage: int = 0) -> Iterator[None]:
         """Run the forward and backward of one microbatch in this context.
 
         A loop with one microbatch per step does not need it. The caller divides the loss by the number of microbatches.
@@ -133,20 +133,20 @@ class Sharded:
 
         Args:
             is_last: Whether the microbatch is the last of its step.
-            part: Index of the pipeline stage on this rank. Only its backward must run in the context.
+            pipeline_stage: Index of the pipeline stage on this rank. Only its backward must run in the context.
         """
-        self._microbatches[part].begin(is_last)
-        self._set(is_last, self._roots[part])
+        self._microbatches[pipeline_stage].begin(is_last)
+        self._set(is_last, self._roots[pipeline_stage])
         try:
             yield
         finally:
-            self._set(True, self._roots[part])
+            self._set(True, self._roots[pipeline_stage])
             self._reductions = self._count_reductions()
 
     @contextmanager
-    def input_gradients(self, part: int) -> Iterator[None]:
+    def input_gradients(self, pipeline_stage: int) -> Iterator[None]:
         """Leave the parameter gradients of a stage to `weight_gradients`, in a backward within this context."""
-        root = self._roots[part]
+        root = self._roots[pipeline_stage]
         self._set(False, root)
         root.set_requires_gradient_sync(False)
         try:
@@ -155,15 +155,15 @@ class Sharded:
             self._set(True, root)
 
     @contextmanager
-    def weight_gradients(self, is_last: bool, part: int) -> Iterator[None]:
+    def weight_gradients(self, is_last: bool, pipeline_stage: int) -> Iterator[None]:
         """Compute the parameter gradients of a stage in this context, which then reduces or accumulates them."""
-        with self.microbatch(is_last, part):
+        with self.microbatch(is_last, pipeline_stage):
             yield
-            collect(self._roots[part])
+            reduce_deferred_grads(self._roots[pipeline_stage])
 
-    def unsharded_params(self, part: int) -> list[nn.Parameter]:
+    def unsharded_params(self, pipeline_stage: int) -> list[nn.Parameter]:
         """Return the parameters of a stage, as its forward used them, that `weight_gradients` needs gradients of."""
-        return unsharded_params(self._roots[part])
+        return unsharded_params(self._roots[pipeline_stage])
 
     def abandon_step(self, names: Container[str]) -> None:
         """Discard the step's gradients of `names`, even if their backward raised; called by `zero_grad`."""
@@ -171,8 +171,8 @@ class Sharded:
             if has_failed(root):
                 recover(root)
         drop_waiting(self.units, names)
-        for of_part in self._microbatches:
-            of_part.abandon()
+        for of_stage in self._microbatches:
+            of_stage.abandon()
 
     def _drop_gradients(self) -> None:
         for claimant in [*self.claims]:
@@ -192,20 +192,20 @@ class Sharded:
             )
         if len(self._roots) == 1 and self._count_reductions() > self._reductions:
             self._microbatches[0].add_last()
-        for of_part in self._microbatches:
-            of_part.end()
+        for of_stage in self._microbatches:
+            of_stage.end()
 
     def _count_reductions(self) -> int:
         """Count the reductions of all units; one since the end of `microbatch` is of a backward outside of it."""
         return sum(unit.reductions for unit in self.units)
 
     def _set(self, is_last: bool, root: FSDPModule) -> None:
-        cadence = self.layout.cadence(is_last)
+        policy = self.layout.grad_sync_policy(is_last)
         self.is_last = is_last
-        root.set_requires_gradient_sync(cadence.reduce)
-        root.set_reshard_after_backward(cadence.reshard)
+        root.set_requires_gradient_sync(policy.reduce)
+        root.set_reshard_after_backward(policy.reshard)
         for unit in self.units:
-            if (own := unit.layout.cadence(is_last).reshard) is not cadence.reshard:
+            if (own := unit.layout.grad_sync_policy(is_last).reshard) is not policy.reshard:
                 unit.modules[0].set_reshard_after_backward(own, recurse=False)
 
     def train(self, mode: bool = True) -> None:
@@ -392,26 +392,26 @@ class _Sharder:
         units: Units,
         materialise: Materialise | None,
         device: torch.device,
-        parts: ModelStages | None,
+        stages: ModelStages | None,
         experts: ExpertParallel | None,
         scalars: Places,
     ) -> None:
         self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
         self.scalars = scalars
-        self.parts, self.roots = parts, roots_of(model, parts)
+        self.stages, self.roots = stages, roots_of(model, stages)
         self.ledger = Ledger() if experts is None else experts.ledger
         if materialise is not None:
             materialise = fill_tiles(model, materialise)
         self.axes = {1: Axes.of(mesh, layout)}  # by the number of ranks that share a unit
         if experts is not None:
             self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
-        ends = (groups_of_model[PIPELINE], parts.shared) if parts else None
+        ends = (groups_of_model[PIPELINE], stages.shared) if stages else None
         on = torch.device(mesh.device_type)
         self.ledger.collective_log.device = on if exist(on) else None
         self.loans = Loans(on)
         self.values = ParamInit(layout, device, materialise, ends)
         self.units = units
-        self.slots = slots_by_unit(model, units, parts.aliases if parts else None)
+        self.slots = slots_by_unit(model, units, stages.aliases if stages else None)
         self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
         shapes, tiles = [*self.shapes.values()], count_tiles(model)
         check_tables(layout, shapes, tiles=tiles)
@@ -419,7 +419,7 @@ class _Sharder:
         check_experts(shapes, mesh, experts, layout.model_ranks)
         self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
         rank = mesh.get_local_rank(SHARD)
-        self.cold = InitSpillFile.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
+        self.spill_file = InitSpillFile.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
 
     def run(self) -> Sharded:
         self.values.equalise_buffers(self.model, self.axes[1].groups)
@@ -435,14 +435,14 @@ class _Sharder:
             for module in inner:
                 follow_root(module, _as_fsdp(root))
             first = next((module for module in root.modules() if module in inner), None)
-            if self.parts is not None and first is not None:
+            if self.stages is not None and first is not None:
                 # Backward ends with this unit. FSDP2 would prefetch the one that preceded it in another microbatch.
                 _as_fsdp(first).set_modules_to_backward_prefetch([_as_fsdp(root)])
         watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
         for unit in units:
             unit.watch()
         return Sharded(
-            self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.parts
+            self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.stages
         )
 
     def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
@@ -480,16 +480,16 @@ class _Sharder:
             params={slot.name: slot.param for slot in slots},
             average=self._average_copies(name, layout, axes),
             origin=origin,
-            shares=self._shares(shape, axes),
+            replica_shards=self._replica_shards(shape, axes),
         )
         narrow_in_forward(unit, self.scalars)
         self._switch(unit, axes)
         if self.layout.param.tier == "disk":
-            for each, memory in unit.hosted.items():
-                memory.home = self._on_disk(each, memory.flat)
+            for each, memory in unit.offloaded.items():
+                memory.storage = self._on_disk(each, memory.flat)
         if "disk" in (self.layout.param.tier, self.layout.master.tier):
             give_back_freed_memory()
-        if unit.hosted:
+        if unit.offloaded:
             hook_state_dicts(unit, unit.mesh)
         return unit
 
@@ -500,8 +500,8 @@ class _Sharder:
         return self._on_disk(name, origin) if self.layout.master.tier == "disk" else HostStorage(origin.cpu())
 
     def _on_disk(self, name: str, tensor: torch.Tensor) -> TensorStorage:
-        assert self.cold is not None
-        return self.cold.keep(name, tensor)
+        assert self.spill_file is not None
+        return self.spill_file.keep(name, tensor)
 
     def _average_copies(self, name: str, layout: Layout, axes: Axes) -> AverageCopies | None:
         if layout.replicate == 1:
@@ -510,11 +510,11 @@ class _Sharder:
 
     def _cuts(self, axes: Axes) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (rank, ranks) of the two cuts of masters and moments, over the shard axis and over the replicas."""
-        own, shares = axes.groups[SHARD], self.layout.shares
-        return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if shares > 1 else 0, shares)
+        own, replica_shards = axes.groups[SHARD], self.layout.replica_shards
+        return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if replica_shards > 1 else 0, replica_shards)
 
-    def _shares(self, unit: UnitShape, axes: Axes) -> ReplicaShards | None:
-        if self.layout.shares == 1:
+    def _replica_shards(self, unit: UnitShape, axes: Axes) -> ReplicaShards | None:
+        if self.layout.replica_shards == 1:
             return None
         return ReplicaShards(unit, self.layout, *self._cuts(axes), axes.exchanges[REPLICATE], self.ledger)
 
@@ -527,14 +527,14 @@ class _Sharder:
         reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger, self.loans)
         module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
         if unit.layout.shard > 1:
-            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.arrive)
+            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.wait_for_update)
             module.set_custom_all_gather(gather)  # type: ignore[arg-type]
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         else:
             # Nothing is gathered. FSDP2 reads the shards in its own pre-forward hook, which runs after this one.
             for each in unit.modules:
-                as_module(each).register_forward_pre_hook(lambda *_: unit.arrive(), prepend=True)
+                as_module(each).register_forward_pre_hook(lambda *_: unit.wait_for_update(), prepend=True)
             use_shards(module)
 
 

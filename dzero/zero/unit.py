@@ -68,7 +68,7 @@ WITHOUT_OPTIMIZER = (
 class ParamCarrier(Protocol):
     """Loader of a unit's parameters from their storage to the device, which prefetches them if possible."""
 
-    def bring(self, unit: Unit) -> dict[str, torch.Tensor]:
+    def fetch(self, unit: Unit) -> dict[str, torch.Tensor]:
         """Return the unit's padded shards [elems] on the device, by name."""
 
     def forget(self, unit: str) -> None:
@@ -104,8 +104,8 @@ class Unit:
         is_stale: Whether parameters were written since they were gathered.
         reductions: Number of reductions so far.
         version: Number of steps and writes that changed parameters.
-        hosted: Parameters that are stored off the device.
-        shares: Reduction and gather of replica shards; None without `zero.states_over=all`.
+        offloaded: Parameters that are stored off the device.
+        replica_shards: Reduction and gather of replica shards; None if states are sharded over shards only.
     """
 
     shape: UnitShape
@@ -124,9 +124,9 @@ class Unit:
     is_stale: bool = False
     reductions: int = 0
     version: int = 0
-    hosted: dict[str, OffDeviceTensor] = field(default_factory=dict)
-    shares: ReplicaShards | None = None
-    _brought: dict[str, torch.Tensor] = field(default_factory=dict)
+    offloaded: dict[str, OffDeviceTensor] = field(default_factory=dict)
+    replica_shards: ReplicaShards | None = None
+    _fetched: dict[str, torch.Tensor] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _missing: frozenset[str] = frozenset()
     _delivered: bool = False
@@ -134,19 +134,19 @@ class Unit:
     def __post_init__(self) -> None:
         for name, param in self.params.items():
             if (memory := memory_of(param)) is not None:
-                self.hosted[name], memory.hooks = memory, weakref.ref(self)
+                self.offloaded[name], memory.hooks = memory, weakref.ref(self)
 
     def take_origin(self, name: str) -> torch.Tensor | None:
         """Remove and return the origin of a parameter, or None; warn if an earlier optimizer took it."""
-        home = self.origin.pop(name, None)
-        if home is None and name in self._taken and self.layout.param.dtype != torch.float32:
+        storage = self.origin.pop(name, None)
+        if storage is None and name in self._taken and self.layout.param.dtype != torch.float32:
             warnings.warn(
                 f"the masters of {self.shape.name or 'the root'} begin from parameters in {self.layout.param.dtype}: "
                 "an optimizer before took them and hands none on; load its state_dict() to keep them",
                 stacklevel=2,
             )
         self._taken.add(name)
-        return None if home is None else home.get()
+        return None if storage is None else storage.get()
 
     def attach(self, consumer: GradConsumer) -> None:
         """Deliver gradients to `consumer` from now on."""
@@ -157,28 +157,28 @@ class Unit:
         """Consumer of the gradients, if it still exists."""
         return None if self.consumer is None else self.consumer()
 
-    def arrive(self) -> None:
+    def wait_for_update(self) -> None:
         """Wait for the update in flight; called when FSDP2 is about to read this unit's shards."""
         wait, self.pending = self.pending, None
         if wait is not None:
             wait()
 
-    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
+    def fetch(self, memory: OffDeviceTensor) -> torch.Tensor:
         """Return a parameter's shard on the device; the first request of a gather fetches the whole unit."""
         self._hold(memory)
-        if memory.name not in self._brought:
+        if memory.name not in self._fetched:
             carrier = self.carrier() if self.carrier is not None else None
             if carrier is None:
-                self.arrive()
-                self._brought = {name: held.flat.to(held.device, copy=True) for name, held in self.hosted.items()}
+                self.wait_for_update()
+                self._fetched = {name: held.flat.to(held.device, copy=True) for name, held in self.offloaded.items()}
             else:
-                self._brought = carrier.bring(self)
-        return self._brought.pop(memory.name)
+                self._fetched = carrier.fetch(self)
+        return self._fetched.pop(memory.name)
 
     def await_update(self) -> None:
         """Wait for updates and drop fetched shards, before host memory is accessed other than by FSDP2's gathers."""
-        self.arrive()
-        self._brought = {}
+        self.wait_for_update()
+        self._fetched = {}
         if self.carrier is not None and (carrier := self.carrier()) is not None:
             carrier.forget(self.shape.name)
 
@@ -186,12 +186,12 @@ class Unit:
         """Watch reads and writes of parameters from now on; before a write, `owner`, if given, is synchronized."""
         self.owner = None if owner is None else weakref.ref(owner)
         for name, param in self.params.items():
-            if name not in self.hosted and isinstance(param, DTensor):
+            if name not in self.offloaded and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
 
     def look(self) -> None:
         """Wait for the update in flight, before a read."""
-        self.arrive()
+        self.wait_for_update()
 
     def lend(self) -> None:
         """Ignore requests for an address: before the first forward, FSDP2 checks whether the memory still exists."""
@@ -206,16 +206,16 @@ class Unit:
 
     def hold(self) -> None:
         """Adopt memory that FSDP2 allocated to pad shards again, as it does after a state dict was loaded."""
-        for name in self.hosted:
+        for name in self.offloaded:
             if (memory := memory_of(self.params[name])) is not None:
                 self._hold(memory)
 
     def _hold(self, memory: OffDeviceTensor) -> None:
-        held = self.hosted[memory.name]
+        held = self.offloaded[memory.name]
         if memory is not held:
             self.await_update()
-            memory.move_to(held.home)
-            self.hosted[memory.name] = memory
+            memory.move_to(held.storage)
+            self.offloaded[memory.name] = memory
 
     def expect(self, missing: frozenset[str]) -> None:
         """Record the names without a gradient in the reduction that FSDP2 is about to start."""

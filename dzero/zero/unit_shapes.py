@@ -73,13 +73,13 @@ class ParamShape:
         """Number of elements at one index of dim 0."""
         return math.prod(self.shape[1:])
 
-    def shard_elems(self, ranks: int, shares: int = 1) -> int:
+    def shard_elems(self, ranks: int, replica_shards: int = 1) -> int:
         """Return the elements of the largest of `ranks` shards over dim 0, to which FSDP2 pads every shard.
 
-        With several `shares`, return the elements of the largest of that many replica shards instead.
+        With several `replica_shards`, return the elements of the largest of that many replica shards instead.
         """
         rows = -(-self.shape[0] // ranks)
-        return -(-rows // shares) * self.row_elems
+        return -(-rows // replica_shards) * self.row_elems
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class UnitShape:
         """Number of ranks that each have a part of the unit's experts, or 1."""
         return max((p.split.count for p in self.params if p.split is not None and p.split.axis == EXPERT), default=1)
 
-    def shard_elems(self, ranks: int, shares: int = 1, *, trainable_only: bool = False) -> int:
+    def shard_elems(self, ranks: int, replica_shards: int = 1, *, trainable_only: bool = False) -> int:
         """Return the elements of one rank's padded shards, or of its replica shards."""
-        return sum(p.shard_elems(ranks, shares) for p in self.params if p.trainable or not trainable_only)
+        return sum(p.shard_elems(ranks, replica_shards) for p in self.params if p.trainable or not trainable_only)
 
 
 def rows_of(rows: int, *cuts: tuple[int, int]) -> tuple[int, int]:

@@ -191,20 +191,20 @@ def _joined_by_tied_weights(
 Units = list[tuple[str, list[nn.Module]]]
 
 
-def roots_of(model: nn.Module, parts: ModelStages | None) -> list[nn.Module]:
+def roots_of(model: nn.Module, stages: ModelStages | None) -> list[nn.Module]:
     """Return the modules whose forward is called: the model, or the pipeline stages of this rank."""
-    return [model] if parts is None else [part.module for part in parts.own]
+    return [model] if stages is None else [stage.module for stage in stages.own]
 
 
 def units_of_roots(
     model: nn.Module,
-    parts: ModelStages | None,
+    stages: ModelStages | None,
     class_names: Sequence[str] | None,
     is_unit: Callable[[nn.Module], bool] | None,
     experts: Mapping[str, nn.Module] | None,
 ) -> Units:
     """Return the units of every root, each root after the units inside it."""
-    roots = roots_of(model, parts)
+    roots = roots_of(model, stages)
     units: Units = []
     for number, root in enumerate(roots):
         name = ROOT if len(roots) == 1 else f"{ROOT}.{number}"

@@ -35,20 +35,20 @@ class Kind:
     master: str = "fp32"
     moments: str = "fp32"
     replicate: int = 1
-    states_over: str = "shard"
+    optimizer_shard_axes: tuple[str, ...] = ("shard",)
 
     def make(self, folder: Path) -> tuple[Sharded, AdamW]:
         tiers: dict[str, Any] = {}
         if self.tier != "device":
             tiers = {"grad": "host", "master": self.tier, "moments": self.tier}
-            tiers |= {"param": self.tier} if self.stage == 3 and self.states_over == "shard" else {}
+            tiers |= {"param": self.tier} if self.stage == 3 and self.optimizer_shard_axes == ("shard",) else {}
         if self.tier == "disk":
             tiers["disk"] = DiskConfig(paths=[str(folder)], block_bytes=8192)
         sharded = sharded_net(
             self.net,
             stage=self.stage,
             replicate=self.replicate,
-            states_over=self.states_over,
+            optimizer_shard_axes=[*self.optimizer_shard_axes],
             offload=OffloadConfig(**tiers),
             param=self.param,
             master=self.master,
@@ -59,7 +59,8 @@ class Kind:
 
     def __str__(self) -> str:
         stored = f"{self.param}-{self.master}-{self.moments}"
-        return f"stage{self.stage}-{self.tier}-{self.ranks}of{self.replicate}-{stored}-{self.net}-{self.states_over}"
+        over = "+".join(self.optimizer_shard_axes)
+        return f"stage{self.stage}-{self.tier}-{self.ranks}of{self.replicate}-{stored}-{self.net}-{over}"
 
 
 def every_kind(net: str, *, few: bool = False) -> list[Kind]:

@@ -48,9 +48,9 @@ def around(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
 @pytest.mark.full
 def test_states_over_all_ranks_are_saved_in_parts_that_any_mesh_loads_and_back(pool: Pool, tmp_path: Path) -> None:
     """2 x 2 with states over all four (shards and parts uneven and empty), 2 x 2, 1 x 4, one rank."""
-    over_all = Kind(stage=2, tier="device", ranks=4, replicate=2, states_over="all", **STATES)
-    fp32 = Kind(stage=1, tier="host", ranks=4, replicate=2, states_over="all", param="fp32")
-    on_disk = Kind(stage=3, tier="disk", ranks=4, replicate=2, states_over="all")
+    over_all = Kind(stage=2, tier="device", ranks=4, replicate=2, optimizer_shard_axes=("replicate", "shard"), **STATES)
+    fp32 = Kind(stage=1, tier="host", ranks=4, replicate=2, optimizer_shard_axes=("replicate", "shard"), param="fp32")
+    on_disk = Kind(stage=3, tier="disk", ranks=4, replicate=2, optimizer_shard_axes=("replicate", "shard"))
     hybrid = Kind(stage=3, tier="device", ranks=4, replicate=2)
     flat, alone = Kind(stage=3, tier="host", ranks=4, **STATES), Kind(stage=0, tier="device", ranks=1)
     there = [(over_all, hybrid), (over_all, flat), (fp32, alone), (on_disk, over_all)]

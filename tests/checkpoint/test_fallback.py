@@ -33,7 +33,7 @@ HELD_BACK = "zero.stage=2 offload=host offload.overlap=delayed offload.delay_war
 KINDS = {
     "stage 3": "zero.stage=3",
     "states on disk": "zero.stage=3 offload=infinity offload.disk.paths=[{folder}] offload.disk.block_bytes=8192",
-    "shared states": "zero.stage=2 mesh.replicate=2 zero.states_over=all",
+    "shared states": "zero.stage=2 mesh.replicate=2 zero.optimizer_shard_axes=[replicate,shard]",
     "one step stale": HELD_BACK,
     "fp16": "zero.stage=1 precision=fp16 scaler.init=1e8 scaler.growth_interval=2",
 }

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 1, fp32": {"stage": 1, "param": "fp32"},
     "stage 0": {"stage": 0},
     "remainder, hybrid": {"stage": 3, "master": "remainder", "replicate": 2},
-    "states over all ranks": {"stage": 2, "replicate": 2, "states_over": "all"},
+    "states over all ranks": {"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")},
     "tiles": {"stage": 3, "tiles": 3},
     "host": {"stage": 3, "offload": {"param": "host", "grad": "host", "master": "host", "moments": "host"}},
     "disk": {"stage": 3, "offload": {"param": "disk", "grad": "disk", "master": "disk", "moments": "disk"}},
@@ -68,7 +68,7 @@ def started(rank: int, ranks: int, config: ModelConfig, kind: dict[str, Any], sc
         tiers["disk"] = DiskConfig(paths=[str(scratch)], block_bytes=8192)
     sharded = shard(
         model,
-        ZeroConfig(stage=kind["stage"], states_over=kind.get("states_over", "shard")),
+        ZeroConfig(stage=kind["stage"], optimizer_shard_axes=[*kind.get("optimizer_shard_axes", ("shard",))]),
         precision=PrecisionConfig(param=kind.get("param", "bf16"), master=kind.get("master", "fp32")),
         offload=OffloadConfig(**tiers),
         mesh=make_mesh("cpu", replicate=ranks if kind["stage"] == 0 else kind.get("replicate", 1)),

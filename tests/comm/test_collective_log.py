@@ -94,7 +94,7 @@ def test_a_report_names_the_first_cause_it_knows() -> None:
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) is behind" in told([later[0], behind], [])
 
     waiting = [RankStatus(**{**vars(place), "waits": True}) for place in later]
-    of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, TIMEOUT, "Timed out", of_parts=True)
+    of_parts = report([waiting[0], behind, *waiting[2:]], [], 0, TIMEOUT, "Timed out", is_pipeline=True)
     assert "within launch.timeout_s=5: rank 1 (pid 101 on host) waits for no other rank" in of_parts
 
     wordless = report([*hung], [PLACES[1]], 0, TIMEOUT, AssertionError())

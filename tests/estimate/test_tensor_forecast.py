@@ -88,7 +88,16 @@ def test_what_is_sent_along_tp_is_that_of_its_ranks_whatever_others_there_are() 
 def test_the_peak_of_states_over_all_ranks_is_predicted(pool: Pool) -> None:
     """To 1.5 %, never less: 2 x 2 ranks, gradients of both microbatches added before the hop between the copies."""
     bf16 = {"param": "bf16"}
-    run = Run(dp=4, tp=1, stage=2, microbatches=2, replicate=2, states_over="all", precision=bf16, wide=True)
+    run = Run(
+        dp=4,
+        tp=1,
+        stage=2,
+        microbatches=2,
+        replicate=2,
+        optimizer_shard_axes=("replicate", "shard"),
+        precision=bf16,
+        wide=True,
+    )
     told = pool.run(measured, run.ranks, run, timeout_s=300)[0]
     model = model_of(run).to(torch.bfloat16)
     foreseen = costs_of(model, lambda each: loss_of(each, torch.zeros(SAMPLES, dtype=torch.int64)))

@@ -483,10 +483,10 @@ def test_a_mesh_of_another_library_is_taken_with_its_axes_named(pool: Pool) -> N
 def assigned_parts(rank: int, ranks: int) -> list[str]:
     """Names of parameters that end otherwise where copies share states out, after `.grad` was assigned twice."""
     ends = []
-    for over in ("shard", "all"):
+    for over in (["shard"], ["replicate", "shard"]):
         sharded = shard(
             build("Net"),
-            ZeroConfig(stage=2, states_over=over),
+            ZeroConfig(stage=2, optimizer_shard_axes=over),
             precision=PrecisionConfig(param="fp32"),
             mesh=make_mesh("cpu", replicate=2),
         )
@@ -604,7 +604,7 @@ def test_copies_of_a_shard_that_were_edited_apart_are_refused(
 ) -> None:
     """Otherwise the copies would drift apart, unseen, since all ranks agree on one norm."""
     for told in pool.run(edited_apart, ranks, stage, replicate, how):
-        assert told.startswith("ranks that have copies of a shard ended with different gradients") is (how != "alike")
+        assert told.startswith("ranks that have replicas of a shard ended with different gradients") is (how != "alike")
     if how != "alike" and stage == 0:
         assert "of head.weight" in told
 

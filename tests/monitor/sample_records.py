@@ -42,7 +42,7 @@ SUMMARY = RunSummary(
     peak_bytes=({"param": 10 * MIB, "activations": 54 * MIB}, {"param": 11 * MIB, "activations": 53 * MIB}),
     traffic={GATHER: Traffic(1500, 300_000), REDUCE: Traffic(1501, 600_000), CONTROL: Traffic(300, 2400)},
     traffic_steps=300,
-    theory={GATHER: Traffic(5, 1000), REDUCE: Traffic(5, 2000), CONTROL: Traffic(1, 8)},
+    expected={GATHER: Traffic(5, 1000), REDUCE: Traffic(5, 2000), CONTROL: Traffic(1, 8)},
 )
 
 

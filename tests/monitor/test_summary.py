@@ -17,22 +17,22 @@ def test_traffic_is_ok_only_when_calls_and_bytes_equal_the_theory_exactly() -> N
     assert marks[GATHER.phase, GATHER.kind, GATHER.axis] == "ok"
     assert marks[REDUCE.phase, REDUCE.kind, REDUCE.axis] == "≠"  # one call too many in 300 steps
     assert marks[CONTROL.phase, CONTROL.kind, CONTROL.axis] == "ok"
-    one_byte = replace(SUMMARY, traffic={GATHER: Traffic(1500, 300_001)}, theory={GATHER: Traffic(5, 1000)})
+    one_byte = replace(SUMMARY, traffic={GATHER: Traffic(1500, 300_001)}, expected={GATHER: Traffic(5, 1000)})
     assert traffic_table(one_byte).rows[0][-1] == "≠"
 
 
 def test_traffic_that_only_theory_or_only_the_ledger_knows_differs() -> None:
-    missing = replace(SUMMARY, traffic={}, theory={GATHER: Traffic(5, 1000)})
+    missing = replace(SUMMARY, traffic={}, expected={GATHER: Traffic(5, 1000)})
     assert [row[-1] for row in traffic_table(missing).rows] == ["≠"]
-    surplus = replace(SUMMARY, traffic={REDUCE: Traffic(5, 1000)}, theory={})
+    surplus = replace(SUMMARY, traffic={REDUCE: Traffic(5, 1000)}, expected={})
     assert [row[-1] for row in traffic_table(surplus).rows] == ["≠"]
 
 
 def test_what_a_model_moves_inside_has_no_mark_where_there_is_no_formula_for_it() -> None:
     inside = replace(REDUCE, phase="tensor", axis="tp")
-    unknown = replace(SUMMARY, traffic={inside: Traffic(10, 1000)}, theory={})
+    unknown = replace(SUMMARY, traffic={inside: Traffic(10, 1000)}, expected={})
     assert [row[-1] for row in traffic_table(unknown).rows] == [""]
-    known = replace(unknown, theory={replace(inside, kind="all_gather"): Traffic(5, 1000)})
+    known = replace(unknown, expected={replace(inside, kind="all_gather"): Traffic(5, 1000)})
     assert [row[-1] for row in traffic_table(known).rows] == ["≠", "≠"]
 
 
@@ -77,5 +77,5 @@ def test_plain_tables_are_aligned() -> None:
 
 
 def test_a_table_with_nothing_to_say_is_left_out() -> None:
-    alone = replace(SUMMARY, traffic={}, theory={}, peak_bytes=())
+    alone = replace(SUMMARY, traffic={}, expected={}, peak_bytes=())
     assert [table.title for table in summary_tables(alone)] == ["result"]

@@ -133,7 +133,7 @@ def moved(rank: int, ranks: int, fraction: float) -> None:
     offload = OffloadConfig(**ALL, param_fraction=fraction)
     sharded = sharded_net("uneven", stage=3, microbatches=microbatches, offload=offload)
     optim = AdamW(sharded)
-    hosted = [name for unit in sharded.units for name in unit.hosted]
+    hosted = [name for unit in sharded.units for name in unit.offloaded]
     shapes = {param.name: param for unit in sharded.shapes for param in unit.params}
     assert (fraction < 1) == (len(hosted) < len(shapes))
     staying = sum(2 * shapes[name].shard_elems(ranks) for name in shapes if name not in hosted)
@@ -146,7 +146,7 @@ def moved(rank: int, ranks: int, fraction: float) -> None:
     train(sharded, optim, "uneven", steps=3)
     optim.synchronize()
     fetched = optim.offload.take_use()["FETCH"].moved_bytes
-    first = sum(2 * shapes[name].shard_elems(ranks) for name in sharded.units[-1].hosted)
+    first = sum(2 * shapes[name].shard_elems(ranks) for name in sharded.units[-1].offloaded)
     # The next forward's root is fetched ahead at the end of each step; synchronising has dropped one, the last stays.
     stays = first if ranks > 1 else 0
     in_a_step = microbatches * (2 * coming - stays) + sent
@@ -415,7 +415,7 @@ def forgotten(rank: int, ranks: int, everything: OffloadConfig) -> None:
         optim = AdamW(sharded, lr=1e-2)
         train(sharded, optim, "uneven", steps=steps)
         kept = [weakref.ref(sharded.model), weakref.ref(optim), weakref.ref(optim.offload.memory_pool)]
-        kept += [weakref.ref(memory) for unit in sharded.units for memory in unit.hosted.values()]
+        kept += [weakref.ref(memory) for unit in sharded.units for memory in unit.offloaded.values()]
         del sharded, optim
         until = time.monotonic() + 20
         while time.monotonic() < until:  # a lane may be at its last action

@@ -156,11 +156,11 @@ def test_every_parameter_has_its_name_and_one_rank_or_both_ends() -> None:
 
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"8 parts of a model of 4 blocks; take at most 2 ranks"):
+    with pytest.raises(ValueError, match=r"8 pipeline stages of a model of 4 blocks; take at most 2 ranks"):
         split_pipeline(model_of(Piped(stage=0)), 0, 4, stages_per_rank=2)
-    with pytest.raises(ValueError, match=r"no parts are known for Linear, only for \['Llama'"):
+    with pytest.raises(ValueError, match=r"no pipeline stages are known for Linear, only for \['Llama'"):
         split_pipeline(nn.Linear(2, 2), 0, 2)
-    with pytest.raises(ValueError, match=r"no part of the pipeline has \['norm.weight'\]"):
+    with pytest.raises(ValueError, match=r"no pipeline stage has \['norm.weight'\]"):
         split_pipeline(model_of(Piped(stage=0)), 0, 2, plan=PipelinePlan(("embedding",), ("head",), SHAPE.hidden_size))
     with pytest.raises(ValueError, match=r"the plan names \['embd'\], which Llama has not as modules"):
         split_pipeline(
@@ -177,7 +177,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = Llama(SHAPE)
         model.layers[2].ffn.up.weight = model.layers[0].ffn.up.weight
-    with pytest.raises(ValueError, match=r"only the first part and the last may share .*layers.0.ffn.up.weight"):
+    with pytest.raises(ValueError, match=r"only the first stage and the last may share .*layers.0.ffn.up.weight"):
         split_pipeline(model, 0, 4)
     with pytest.raises(ValueError, match=r"mesh.pp_schedule=1f1b over mesh.pp=4 ranks with 3 microb.* at least 4"):
         check_microbatches("1f1b", 3, 4)

@@ -8,11 +8,11 @@ CAUGHT = {
     "comm/context_exchange.py ContextExchange._move: work.wait": "context parallel",
     "comm/reduction.py ExactReduction._average: work.wait": "stage 1, M=1",
     "comm/reduction.py ExactReduction.all_reduce: work.wait": "host, stage 0",
-    "zero/unit.py Unit.look: self.arrive": "parameters read between steps",
+    "zero/unit.py Unit.look: self.wait_for_update": "parameters read between steps",
     "zero/unit.py Unit.write: owner.synchronize": "parameters edited between steps",
-    "zero/unit.py Unit.await_update: self.arrive": "host parameters read between steps",
+    "zero/unit.py Unit.await_update: self.wait_for_update": "host parameters read between steps",
     "zero/offloaded_param.py OffDeviceTensor.await_update: hooks.await_update": "host parameters read between steps",
-    "zero/shard.py _Sharder._switch: unit.arrive": "host, one rank, M=2",
+    "zero/shard.py _Sharder._switch: unit.wait_for_update": "host, one rank, M=2",
     "optim/grad_accumulation.py UnitGrads._add_held: streams.record_stream": "penalty",
     "optim/grad_accumulation.py UnitGrads._hide: streams.record_stream": "penalty, M=2",
     "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (hold)": (
@@ -31,8 +31,8 @@ CAUGHT = {
     "offload/manager.py OffloadManager.follow_brought: self.executor.stream_wait": "half of it on the host",
     "offload/manager.py OffloadManager.read_grads: self.executor.wait": "gradients read before steps",
     "offload/manager.py OffloadManager.synchronize: self.executor.drain": "host, step",
-    "offload/param_prefetch.py ParamPrefetch.bring: self._executor.stream_wait": "host all, step",
-    "offload/param_prefetch.py ParamPrefetch.bring: streams.record_stream": "gathered ahead by hand",
+    "offload/param_prefetch.py ParamPrefetch.fetch: self._executor.stream_wait": "host all, step",
+    "offload/param_prefetch.py ParamPrefetch.fetch: streams.record_stream": "gathered ahead by hand",
     "offload/disk_staging.py DiskStaging.visit: visited.result": "everything off the device",
     "offload/disk_staging.py _all: done.result": "everything off the device",
     "offload/executor.py ScheduleExecutor._run: future.result": "half of it on the host",
@@ -59,7 +59,7 @@ CAUGHT = {
     "optim/column_upload.py ColumnUpload.send: streams.synchronize": "columns of a step",
     "optim/grad_accumulation.py UnitGrads.receive: self._sharded.loans.lend (hold)": "one rank",
     "optim/grad_accumulation.py UnitGrads.receive: self._sharded.loans.lend (record)": "one rank",
-    "zero/unit.py Unit.arrive: wait": "host, not finite",
+    "zero/unit.py Unit.wait_for_update: wait": "host, not finite",
 }
 """Call: scenario."""
 
@@ -100,12 +100,12 @@ UNSEEN = {
     "offload/manager.py OffloadManager.end_step: self.synchronize",
     "offload/manager.py OffloadManager.update: self._outgoing.await_update",
     "offload/param_prefetch.py ParamPrefetch.__init__: unit.await_update",
-    "offload/param_prefetch.py ParamPrefetch.bring: unit.arrive",
+    "offload/param_prefetch.py ParamPrefetch.fetch: unit.wait_for_update",
     "offload/param_writeback.py ParamWriteback._outdate: self._units[unit].await_update",
-    "optim/adamw.py AdamW._share: unit.arrive",
+    "optim/adamw.py AdamW._share: unit.wait_for_update",
     "optim/adamw.py AdamW.load_state_dict: self.synchronize",
     "optim/adamw.py AdamW.synchronize: super().synchronize",
-    "optim/master_handover.py take_over: unit.arrive",
+    "optim/master_handover.py take_over: unit.wait_for_update",
     "optim/torch_optimizer.py TorchOptimizer._update: self.synchronize",
     "optim/torch_optimizer.py TorchOptimizer.load_state_dict: self.synchronize",
     "trainer/trainer.py Trainer.run: self.optim.synchronize",
@@ -113,7 +113,7 @@ UNSEEN = {
     "zero/offloaded_param.py _on_host: tensor.memory.await_update",
     "zero/offloaded_state_dicts.py hook_state_dicts: unit.await_update",
     "zero/unit.py Unit._hold: self.await_update",
-    "zero/unit.py Unit.bring: self.arrive",
+    "zero/unit.py Unit.fetch: self.wait_for_update",
 }
 """Calls of waits that are listed above by themselves, whose absence no scenario shows: another call waits there too, or
 no scenario comes by. A new one belongs here only until a scenario is found."""

@@ -242,12 +242,23 @@ def scenarios() -> dict[str, Scenario]:
     add("native", net={"stage": 3, "reduction": "native", "microbatches": 2})
     add("hybrid", 4, net={"stage": 3, "replicate": 2})
     add("hybrid, M=2", 4, net={"stage": 2, "replicate": 2, "microbatches": 2})
-    add("states over all", 4, net={"stage": 3, "replicate": 2, "states_over": "all"})
-    add("states over all, host", 4, net={"stage": 2, "replicate": 2, "states_over": "all"}, offload=HOST)
+    add("states over all", 4, net={"stage": 3, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")})
+    add(
+        "states over all, host",
+        4,
+        net={"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")},
+        offload=HOST,
+    )
     for reduction in ("exact", "native"):
-        net = {"stage": 3, "replicate": 2, "states_over": "all", "microbatches": 2, "reduction": reduction}
+        net = {
+            "stage": 3,
+            "replicate": 2,
+            "optimizer_shard_axes": ("replicate", "shard"),
+            "microbatches": 2,
+            "reduction": reduction,
+        }
         add(f"states over all, M=2, {reduction}", 4, net=net)
-    over_all: dict[str, Any] = {"stage": 2, "replicate": 2, "states_over": "all"}
+    over_all: dict[str, Any] = {"stage": 2, "replicate": 2, "optimizer_shard_axes": ("replicate", "shard")}
     add("states over all, host, step", 4, net=over_all, offload={**HOST, "overlap": "step"})
     add("penalty before", net={"stage": 3}, penalty="before")
     add("penalty", net={"stage": 3}, penalty="behind")

@@ -180,13 +180,13 @@ def trained(rank: int, ranks: int, run: Piped) -> dict[str, Any]:
 def expected(made: Made) -> dict[Entry, Traffic]:
     """Of a step, by formulas; without the loss that the trainer shares."""
     sharded = made.sharded
-    shared = sharded.parts.shared if sharded.parts else ()
+    shared = sharded.stages.shared if sharded.stages else ()
     moved = expected_traffic(sharded.layout, sharded.shapes, shared)
     decision = expected_decision(sharded.layout, sharded.shapes, len(sharded.names))
     moved |= {entry: each for entry, each in decision.items() if entry.axis != "tp"}
-    if sharded.parts is None:
+    if sharded.stages is None:
         return moved
-    return moved | expected_pipeline(sharded.parts, made.hidden, microbatches=made.run.microbatches)
+    return moved | expected_pipeline(sharded.stages, made.hidden, microbatches=made.run.microbatches)
 
 
 @cache

@@ -56,13 +56,13 @@ def train(rank: int, ranks: int, run: RunConfig, folder: Path) -> Told:
     """A whole run, as every worker makes it."""
     trainer = Trainer(run, folder, torch.device("cpu"))
     summary = trainer.run()
-    phases = frozenset(entry.phase for entry in summary.theory.keys() & summary.traffic.keys())
+    phases = frozenset(entry.phase for entry in summary.expected.keys() & summary.traffic.keys())
     return Told(trainer.recorder.losses, summary.held_out_loss, summary.skipped_steps, agrees(summary), phases)
 
 
 def agrees(summary: RunSummary) -> bool:
     """Whether a run moved what theory says."""
-    theory = {entry: (t.calls * summary.steps, t.sent_bytes * summary.steps) for entry, t in summary.theory.items()}
+    theory = {entry: (t.calls * summary.steps, t.sent_bytes * summary.steps) for entry, t in summary.expected.items()}
     theory |= {entry: (t.calls, t.sent_bytes) for entry, t in summary.routed.items()}
     untold = (*INSIDE, EXCEPTIONAL) if summary.skipped_steps else INSIDE
     told = {entry.phase for entry in theory} | {entry.phase for entry in summary.traffic if entry.phase not in untold}

@@ -50,7 +50,7 @@ class Run:
     stage: int
     microbatches: int = 1
     replicate: int = 1
-    states_over: str = "shard"
+    optimizer_shard_axes: tuple[str, ...] = ("shard",)
     offload: str = "device"
     recompute: str = "none"
     tied: bool = False
@@ -79,7 +79,7 @@ def build(run: Run) -> Made:
     apply_blocks(model, BlockConfig(activation_checkpoint=run.recompute), "cpu")
     sharded = shard(
         cut,
-        ZeroConfig(stage=run.stage, states_over=run.states_over),
+        ZeroConfig(stage=run.stage, optimizer_shard_axes=[*run.optimizer_shard_axes]),
         precision=PrecisionConfig(**run.precision),
         offload=OffloadConfig(grad=run.offload, master=run.offload, moments=run.offload),
         microbatches=run.microbatches,

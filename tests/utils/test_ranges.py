@@ -36,7 +36,7 @@ WITH = {  # what a setting needs to have an effect
     **{f"model.{key}": "model=tiny_moe" for key in ("experts", "top_k", "shared_experts", "balance_rate")},
     "data.vocab_size": "data.path=tokens.npy",
     "zero.reshard_after_forward": "zero.stage=3",
-    "mesh.pp_parts": "mesh.pp=2",
+    "mesh.pp_stages_per_rank": "mesh.pp=2",
 }
 
 

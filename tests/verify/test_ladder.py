@@ -30,7 +30,11 @@ def rungs(line: str, ranks: int) -> list[tuple[str, bool]]:
         ("zero.stage=2 train.accumulate=4", 2, [(ITSELF, False)]),
         ("zero.stage=3 train.accumulate=4", 2, [("stage 2 on the device", False), (ITSELF, True)]),
         ("zero.stage=3 mesh.replicate=2", 4, [("stage 1 on the device", False), (ITSELF, True)]),
-        ("zero.stage=1 mesh.replicate=2 zero.states_over=all", 4, [("stage 1 on the device", False), (ITSELF, True)]),
+        (
+            "zero.stage=1 mesh.replicate=2 zero.optimizer_shard_axes=[replicate,shard]",
+            4,
+            [("stage 1 on the device", False), (ITSELF, True)],
+        ),
         ("zero.stage=0 block.tiles=2", 2, [(ITSELF, False)]),
         (
             "zero.stage=3 train.accumulate=2 mesh.replicate=2 block.tiles=2 offload=host",

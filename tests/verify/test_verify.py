@@ -72,7 +72,7 @@ def test_what_is_right_agrees_to_the_bit_wherever_bits_are_promised(
 def test_two_hops_are_another_order_and_above_them_placement_changes_nothing(
     pool: Pool, text: Path, tmp_path: Path
 ) -> None:
-    line = "zero.stage=3 mesh.replicate=2 zero.states_over=all offload=host"
+    line = "zero.stage=3 mesh.replicate=2 zero.optimizer_shard_axes=[replicate,shard] offload=host"
     report = report_of(pool, text, tmp_path, line, ranks=4)
     assert report.agrees, verdict(report)
     _, hops, last = report.findings

@@ -70,9 +70,9 @@ def test_the_cadence_is_that_of_the_table() -> None:
         (2, GradSyncPolicy(True, False)),
         (3, GradSyncPolicy(True, True)),
     ):
-        assert layout(stage).cadence(is_last=False) == early
-        assert layout(stage).cadence(is_last=True) == GradSyncPolicy(True, True)
-    assert layout(0).cadence(is_last=False) == GradSyncPolicy(False, True)
+        assert layout(stage).grad_sync_policy(is_last=False) == early
+        assert layout(stage).grad_sync_policy(is_last=True) == GradSyncPolicy(True, True)
+    assert layout(0).grad_sync_policy(is_last=False) == GradSyncPolicy(False, True)
 
 
 def test_on_one_rank_every_stage_reshards_after_forward() -> None:

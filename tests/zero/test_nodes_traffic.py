@@ -86,8 +86,8 @@ def test_the_same_from_one_rank_of_larger_groups(ranks: int, node_ranks: int) ->
 def states_over_all(rank: int, ranks: int) -> list[tuple[int, int]]:
     """(across, inside) of a step with the states of a shard whole, and in parts."""
     told = []
-    for states_over in ("shard", "all"):
-        sharded = sharded_net("even", stage=3, replicate=2, states_over=states_over, param="bf16")
+    for optimizer_shard_axes in (("shard",), ("replicate", "shard")):
+        sharded = sharded_net("even", stage=3, replicate=2, optimizer_shard_axes=[*optimizer_shard_axes], param="bf16")
         optim = AdamW(sharded)
         batch = small_decoders.batches("even", steps=1, ranks=1, microbatches=1)[0][0][0]
         with PairCounter() as counter:

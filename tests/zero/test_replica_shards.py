@@ -48,13 +48,13 @@ def both(rank: int, ranks: int, folder: str) -> list[list[str]]:
             disk = DiskConfig(paths=[folder], block_bytes=8192)
             offload = OffloadConfig(grad="host", master=offload, moments=offload, disk=disk)
         runs = []
-        for states_over in ("shard", "all"):
+        for optimizer_shard_axes in (("shard",), ("replicate", "shard")):
             sharded = sharded_net(
                 net,
                 stage=stage,
                 microbatches=microbatches,
                 replicate=2,
-                states_over=states_over,
+                optimizer_shard_axes=[*optimizer_shard_axes],
                 offload=offload,
                 **precision,
             )
@@ -89,7 +89,7 @@ def trained(rank: int, ranks: int, stage: int, microbatches: int, tier: str) -> 
         stage=stage,
         microbatches=microbatches,
         replicate=2,
-        states_over="all",
+        optimizer_shard_axes=("replicate", "shard"),
         offload=offload,
         param="fp32",
     )
@@ -132,7 +132,7 @@ def test_it_trains_as_one_process_does(pool: Pool, stage: int, microbatches: int
 
 def held(rank: int, ranks: int, net: str, precision: dict[str, str]) -> tuple[dict[str, int], dict[str, int], Layout]:
     """Bytes of this rank's states, those of the formula, and elements of the parameters it has states of."""
-    sharded = sharded_net(net, stage=3, replicate=2, states_over="all", **precision)
+    sharded = sharded_net(net, stage=3, replicate=2, optimizer_shard_axes=("replicate", "shard"), **precision)
     optim = AdamW(sharded)
     expected = resting_bytes(sharded.layout, sharded.shapes)
     train(sharded, optim, net, steps=1)
@@ -161,8 +161,8 @@ def test_a_rank_keeps_its_part_of_the_states_and_its_shard_of_the_parameters(poo
 def refused(**changed: Any) -> str:
     """What is said of a table with states over all of 2 x 2 ranks."""
     sizes = {"replicate": 2, "shard": 2} | {key: changed.pop(key) for key in [*changed] if key in SIZES}
-    zero = ZeroConfig(stage=changed.pop("stage", 2), states_over="all")
-    with pytest.raises(ValueError, match=re.escape("zero.states_over=all")) as told:
+    zero = ZeroConfig(stage=changed.pop("stage", 2), optimizer_shard_axes=("replicate", "shard"))
+    with pytest.raises(ValueError, match=re.escape("zero.optimizer_shard_axes=[replicate,shard]")) as told:
         Layout.of(zero, PrecisionConfig(), OffloadConfig(**changed), **sizes)
     return str(told.value)
 
@@ -177,13 +177,13 @@ def test_what_it_does_not_go_with_is_refused_with_what_to_take() -> None:
     assert "offload.param=device" in refused(stage=3, param="host", master="host")
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="backward")
     assert "offload.overlap=forward" in refused(**STATES_ON_HOST, overlap="delayed")
-    assert "zero.states_over=shard" in refused(model_ranks=2)
-    assert "zero.states_over=shard" in refused(pipeline_ranks=2)
+    assert "zero.optimizer_shard_axes=[shard]" in refused(model_ranks=2)
+    assert "zero.optimizer_shard_axes=[shard]" in refused(pipeline_ranks=2)
     with pytest.raises(ValueError, match="choose one of"):
-        ZeroConfig(states_over="none")
-    layout = Layout.of(ZeroConfig(states_over="all"), PrecisionConfig(), replicate=2, shard=2)
+        ZeroConfig(optimizer_shard_axes=["none"])
+    layout = Layout.of(ZeroConfig(optimizer_shard_axes=["replicate", "shard"]), PrecisionConfig(), replicate=2, shard=2)
     for rule in ("muon", "SGD"):
         with pytest.raises(ValueError, match=re.escape("optim.rule=adamw")):
             check_layout(OptimConfig(rule=rule), layout)
     with pytest.raises(ValueError, match=re.escape("block.tiles=1")):
-        RunConfig(model=MODEL, zero=ZeroConfig(states_over="all"), block=BlockConfig(tiles=2))
+        RunConfig(model=MODEL, zero=ZeroConfig(optimizer_shard_axes=["replicate", "shard"]), block=BlockConfig(tiles=2))

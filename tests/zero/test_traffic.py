@@ -88,7 +88,7 @@ def audit(
     booked = sum(traffic.sent_bytes for traffic in moved.values())
     sent = sum(counter.sent_bytes.values()) - sum(traffic.sent_bytes for traffic in control.values())
     padding = 0
-    if layout.replicate > 1 and layout.shares == 1:
+    if layout.replicate > 1 and layout.replica_shards == 1:
         grad, wire = layout.grad.dtype.itemsize, layout.replicate_wire.itemsize
         short = sum(-unit.shard_elems(layout.shard, trainable_only=True) % layout.replicate for unit in sharded.shapes)
         # A rank with a full chunk sends the short one once less; one with a short chunk sends less back to all.
@@ -121,10 +121,12 @@ def check_four_ranks(rank: int, ranks: int) -> None:
         check("even", stage=stage, microbatches=microbatches, replicate=2)
     check("uneven", stage=3, replicate=2)
     for stage, microbatches in ((1, 4), (2, 1), (3, 4)):
-        check("uneven", stage=stage, microbatches=microbatches, replicate=2, states_over="all")
-    check("even", stage=3, replicate=2, states_over="all", reduction="native")
+        check(
+            "uneven", stage=stage, microbatches=microbatches, replicate=2, optimizer_shard_axes=("replicate", "shard")
+        )
+    check("even", stage=3, replicate=2, optimizer_shard_axes=("replicate", "shard"), reduction="native")
     late = OffloadConfig(grad="host", master="host", moments="host")  # new values travel in the next step's forward
-    check("even", stage=2, replicate=2, states_over="all", offload=late)
+    check("even", stage=2, replicate=2, optimizer_shard_axes=("replicate", "shard"), offload=late)
     check("even", stage=2, replicate=2, reduction="native")
     check("even", stage=3, microbatches=4, reshard=2)
 

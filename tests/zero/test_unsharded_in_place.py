@@ -47,7 +47,7 @@ def where(_: int, __: int, stage: int, offload: OffloadConfig | None) -> tuple[d
     sharded = sharded_net(stage=stage, offload=offload)
     optim = AdamW(sharded)  # which, with parameters on the host, brings them
     train(sharded, optim, steps=1)
-    hosted = {name: memory.flat.data_ptr() for unit in sharded.units for name, memory in unit.hosted.items()}
+    hosted = {name: memory.flat.data_ptr() for unit in sharded.units for name, memory in unit.offloaded.items()}
     return used(sharded), hosted if offload else shards(sharded)
 
 

@@ -55,18 +55,18 @@ Run = Callable[[nn.Module, Tensor], Tensor]
 
 
 class MicrobatchHooks(Protocol):
-    """Contexts around the backward of one microbatch in stage `part` of this rank; `Sharded` implements them."""
+    """Contexts around the backward of one microbatch in a stage of this rank; `Sharded` implements them."""
 
-    def microbatch(self, is_last: bool, part: int) -> AbstractContextManager[None]:
+    def microbatch(self, is_last: bool, pipeline_stage: int) -> AbstractContextManager[None]:
         """Wrap a whole backward; `is_last` marks the last one of the stage in the step."""
 
-    def input_gradients(self, part: int) -> AbstractContextManager[None]:
+    def input_gradients(self, pipeline_stage: int) -> AbstractContextManager[None]:
         """Wrap a backward that computes only the gradients of inputs."""
 
-    def weight_gradients(self, is_last: bool, part: int) -> AbstractContextManager[None]:
+    def weight_gradients(self, is_last: bool, pipeline_stage: int) -> AbstractContextManager[None]:
         """Wrap the later computation of the weights' gradients."""
 
-    def unsharded_params(self, part: int) -> list[nn.Parameter]:
+    def unsharded_params(self, pipeline_stage: int) -> list[nn.Parameter]:
         """Return the weights that forward used."""
 
 
@@ -74,7 +74,7 @@ class Pipeline:
     """The stages of one rank, and their schedule.
 
     Args:
-        parts: Stages of this rank.
+        stages: Stages of this rank.
         group: Ranks of the pipeline.
         ledger: Counts what is sent.
         schedule: A key of `SCHEDULES`.
@@ -92,7 +92,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: ModelStages,
+        stages: ModelStages,
         group: dist.ProcessGroup,
         ledger: Ledger,
         *,
@@ -105,17 +105,17 @@ class Pipeline:
         loss: Loss,
         added: Added = lambda _: None,
     ) -> None:
-        check_microbatches(schedule, microbatches, parts.ranks)
-        self._parts, self._group, self._ledger, self._hidden, self._device = parts, group, ledger, hidden, device
+        check_microbatches(schedule, microbatches, stages.ranks)
+        self._stages, self._group, self._ledger, self._hidden, self._device = stages, group, ledger, hidden, device
         self._run, self._loss, self._added, self._microbatches = run, loss, added, microbatches
-        ledger.collective_log.of_parts = True
+        ledger.collective_log.is_pipeline = True
         self._tokens: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._take: Callable[[Tensor], Tensor] = _same
-        self._check_passing(parts.empty)
-        stages = [_Stage(self, part, number, hooks) for number, part in enumerate(parts.own)]
+        self._check_passing(stages.empty)
+        wrapped = [_Stage(self, stage, number, hooks) for number, stage in enumerate(stages.own)]
         self._schedule = SCHEDULES[schedule](
-            stages if STAGES_PER_RANK[schedule] > 1 else stages[0],
+            wrapped if STAGES_PER_RANK[schedule] > 1 else wrapped[0],
             microbatches,
             loss_fn=_loss_is_output,
             scale_grads=False,
@@ -128,9 +128,9 @@ class Pipeline:
         """
         self._tokens, self._targets, self._take = tokens, targets, take
         numbers = torch.arange(self._microbatches)
-        inputs = (numbers,) if self._parts.has_first else ()
+        inputs = (numbers,) if self._stages.has_first else ()
         try:
-            self._schedule.step(*inputs, target=numbers if self._parts.has_last else None, losses=[])
+            self._schedule.step(*inputs, target=numbers if self._stages.has_last else None, losses=[])
         finally:
             self.compute()
         self._tokens, self._targets, self._take = (), (), _same
@@ -138,33 +138,33 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
         """Return the loss of one microbatch, without backward; None on ranks without the last stage."""
-        for part in self._parts.own:
-            x = tokens if part.index == 0 else self._receive(part.index - 1)
-            if part.index == self._parts.count - 1:
-                return self._loss(part.module, x, targets)
-            x = self._run(part.module, x)
+        for stage in self._stages.own:
+            x = tokens if stage.index == 0 else self._receive(stage.index - 1)
+            if stage.index == self._stages.count - 1:
+                return self._loss(stage.module, x, targets)
+            x = self._run(stage.module, x)
             self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
             with self._ledger.collective_log.waiting():
-                dist.send(x.contiguous(), self._peer(part.index + 1), group=self._group)
+                dist.send(x.contiguous(), self._peer(stage.index + 1), group=self._group)
         return None
 
-    def of_part(self, part: ModelStage, microbatch: int, x: Tensor) -> Tensor:
+    def run_stage(self, stage: ModelStage, microbatch: int, x: Tensor) -> Tensor:
         """Return the output of a stage: hidden states, or the loss [1] of the last stage."""
-        x = self._tokens[microbatch] if part.index == 0 else x
-        if part.index == self._parts.count - 1:
-            loss = self._take(self._loss(part.module, x, self._targets[microbatch]))
+        x = self._tokens[microbatch] if stage.index == 0 else x
+        if stage.index == self._stages.count - 1:
+            loss = self._take(self._loss(stage.module, x, self._targets[microbatch]))
             return loss.view(1).clone()  # not a view, as torch may detach it in place
-        out, added = self._run(part.module, x), self._added(part.module)
+        out, added = self._run(stage.module, x), self._added(stage.module)
         return out if added is None else _Adding.apply(out, self._take(added))  # type: ignore[no-untyped-call]
 
-    def stage_of(self, part: ModelStage) -> tuple[int, int, dict[str, Any]]:
+    def stage_of(self, stage: ModelStage) -> tuple[int, int, dict[str, Any]]:
         """Return the arguments of torch's `PipelineStage` for a stage."""
-        first, last = part.index == 0, part.index == self._parts.count - 1
+        first, last = stage.index == 0, stage.index == self._stages.count - 1
         hidden = self._hidden.on("meta").requires_grad_()
         comes = torch.empty(1, dtype=torch.int64, device="meta") if first else hidden
         goes = torch.empty(1, device="meta", requires_grad=True) if last else hidden
         shapes = {"device": self._device, "group": self._group, "input_args": comes, "output_args": goes}
-        return part.index, self._parts.count, shapes
+        return stage.index, self._stages.count, shapes
 
     def count_sent(self, moves: list[dist.P2POp]) -> list[dist.P2POp]:
         """Count `moves`, which are about to begin, in the ledger and return them."""
@@ -190,8 +190,8 @@ class Pipeline:
         out = self._run(empty, x.clone())
         if out.shape != x.shape or not torch.equal(out, x):
             raise ValueError(
-                f"mesh.pp={self._parts.ranks}: the forward of {type(empty).__name__} changes hidden states outside "
-                "of its modules, and every part would do so; move that into a module that the plan names, or take "
+                f"mesh.pp={self._stages.ranks}: the forward of {type(empty).__name__} changes hidden states outside "
+                "of its modules, and every stage would do so; move that into a module that the plan names, or take "
                 "mesh.pp=1"
             )
 
@@ -202,15 +202,15 @@ class Pipeline:
         return x
 
     def _peer(self, index: int) -> int:
-        return dist.get_global_rank(self._group, index % self._parts.ranks)
+        return dist.get_global_rank(self._group, index % self._stages.ranks)
 
 
 class _Stage(PipelineStage):
     """Stage for torch's schedules; not an FSDP2 module, because they would change its flags."""
 
-    def __init__(self, pipeline: Pipeline, part: ModelStage, number: int, hooks: MicrobatchHooks) -> None:
-        index, count, shapes = pipeline.stage_of(part)
-        plain = _Plain(partial(pipeline.of_part, part), partial(hooks.unsharded_params, number))
+    def __init__(self, pipeline: Pipeline, stage: ModelStage, number: int, hooks: MicrobatchHooks) -> None:
+        index, count, shapes = pipeline.stage_of(stage)
+        plain = _Plain(partial(pipeline.run_stage, stage), partial(hooks.unsharded_params, number))
         super().__init__(plain, index, count, **shapes)
         self._plain, self._pipeline, self._number, self._hooks = plain, pipeline, number, hooks
 

@@ -29,15 +29,15 @@ class HiddenStates:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tuple[str, int]]:
-    """Return what stage `part` of `parts` runs, alone on its rank: ("forward" or "backward", microbatch), in order.
+def order_of(schedule: str, microbatches: int, stage: int, stages: int) -> list[tuple[str, int]]:
+    """Return what stage `stage` of `stages` runs, alone on its rank: ("forward" or "backward", microbatch), in order.
 
     Raises:
         ValueError: If the schedule has several stages on a rank.
     """
     if schedule not in ("1f1b", "gpipe"):
         raise ValueError(f"mesh.pp_schedule={schedule}: only of 1f1b and gpipe is the order known beforehand")
-    ahead = microbatches if schedule == "gpipe" else min(microbatches, parts - part)
+    ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
     order = [("forward", index) for index in range(ahead)]
     for index in range(microbatches):
         order.append(("backward", index))
@@ -46,14 +46,14 @@ def order_of(schedule: str, microbatches: int, part: int, parts: int) -> list[tu
     return order
 
 
-def expected_pipeline(parts: ModelStages, hidden: HiddenStates, *, microbatches: int) -> dict[Entry, Traffic]:
+def expected_pipeline(stages: ModelStages, hidden: HiddenStates, *, microbatches: int) -> dict[Entry, Traffic]:
     """Return the calls and bytes that this rank sends in a step, by ledger entry (phase pipeline).
 
     Hidden states of every microbatch are sent by each stage but the last, and their gradients by each stage but the
     first.
     """
-    forward = sum(part.index < parts.count - 1 for part in parts.own)
-    back = sum(part.index > 0 for part in parts.own)
+    forward = sum(stage.index < stages.count - 1 for stage in stages.own)
+    back = sum(stage.index > 0 for stage in stages.own)
     calls = (forward + back) * microbatches
     entry = Entry("pipeline", "send", PIPELINE, dtype_key(hidden.dtype))
     return {entry: Traffic(calls, calls * hidden.bytes)} if calls else {}

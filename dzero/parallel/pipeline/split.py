@@ -91,12 +91,12 @@ class ModelStages:
     @property
     def blocks(self) -> int:
         """Number of blocks on this rank."""
-        return sum(part.blocks for part in self.own)
+        return sum(stage.blocks for stage in self.own)
 
     @property
     def own_modules(self) -> tuple[str, ...]:
         """Names of the modules that only this rank has."""
-        return tuple(name for part in self.own for name in part.names)
+        return tuple(name for stage in self.own for name in stage.names)
 
     def forget(self) -> None:
         """Drop the values that tied parameters got in removed modules; call this after `shard`."""
@@ -138,9 +138,9 @@ def split_pipeline(
     tied = _tied(names, modules)
     mine = range(rank, count, ranks)
     owned = {index: dict.fromkeys(name for name, _ in modules[index]) for index in mine}
-    here = {name for of_part in owned.values() for name in of_part}
+    here = {name for of_stage in owned.values() for name in of_stage}
     _check_trained(modules)
-    removed = [(name, module) for of_part in modules for name, module in of_part if name not in here]
+    removed = [(name, module) for of_stage in modules for name, module in of_stage if name not in here]
     for name, _ in removed:
         _replace(model, name)
     own = tuple(
@@ -162,8 +162,8 @@ def split_pipeline(
     )
 
 
-def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[slice]:
-    """Cut `costs` into `parts` non-empty slices so that the most expensive slice costs least.
+def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> list[slice]:
+    """Cut `costs` into `stages` non-empty slices so that the most expensive slice costs least.
 
     Of all such cuts it returns the most even one. Ties make early slices short, as early stages hold more microbatches.
     `last` is added to the cost of the last slice.
@@ -179,8 +179,8 @@ def balanced(costs: Sequence[float], parts: int, *, last: float = 0.0) -> list[s
         `with_part` combines the figure of the first slices with the cost of one more; None forbids this.
         """
         found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}  # by number of elements that are assigned
-        for part in range(parts):
-            more = behind if part == parts - 1 else 0
+        for stage in range(stages):
+            more = behind if stage == stages - 1 else 0
             further: dict[int, tuple[int, tuple[int, ...]]] = {}
             for at, (figure, begins) in found.items():
                 for end in range(at + 1, len(sums)):
@@ -210,30 +210,30 @@ def _elems(module: nn.Module) -> float:
 
 def _tied(names: Mapping[nn.Parameter, str], modules: Sequence[Sequence[Named]]) -> set[nn.Parameter]:
     """Return the parameters that both ends share; raise ValueError for other ties, and for parameters of no stage."""
-    parts: dict[nn.Parameter, list[int]] = {param: [] for param in names}
-    for index, of_part in enumerate(modules):
-        for param in {param for _, module in of_part for param in module.parameters()}:
-            parts[param].append(index)
-    if left := [names[param] for param, of_param in parts.items() if not of_param]:
+    stages: dict[nn.Parameter, list[int]] = {param: [] for param in names}
+    for index, of_stage in enumerate(modules):
+        for param in {param for _, module in of_stage for param in module.parameters()}:
+            stages[param].append(index)
+    if left := [names[param] for param, of_param in stages.items() if not of_param]:
         raise ValueError(
-            f"mesh.pp: no part of the pipeline has {left}; name their modules in the plan's first or last (what the "
+            f"mesh.pp: no pipeline stage has {left}; name their modules in the plan's first or last (what the "
             "model itself holds goes into a module of its own)"
         )
-    tied = {param: of_param for param, of_param in parts.items() if len(of_param) > 1}
+    tied = {param: of_param for param, of_param in stages.items() if len(of_param) > 1}
     ends = [0, len(modules) - 1]
     if wrong := {names[param]: of_param for param, of_param in tied.items() if of_param != ends}:
-        raise ValueError(f"mesh.pp: only the first part and the last may share parameters, and parts share {wrong}")
+        raise ValueError(f"mesh.pp: only the first stage and the last may share parameters, and stages share {wrong}")
     return set(tied)
 
 
 def _check_trained(modules: Sequence[Sequence[Named]]) -> None:
     """Raise ValueError if all parameters of a stage are frozen: its rank would have nothing to update."""
-    for index, of_part in enumerate(modules):
-        if not any(param.requires_grad for _, module in of_part for param in module.parameters()):
-            names = [name for name, _ in of_part]
+    for index, of_stage in enumerate(modules):
+        if not any(param.requires_grad for _, module in of_stage for param in module.parameters()):
+            names = [name for name, _ in of_stage]
             raise ValueError(
-                f"mesh.pp: every parameter of part {index} of {len(modules)} is frozen ({names}), and backward goes "
-                "through every part; train a parameter of it, or take fewer ranks or parts"
+                f"mesh.pp: every parameter of stage {index} of {len(modules)} is frozen ({names}), and backward goes "
+                "through every stage; train a parameter of it, or take fewer ranks or stages"
             )
 
 
@@ -267,9 +267,9 @@ def plan_for(model: nn.Module) -> PipelinePlan:
             return PipelinePlan(tuple(first), tuple(last), int(sizes.hidden_size))
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is model or _has_blocks(module))
     raise ValueError(
-        f"mesh.pp: no parts are known for {' around '.join(kinds)}, only for {sorted(PLANS)}; take mesh.pp=1, or in a "
-        "loop of your own give split_pipeline() a PipelinePlan, the modules before its blocks and after them by their "
-        "names"
+        f"mesh.pp: no pipeline stages are known for {' around '.join(kinds)}, only for {sorted(PLANS)}; take "
+        "mesh.pp=1, or in a loop of your own pass ParallelConfig(pipeline_plan=dzero.PipelinePlan(...)), the names of "
+        "the modules before its blocks and after them"
     )
 
 

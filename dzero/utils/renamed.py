@@ -1,0 +1,60 @@
+"""Old names of settings, which are accepted with a warning for one minor release (CHANGELOG.md)."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """New name of a setting; `values` has the new value of each old one that changed."""
+
+    new: str
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+RENAMED = {
+    "zero.states_over": Renamed("optimizer_shard_axes", {"shard": ["shard"], "all": ["replicate", "shard"]}),
+    "mesh.pp_parts": Renamed("pp_stages_per_rank"),
+}
+"""New names by old keys."""
+OLD = re.compile(rf"(\+{{0,2}})({'|'.join(map(re.escape, RENAMED))})=(.*)", re.DOTALL)
+
+
+def accepts_old_names(group: str) -> Callable[[type[Config]], type[Config]]:
+    """Return a decorator of the configuration of `group`, whose constructor then takes old names too."""
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def accept(self: Config, *args: Any, **values: Any) -> None:
+            for key in [key for key in values if f"{group}.{key}" in RENAMED]:
+                renamed, value = RENAMED[f"{group}.{key}"], values.pop(key)
+                warnings.warn(f"{group}.{key} is now {group}.{renamed.new}", FutureWarning, stacklevel=2)
+                values[renamed.new] = renamed.values.get(value, value)
+            init(self, *args, **values)
+
+        cls.__init__ = accept  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
+
+
+def renewed(word: str) -> tuple[str, str | None]:
+    """Return a word of the command line under its new name, and a warning if it had an old one."""
+    match = OLD.fullmatch(word)
+    if match is None:
+        return word, None
+    plus, key, values = match.groups()
+    renamed = RENAMED[key]
+    new = f"{key.partition('.')[0]}.{renamed.new}"
+    found = [f"[{','.join(renamed.values[each])}]" if each in renamed.values else each for each in values.split(",")]
+    return f"{plus}{new}={','.join(found)}", f"{key} is now {new}: the old name goes with the next minor release"
