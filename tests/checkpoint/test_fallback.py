@@ -264,5 +264,5 @@ def test_a_sealed_manifest_with_wrong_types_is_refused_in_one_line_that_names_th
 
 
 def test_strict_without_anything_to_resume_from_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"resume\.strict=true has no effect without resume=auto"):
+    with pytest.raises(ValueError, match=r"resume\.strict=true has no effect with resume\.source=null"):
         ResumeConfig(strict=True)

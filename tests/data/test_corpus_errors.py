@@ -134,7 +134,7 @@ def test_settings_without_effect_or_out_of_range_are_errors():
         ({"held_out": -0.1}, "data.held_out=-0.1"),
         ({"path": "a", "token_dtype": "uint9"}, "data.token_dtype='uint9': choose one of"),
         ({"path": "a", "vocab_size": 0}, "data.vocab_size=0"),
-        ({"separator": "x"}, "has no effect without data.tokenizer"),
+        ({"separator": "x"}, "has no effect with data.tokenizer=null"),
     ):
         with pytest.raises(ValueError, match=message):
             DataConfig(**settings)

@@ -116,7 +116,7 @@ def settings(**changes: Any) -> Layout:
     ("changes", "told"),
     [
         ({"stage": 2}, r"offload.param=host with zero.stage=2: only stage 3"),
-        ({"reshard": 2}, r"zero.reshard_after_forward=2: .* take reshard_after_forward=true"),
+        ({"reshard": 2}, r"zero.reshard_after_forward=2: .* take zero.reshard_after_forward=true"),
         ({"master": "device"}, r"with its master, which is larger; take offload.master=host"),
         ({"master_fraction": 0.5}, r"offload.master_fraction ≥ offload.param_fraction"),
     ],

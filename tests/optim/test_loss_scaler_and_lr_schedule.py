@@ -121,7 +121,7 @@ def test_a_schedule_drives_torchs_own_scheduler() -> None:
         ({"kind": "linear"}, r"schedule\.kind='linear': choose one of \['constant', 'cosine', 'wsd'\]"),
         ({"warmup_steps": -1}, r"schedule\.warmup_steps=-1"),
         ({"final": 1.5}, r"schedule\.final=1\.5"),
-        ({"kind": "wsd"}, r"schedule\.decay_steps=None with schedule\.kind=wsd"),
+        ({"kind": "wsd"}, r"schedule\.kind=wsd with schedule\.decay_steps=null"),
         ({"decay_steps": 3}, r"schedule\.decay_steps=3 with schedule\.kind=cosine"),
         ({"kind": "wsd", "decay_steps": 0}, r"schedule\.decay_steps=0"),
     ],

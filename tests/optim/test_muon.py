@@ -123,6 +123,7 @@ def oracle(run: Run, early: bool) -> reference.History:
         clip=CLIP,
         sum_squares=lambda chunk: cpu_kernels.sum_squares([chunk.contiguous()]).item(),
         rules=dict.fromkeys(run.names, plain),
+        adamw=reference.AdamW(beta2=0.95, weight_decay=0.1),
     )
 
 
