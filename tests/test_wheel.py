@@ -9,11 +9,13 @@ import sysconfig
 import zipfile
 from pathlib import Path
 
+import pytest
 from small_runs import ROOT, write_text
 
 from dzero import __version__
 
 
+@pytest.mark.full
 def test_a_wheel_in_a_fresh_environment_trains_plans_and_explains(tmp_path: Path) -> None:
     (wheel,) = built(tmp_path / "wheels")
     with zipfile.ZipFile(wheel) as files:

@@ -67,6 +67,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measurement]:
         yield measured(2, disk=str(folder), effort=SMALL)
 
 
+@pytest.mark.full
 def test_every_figure_of_this_machine_is_measured(here: Measurement) -> None:
     hardware = here.hardware
     unknown = {figure for figure in HardwareConfig.__dataclass_fields__ if getattr(hardware, figure) is None}

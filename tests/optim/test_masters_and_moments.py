@@ -29,6 +29,7 @@ def long_run(rank: int, ranks: int, steps: int, stage: int, precision: dict[str,
     return {"losses": losses, "params": params_of(sharded), "masters": masters_of(sharded, optim)}
 
 
+@pytest.mark.full
 def test_200_steps_with_remainders_are_200_steps_with_fp32_masters_to_the_bit(pool: Pool) -> None:
     fp32, remainder = (pool.run(long_run, 2, 200, 2, {"master": master})[0] for master in ("fp32", "remainder"))
     assert fp32["losses"] == remainder["losses"]

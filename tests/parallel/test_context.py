@@ -164,6 +164,7 @@ def test_every_stage_has_the_same_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("run", ALL, ids=str)
+@pytest.mark.product(keep=5)
 def test_a_step_moves_what_the_formula_says(pool: Pool, run: Run) -> None:
     """Every layer and microbatch, and once more in backward where its forward is made again."""
     calls, others = SHAPE.layers * run.microbatches, run.cp - 1

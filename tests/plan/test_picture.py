@@ -50,7 +50,7 @@ def text_of(found: EventAccumulator, tag: str) -> str:
     return str(found.Tensors(f"{tag}/text_summary")[0].tensor_proto.string_val[0].decode())
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     "settings",
     [

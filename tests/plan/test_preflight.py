@@ -58,6 +58,7 @@ def test_train_refuses_a_run_that_is_too_large_within_seconds_and_starts_nothing
     assert "launch.check_memory=false" in run.stderr
 
 
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("mesh", ["mesh.tp=2 mesh.dp=1", "mesh.pp=2 mesh.dp=1 train.accumulate=2", "mesh.dp=2"])
 def test_every_rank_has_its_part_of_the_node_whatever_it_shares(host: object, mesh: str) -> None:
     config = run_of("zero.stage=1", *mesh.split())

@@ -79,6 +79,7 @@ def test_so_it_does_with_other_dtypes_hybrid_meshes_tiles_and_native_collectives
     held_against(pool, cases)
 
 
+@pytest.mark.full
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize("balance", ["auxiliary-loss-free", "loss"])
 def test_a_mixture_is_simulated_as_if_its_experts_were_chosen_alike(pool: Pool, balance: str) -> None:
@@ -126,6 +127,7 @@ REPEATED = {
 FEW = ("stage 3", "hybrid", "host")
 
 
+@pytest.mark.full
 @pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in REPEATED]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from small_runs import ROOT
 
 from dzero.utils import numba_views
@@ -36,6 +37,7 @@ def told(process: subprocess.Popen[str]) -> list[str]:
     return output.split()
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_once_and_only_in_a_private_folder(tmp_path: Path) -> None:
     both = [begin(tmp_path) for _ in range(2)]  # at once, on an empty cache
     assert all(told(process)[0] == "True" for process in both)
