@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from dzero.utils.scratch_paths import DiskError
     from dzero.zero.config import PrecisionConfig, ZeroConfig
     from dzero.zero.offload_config import DiskConfig, OffloadConfig
-    from dzero.zero.shard import ModelInit, Sharded, shard
+    from dzero.zero.shard import ModelInit, shard
+    from dzero.zero.sharded import Sharded
 
 __version__ = "0.1.0"
 _MODULES = {
@@ -71,7 +72,7 @@ _MODULES = {
     "PrecisionConfig": "dzero.zero.config",
     "RunError": "dzero.errors",
     "ScalerConfig": "dzero.optim.loss_scaler",
-    "Sharded": "dzero.zero.shard",
+    "Sharded": "dzero.zero.sharded",
     "TorchOptimizer": "dzero.optim.torch_optimizer",
     "ZeroConfig": "dzero.zero.config",
     "describe": "dzero.models.published",

@@ -194,7 +194,7 @@ def test_fully_shard_and_its_switches_are_used_in_one_file() -> None:
         if (isinstance(node, ast.ImportFrom) and any(alias.name == "fully_shard" for alias in node.names))
         or (isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in switches - {"reshard"})
     }
-    assert users == {"dzero.zero.shard"}
+    assert users == {"dzero.zero.sharder"}
 
 
 def test_streams_are_made_in_one_file() -> None:

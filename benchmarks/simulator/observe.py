@@ -21,7 +21,7 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.hardware import format_bytes
 from dzero.offload.build_schedule import update_order
 from dzero.optim.adamw import AdamW
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import as_module
 from dzero.zero.unit_shapes import UnitShape
 from simulator.storage_meter import StorageMeter, StorageMoment, Where

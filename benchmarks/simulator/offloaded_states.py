@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dzero.offload.buffer_layout import BufferLayout, moment_fields
 from dzero.offload.build_schedule import update_order
 from dzero.optim.adamw import AdamW
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit_shapes import ParamShape, UnitShape
 from simulator.storage_meter import KINDS, Bytes, StorageMeter, StorageMoment
 

@@ -48,7 +48,8 @@ from dzero.utils.torch_internals import fake_tensors
 from dzero.zero.config import is_exact
 from dzero.zero.cost_model import expected_decision, expected_traffic
 from dzero.zero.layout import Layout
-from dzero.zero.shard import ModelInit, Sharded, shard
+from dzero.zero.shard import ModelInit, shard
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 from simulator.extrapolate import SHORT, repeat

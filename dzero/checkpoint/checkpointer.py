@@ -26,7 +26,7 @@ from dzero.checkpoint.states import CheckpointStates, Put
 from dzero.checkpoint.store import CheckpointStore, is_there, manifest_at
 from dzero.optim.base import MasterOptimizer
 from dzero.streams import this_device
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 AUTO, LOCAL = "auto", "local."
 STRICT = "resume.strict=true stops here"

@@ -20,7 +20,7 @@ from dzero.checkpoint.shard_boxes import ShardBoxes
 from dzero.models.safetensors_reader import StoredTensor
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 
 def blank(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Callable[[], Tensor]]:

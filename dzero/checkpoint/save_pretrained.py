@@ -23,7 +23,7 @@ from dzero.checkpoint.format import DTYPES, StoredBox
 from dzero.comm.collectives import gather_json
 from dzero.mesh import AXES, host_mesh
 from dzero.models.published import describe, published_name
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 
 def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:

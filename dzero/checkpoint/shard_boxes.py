@@ -18,7 +18,7 @@ from torch import nn
 from dzero.checkpoint.box import Box
 from dzero.mesh import PIPELINE, REPLICATE, SHARD
 from dzero.parallel.tiling.state_dicts import tiled
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
 

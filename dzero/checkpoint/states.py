@@ -31,7 +31,7 @@ from dzero.optim.base import MasterOptimizer
 from dzero.optim.state_placement import read
 from dzero.utils.torch_internals import is_persistent
 from dzero.zero.dtensors import local_of
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 Put = Callable[[str, torch.Tensor], None]

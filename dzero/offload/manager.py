@@ -31,7 +31,7 @@ from dzero.offload.undo import Undo
 from dzero.parallel.blocks import find_blocks
 from dzero.zero.offload_config import OffloadConfig
 from dzero.zero.offloaded_param import HostStorage, OffDeviceTensor
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import as_module
 
 Named = dict[str, torch.Tensor]

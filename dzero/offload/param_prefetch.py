@@ -22,7 +22,7 @@ from dzero.offload.disk_staging import DiskStaging, DiskStorage
 from dzero.offload.executor import ScheduleExecutor, copy_all
 from dzero.offload.schedule import ActionKey, ActionKind
 from dzero.zero.offloaded_param import HostStorage
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 Point = tuple[str | None, str | None, bool]

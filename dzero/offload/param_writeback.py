@@ -22,7 +22,7 @@ from dzero.offload.disk_staging import DiskStaging
 from dzero.offload.executor import ScheduleExecutor, copy_all
 from dzero.offload.param_prefetch import ParamPrefetch
 from dzero.offload.schedule import ActionKey, ActionKind
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 
 class PendingWriteback(NamedTuple):

@@ -21,7 +21,7 @@ from dzero.optim.state_placement import StatePlacement, device_bytes, read
 from dzero.optim.torch_state_dict import check_torchs, is_torchs, take_torchs
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 Value = TypeVar("Value")

@@ -31,7 +31,7 @@ from dzero.optim.master_handover import take_over
 from dzero.optim.quantized_moments import KnownBlocks
 from dzero.optim.state_mapping import REPLACED, StateMapping
 from dzero.zero.guards import refuse_unknown
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit, as_module
 
 

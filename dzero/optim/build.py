@@ -18,7 +18,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.muon import Muon, matrices_of, split_by_rule
 from dzero.optim.torch_optimizer import TorchOptimizer, mixes
 from dzero.zero.layout import Layout
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 TRIED_ELEMS = 3
 """Elements of the dummy parameter on which a rule is tried."""

@@ -45,7 +45,7 @@ from dzero.optim.shown_grads import ShownGrads
 from dzero.utils.torch_internals import add_each
 from dzero.zero.dtensors import local_of
 from dzero.zero.replica_shards import ReplicaShards
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
 

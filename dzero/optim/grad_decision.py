@@ -34,7 +34,7 @@ from dzero.utils.numba_views import has_memory
 from dzero.zero.dtensors import local_of
 from dzero.zero.partial_scalars import watch_numbers
 from dzero.zero.replica_shards import mesh_of_replica_shards
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 TAKEN = (

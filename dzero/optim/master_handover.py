@@ -18,7 +18,7 @@ from dzero.mesh import SHARD
 from dzero.offload.manager import OffloadManager
 from dzero.zero.init_on_disk import InitSpillFile
 from dzero.zero.offloaded_param import HostStorage, TensorStorage
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 

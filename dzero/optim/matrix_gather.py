@@ -29,7 +29,7 @@ from dzero.optim.newton_schulz import MatrixCoefficients
 from dzero.optim.offloaded_step import PendingUpdate
 from dzero.optim.param_state import ParamState
 from dzero.optim.rank_assignment import ROOM_ELEMS, Round, expected_updates, of_names, part_elems, rounds_of
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit_shapes import ParamShape
 
 How = Mapping[str, tuple[int, MatrixCoefficients]]

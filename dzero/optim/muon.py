@@ -29,7 +29,7 @@ from dzero.optim.offloaded_step import PendingUpdate
 from dzero.optim.param_state import MOMENTS, ParamState
 from dzero.optim.requires_unsharded import check_whole
 from dzero.zero.layout import Layout
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 RULES = ("muon", "adamw")
 OPTIONS = ("lr", "momentum", "nesterov", "iterations", "scale")

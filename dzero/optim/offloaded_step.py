@@ -21,7 +21,7 @@ from dzero.offload.build_schedule import update_order
 from dzero.offload.executor import Move
 from dzero.offload.manager import OffloadManager
 from dzero.offload.param_writeback import PendingWriteback
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 States = TypeVar("States", bound="UpdatedParam")
 Run = Callable[[Sequence[Any]], None]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dzero.comm.collectives import GatherScalars
 from dzero.mesh import PIPELINE
 from dzero.optim.grad_accumulation import UnitGrads
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 
 class PipelineGrads:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from dzero.compatibility import check_compatible
 from dzero.parallel.tiling.state_dicts import tiled
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 
 def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:

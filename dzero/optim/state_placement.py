@@ -13,7 +13,7 @@ from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.offloaded_param import OffDeviceShard, memory_of
 from dzero.zero.replica_shards import mesh_of_replica_shards, span_of
 from dzero.zero.rounding import to_working
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit_shapes import ParamShape, rows_of
 
 

@@ -27,7 +27,7 @@ from dzero.optim.state_placement import StatePlacement, device_bytes, read
 from dzero.utils.rules import Settings
 from dzero.zero.dtensors import local_of, placed_like
 from dzero.zero.rounding import to_working
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop")

@@ -37,7 +37,8 @@ from dzero.parallel.pipeline.schedule import HiddenStates
 from dzero.parallel.tensor.parallelize import cross_entropy
 from dzero.plan.run_layout import parallel_of
 from dzero.zero.init_params import Materialise
-from dzero.zero.shard import Sharded, shard
+from dzero.zero.shard import shard
+from dzero.zero.sharded import Sharded
 
 
 class BuiltModel:

@@ -31,7 +31,7 @@ from dzero.models.published import describe
 from dzero.monitor.sinks import Monitor
 from dzero.optim.base import MasterOptimizer
 from dzero.utils.torch_internals import set_last_lr
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 
 NO_NEWS = ("launch", "monitor", "profile", "checkpoint", "resume")
 """Groups whose settings change no result."""

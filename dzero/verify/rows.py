@@ -16,7 +16,7 @@ import torch
 from dzero.checkpoint.shard_boxes import HeldTensor, UntiledRows
 from dzero.mesh import AXES, PIPELINE
 from dzero.zero.layout import Layout
-from dzero.zero.shard import Sharded
+from dzero.zero.sharded import Sharded
 from dzero.zero.unit import Unit
 from dzero.zero.unit_shapes import ParamShape, rows_of
 

@@ -244,3 +244,9 @@ def as_module(module: FSDPModule) -> nn.Module:
     """Return a module that `fully_shard` was applied to, typed as `nn.Module`."""
     assert isinstance(module, nn.Module)
     return module
+
+
+def as_fsdp(module: nn.Module) -> FSDPModule:
+    """Return a module typed as FSDP2's `FSDPModule`, which it is after `fully_shard`."""
+    assert isinstance(module, FSDPModule)
+    return module

@@ -12,7 +12,7 @@ CAUGHT = {
     "zero/unit.py Unit.write: owner.synchronize": "parameters edited between steps",
     "zero/unit.py Unit.await_update: self.wait_for_update": "host parameters read between steps",
     "zero/offloaded_param.py OffDeviceTensor.await_update: hooks.await_update": "host parameters read between steps",
-    "zero/shard.py _Sharder._switch: unit.wait_for_update": "host, one rank, M=2",
+    "zero/sharder.py Sharder._switch: unit.wait_for_update": "host, one rank, M=2",
     "optim/grad_accumulation.py UnitGrads._add_held: streams.record_stream": "penalty",
     "optim/grad_accumulation.py UnitGrads._hide: streams.record_stream": "penalty, M=2",
     "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (hold)": (

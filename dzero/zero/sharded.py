@@ -1,0 +1,207 @@
+"""The sharded model: what a loop calls around microbatches and steps."""
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakMethod
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from dzero.comm.ledger import Ledger
+from dzero.parallel.context.parallelize import ContextParallel
+from dzero.parallel.pipeline.split import ModelStages
+from dzero.streams import Loans
+from dzero.utils.terminal import plain
+from dzero.zero.describe import kinds_table, units_table
+from dzero.zero.fsdp_internals import (
+    has_failed,
+    recover,
+    reduce_deferred_grads,
+    unsharded_params,
+)
+from dzero.zero.layout import Layout
+from dzero.zero.microbatch_count import MicrobatchCount
+from dzero.zero.registered_params import drop_waiting, follow_shards
+from dzero.zero.unit import Unit, as_fsdp, as_module
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.units import roots_of
+
+
+class GradClaimant(Protocol):
+    """Object that takes the gradients of a sharded model for an optimizer."""
+
+    def drop(self) -> None:
+        """Drop the gradients of the step, reduced or not."""
+
+
+class Sharded:
+    """Handle of a sharded model, which `shard` returns.
+
+    Attributes:
+        model: The model, sharded in place.
+        layout: Layout of its states.
+        mesh: Mesh of the data-parallel ranks.
+        model_groups: Process groups along the axes that cut the model itself, by axis.
+        units: Units, each root behind the units in it.
+        ledger: Ledger of the collectives.
+        loans: Reduced buffers that other streams still read.
+        stages: Pipeline stages on this rank, each a root of FSDP2; None without a pipeline.
+        names: Names of the parameters of all pipeline stages.
+        claims: Names of the parameters that each optimizer updates, by its claimant, for the optimizer's lifetime.
+        is_last: Whether the current microbatch is the last of its step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh,
+        model_groups: dict[str, dist.ProcessGroup],
+        units: list[Unit],
+        ledger: Ledger,
+        loans: Loans,
+        stages: ModelStages | None,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.units, self.ledger = model, layout, mesh, units, ledger
+        self.loans = loans
+        self.model_groups, self.stages = model_groups, stages
+        self.names = tuple(name for name, _ in model.named_parameters()) if stages is None else stages.names
+        self.context: ContextParallel | None = None
+        self.claims: WeakKeyDictionary[GradClaimant, frozenset[str]] = WeakKeyDictionary()
+        self.is_last = True
+        self._reductions = 0
+        self._roots = [as_fsdp(root) for root in roots_of(model, stages)]
+        self._microbatches = [MicrobatchCount(layout) for _ in self._roots]
+        follow_shards(units, [model] if stages is None else [], layout)
+        drop = WeakMethod(self._drop_gradients)
+        model.zero_grad = partial(_zero_grad, model.zero_grad, drop)  # type: ignore[method-assign]
+
+    @contextmanager
+    def microbatch(self, is_last: bool = True, pipeline_stage: int = 0) -> Iterator[None]:
+        """Run the forward and backward of one microbatch in this context.
+
+        A loop with one microbatch per step does not need it. The caller divides the loss by the number of microbatches.
+        A backward outside of the context, after others inside, counts as the last one.
+
+        Args:
+            is_last: Whether the microbatch is the last of its step.
+            pipeline_stage: Index of the pipeline stage on this rank. Only its backward must run in the context.
+        """
+        self._microbatches[pipeline_stage].begin(is_last)
+        self._set(is_last, self._roots[pipeline_stage])
+        try:
+            yield
+        finally:
+            self._set(True, self._roots[pipeline_stage])
+            self._reductions = self._count_reductions()
+
+    @contextmanager
+    def input_gradients(self, pipeline_stage: int) -> Iterator[None]:
+        """Leave the parameter gradients of a stage to `weight_gradients`, in a backward within this context."""
+        root = self._roots[pipeline_stage]
+        self._set(False, root)
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._set(True, root)
+
+    @contextmanager
+    def weight_gradients(self, is_last: bool, pipeline_stage: int) -> Iterator[None]:
+        """Compute the parameter gradients of a stage in this context, which then reduces or accumulates them."""
+        with self.microbatch(is_last, pipeline_stage):
+            yield
+            reduce_deferred_grads(self._roots[pipeline_stage])
+
+    def unsharded_params(self, pipeline_stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage, as its forward used them, that `weight_gradients` needs gradients of."""
+        return unsharded_params(self._roots[pipeline_stage])
+
+    def abandon_step(self, names: Container[str]) -> None:
+        """Discard the step's gradients of `names`, even if their backward raised; called by `zero_grad`."""
+        for root in self._roots:
+            if has_failed(root):
+                recover(root)
+        drop_waiting(self.units, names)
+        for of_stage in self._microbatches:
+            of_stage.abandon()
+
+    def _drop_gradients(self) -> None:
+        for claimant in [*self.claims]:
+            claimant.drop()
+        self.abandon_step(self.names)
+        self.ledger.collective_log.end_step()  # even on ranks whose optimizers no longer exist
+
+    def end_step(self) -> None:
+        """End the step's microbatches; called by the optimizer's step.
+
+        Raises:
+            RuntimeError: If a backward raised, or if `MicrobatchCount.end` finds wrong microbatches.
+        """
+        if any(map(has_failed, self._roots)):
+            raise RuntimeError(
+                "the step's backward raised: call zero_grad(), and repeat the step from its first forward"
+            )
+        if len(self._roots) == 1 and self._count_reductions() > self._reductions:
+            self._microbatches[0].add_last()
+        for of_stage in self._microbatches:
+            of_stage.end()
+
+    def _count_reductions(self) -> int:
+        """Count the reductions of all units; one since the end of `microbatch` is of a backward outside of it."""
+        return sum(unit.reductions for unit in self.units)
+
+    def _set(self, is_last: bool, root: FSDPModule) -> None:
+        policy = self.layout.grad_sync_policy(is_last)
+        self.is_last = is_last
+        root.set_requires_gradient_sync(policy.reduce)
+        root.set_reshard_after_backward(policy.reshard)
+        for unit in self.units:
+            if (own := unit.layout.grad_sync_policy(is_last).reshard) is not policy.reshard:
+                unit.modules[0].set_reshard_after_backward(own, recurse=False)
+
+    def train(self, mode: bool = True) -> None:
+        """Set the training mode of the model and of its pipeline stages."""
+        for root in [self.model, *map(as_module, self._roots)]:
+            root.train(mode)
+
+    def forget_masters(self) -> None:
+        """Release the masters kept for another optimizer, and their memory and scratch folders.
+
+        Call this if no other optimizer will be created.
+        """
+        for unit in self.units:
+            unit.origin.clear()
+
+    def reshard(self) -> None:
+        """Free all unsharded parameters, such as those that a forward without backward left gathered."""
+        for unit in self.units:
+            for module in unit.modules:
+                module.reshard()
+
+    @property
+    def shapes(self) -> list[UnitShape]:
+        """Unsharded shapes of the units."""
+        return [unit.shape for unit in self.units]
+
+    def __repr__(self) -> str:
+        of = f"{type(self.model).__name__.removeprefix('FSDP')}, {len(self.units)} units, on {self.mesh.device_type}"
+        tables = [kinds_table(self.layout, self.shapes), units_table(self.layout, self.shapes)]
+        return f"Sharded({of})\n{plain(tables)}"
+
+    def named_params(self) -> dict[str, nn.Parameter]:
+        """Return every parameter once, by its first name in the model, in the order of the units."""
+        return {name: param for unit in self.units for name, param in unit.params.items()}
+
+
+def _zero_grad(
+    zero_grad: Callable[[bool], None], drop: WeakMethod[Callable[[], None]], set_to_none: bool = True
+) -> None:
+    """Drop all gradients, including those that no `.grad` shows yet, and run the model's own `zero_grad`."""
+    if (dropping := drop()) is not None:
+        dropping()
+    zero_grad(set_to_none)

@@ -1,0 +1,233 @@
+"""Sharding of a model; the only file that calls `fully_shard` and sets its switches.
+
+    switch                              value                    reason
+    mesh                                shard axis only (1-D)    dzero averages over replicas: in fp32, once a step
+    reshard_after_forward               that of the layout       each unit has its own (`Layout.of_unit`)
+    reduce_dtype                        Layout.grad.dtype        the hook receives gradients in their final dtype
+    custom all_gather, reduce_scatter   comm/collectives.py      exact sums, pairwise transfers, the ledger
+    gradient divide factor              1, plain sums            fp16 must be divided in fp32, as the collective does
+    all_reduce_hook                     Unit.deliver             called with the reduced shard, even if none is reduced
+
+`Unit.deliver` receives the gradients of a unit's trained parameters in one buffer (zero/reduce_buffers.py). Without a
+consumer, the buffer is averaged over the replicas in place, and FSDP2's ordinary `.grad` is correct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
+from dzero.comm.ledger import Ledger
+from dzero.comm.reduction import AxisReduction, ExactReduction, NativeReduction
+from dzero.hardware import give_back_freed_memory
+from dzero.mesh import AXES, EXPERT, PIPELINE, REPLICATE, SHARD
+from dzero.parallel.expert.dispatch import ExpertParallel
+from dzero.parallel.pipeline.split import ModelStages
+from dzero.parallel.tiling.tile import count_tiles, fill_tiles
+from dzero.streams import Loans, exist
+from dzero.zero.fsdp_internals import (
+    follow_outputs,
+    follow_root,
+    use_shards,
+)
+from dzero.zero.guards import copy_assigned, refuse_lost_writes, refuse_outside_forward
+from dzero.zero.init_on_disk import InitSpillFile
+from dzero.zero.init_params import Materialise, ParamInit
+from dzero.zero.layout import Layout
+from dzero.zero.offloaded_param import HostStorage, TensorStorage, put_on_host
+from dzero.zero.offloaded_state_dicts import hook_state_dicts
+from dzero.zero.partial_scalars import watch_numbers
+from dzero.zero.reduce_buffers import reduce_whole
+from dzero.zero.replica_shards import ReplicaShards
+from dzero.zero.scalar_params import Places, narrow_in_forward
+from dzero.zero.sharded import Sharded
+from dzero.zero.split_rules import check_experts, check_splits, check_tables
+from dzero.zero.tiers import names_off_device
+from dzero.zero.unit import Unit, as_fsdp, as_module
+from dzero.zero.unit_inputs import cast_first_input, own_output
+from dzero.zero.unit_shapes import UnitShape
+from dzero.zero.units import ParamSlot, Units, roots_of, shapes_of, slots_by_unit
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Data-parallel axes (replicate, shard) of a unit, with the process group and the collectives of each."""
+
+    mesh: DeviceMesh
+    groups: dict[str, dist.ProcessGroup]
+    exchanges: dict[str, AxisReduction]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, layout: Layout) -> Axes:
+        """Return the axes of a mesh that has only these two."""
+        groups = {axis: mesh.get_group(axis) for axis in AXES}
+        exchanges: dict[str, AxisReduction] = {
+            axis: (ExactReduction if layout.exact else NativeReduction)(group) for axis, group in groups.items()
+        }
+        return cls(mesh, groups, exchanges)
+
+
+class Sharder:
+    """State of one call of `shard`, which processes the units in order, the root last."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        mesh: DeviceMesh,
+        groups_of_model: dict[str, dist.ProcessGroup],
+        units: Units,
+        materialise: Materialise | None,
+        device: torch.device,
+        stages: ModelStages | None,
+        experts: ExpertParallel | None,
+        scalars: Places,
+    ) -> None:
+        self.model, self.layout, self.mesh, self.model_groups = model, layout, mesh, groups_of_model
+        self.scalars = scalars
+        self.stages, self.roots = stages, roots_of(model, stages)
+        self.ledger = Ledger() if experts is None else experts.ledger
+        if materialise is not None:
+            materialise = fill_tiles(model, materialise)
+        self.axes = {1: Axes.of(mesh, layout)}  # by the number of ranks that share a unit
+        if experts is not None:
+            self.axes[experts.mesh[EXPERT].size()] = Axes.of(experts.mesh[AXES], layout)
+        ends = (groups_of_model[PIPELINE], stages.shared) if stages else None
+        on = torch.device(mesh.device_type)
+        self.ledger.collective_log.device = on if exist(on) else None
+        self.loans = Loans(on)
+        self.values = ParamInit(layout, device, materialise, ends)
+        self.units = units
+        self.slots = slots_by_unit(model, units, stages.aliases if stages else None)
+        self.shapes = {shape.name: shape for shape in shapes_of(self.slots, units, self.roots)}
+        shapes, tiles = [*self.shapes.values()], count_tiles(model)
+        check_tables(layout, shapes, tiles=tiles)
+        check_splits(shapes, groups_of_model, tiles=tiles)
+        check_experts(shapes, mesh, experts, layout.model_ranks)
+        self.off_device = names_off_device(layout.tiers, [self.shapes[name] for name, _ in self.units])
+        rank = mesh.get_local_rank(SHARD)
+        self.spill_file = InitSpillFile.of(layout, self.slots, self.shapes, self.off_device, rank=rank)
+
+    def run(self) -> Sharded:
+        """Shard all units, and return the sharded model."""
+        self.values.equalise_buffers(self.model, self.axes[1].groups)
+        units = [self._cut(name, modules, self.slots[name]) for name, modules in self.units]
+        for root in self.roots:
+            copy_assigned(root)
+        for unit in units:
+            if any(as_module(module) is root for module in unit.modules for root in self.roots):
+                refuse_outside_forward(unit, [other for other in units if other is not unit])
+        for root in self.roots:
+            inside = {*root.modules()} - {root}
+            inner = {each for unit in units for each in map(as_module, unit.modules) if each in inside}
+            for module in inner:
+                follow_root(module, as_fsdp(root))
+            first = next((module for module in root.modules() if module in inner), None)
+            if self.stages is not None and first is not None:
+                # Backward ends with this unit. FSDP2 would prefetch the one that preceded it in another microbatch.
+                as_fsdp(first).set_modules_to_backward_prefetch([as_fsdp(root)])
+        watch_numbers(param.device_mesh for param in self.model.parameters() if isinstance(param, DTensor))
+        for unit in units:
+            unit.watch()
+        return Sharded(
+            self.model, self.layout, self.mesh, self.model_groups, units, self.ledger, self.loans, self.stages
+        )
+
+    def _cut(self, name: str, modules: list[nn.Module], slots: list[ParamSlot]) -> Unit:
+        """Initialize one unit, round it to the working dtype, shard it, and set FSDP2's switches."""
+        shape = self.shapes[name]
+        layout, axes = self.layout.of_unit(shape), self.axes[shape.shared_by]
+        self.values.fill(modules, slots, axes.groups)
+        rounded = self.values.round(modules, slots, self._cuts(axes))
+        origin = {name: self._where_master_lives(name, rows) for name, rows in rounded.items()}
+        put_on_host(modules, {slot.param: slot.name for slot in slots if slot.name in self.off_device["param"]})
+        is_root = any(modules[0] is root for root in self.roots)
+        for module in modules:
+            own_output(module)
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=axes.mesh[SHARD],
+            reshard_after_forward=layout.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=self.layout.param.dtype,
+                reduce_dtype=self.layout.grad.dtype,
+                cast_forward_inputs=is_root,
+            ),
+            ignored_params={p for m in modules for p in m.parameters() if not p.is_floating_point()},
+        )
+        for module in modules if not is_root else ():
+            cast_first_input(module, self.layout.param.dtype)
+            refuse_lost_writes(name, module)
+        for module in modules:
+            follow_outputs(module, is_root=is_root)
+        unit = Unit(
+            shape=shape,
+            layout=layout,
+            mesh=axes.mesh,
+            modules=[as_fsdp(m) for m in modules],
+            params={slot.name: slot.param for slot in slots},
+            average=self._average_copies(name, layout, axes),
+            origin=origin,
+            replica_shards=self._replica_shards(shape, axes),
+        )
+        narrow_in_forward(unit, self.scalars)
+        self._switch(unit, axes)
+        if self.layout.param.tier == "disk":
+            for each, memory in unit.offloaded.items():
+                memory.storage = self._on_disk(each, memory.flat)
+        if "disk" in (self.layout.param.tier, self.layout.master.tier):
+            give_back_freed_memory()
+        if unit.offloaded:
+            hook_state_dicts(unit, unit.mesh)
+        return unit
+
+    def _where_master_lives(self, name: str, origin: torch.Tensor) -> TensorStorage:
+        """Return the storage of an fp32 origin until its optimizer takes it."""
+        if name not in self.off_device["master"]:
+            return HostStorage(origin)
+        return self._on_disk(name, origin) if self.layout.master.tier == "disk" else HostStorage(origin.cpu())
+
+    def _on_disk(self, name: str, tensor: torch.Tensor) -> TensorStorage:
+        assert self.spill_file is not None
+        return self.spill_file.keep(name, tensor)
+
+    def _average_copies(self, name: str, layout: Layout, axes: Axes) -> AverageCopies | None:
+        if layout.replicate == 1:
+            return None
+        return AverageCopies(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
+
+    def _cuts(self, axes: Axes) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (rank, ranks) of the two cuts of masters and moments, over the shard axis and over the replicas."""
+        own, replica_shards = axes.groups[SHARD], self.layout.replica_shards
+        return (own.rank(), own.size()), (axes.groups[REPLICATE].rank() if replica_shards > 1 else 0, replica_shards)
+
+    def _replica_shards(self, unit: UnitShape, axes: Axes) -> ReplicaShards | None:
+        if self.layout.replica_shards == 1:
+            return None
+        return ReplicaShards(unit, self.layout, *self._cuts(axes), axes.exchanges[REPLICATE], self.ledger)
+
+    def _switch(self, unit: Unit, axes: Axes) -> None:
+        module, name, exchange = unit.modules[0], unit.shape.name, axes.exchanges[SHARD]
+        if unit.params:
+            module.set_all_reduce_hook(unit.deliver)
+            reduce_whole(unit)
+        # FSDP2's abstract classes for these two are private; it uses only their methods.
+        reduce = ReduceGrads(name, exchange, SHARD, self.layout.wire, self.ledger, self.loans)
+        module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+        if unit.layout.shard > 1:
+            gather = UnshardParams(name, exchange, SHARD, self.ledger, unit.wait_for_update)
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        else:
+            # Nothing is gathered. FSDP2 reads the shards in its own pre-forward hook, which runs after this one.
+            for each in unit.modules:
+                as_module(each).register_forward_pre_hook(lambda *_: unit.wait_for_update(), prepend=True)
+            use_shards(module)
