@@ -284,7 +284,7 @@ def _threads(simulation: Simulation) -> list[Any]:
     own, others = simulation.is_skipped, simulation.leaves_out
     entries: list[tuple[type[Any], str, Callable[[str], bool]]] = [
         *((ScheduleExecutor, name, own) for name in ("wait", "stream_wait", "drain")),
-        *((Unit, name, others) for name in ("arrive", "await_update")),
+        *((Unit, name, others) for name in ("wait_for_update", "await_update")),
         (AdamW, "synchronize", others),
     ]
     return [

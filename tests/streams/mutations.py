@@ -15,10 +15,10 @@ CAUGHT = {
     "zero/sharder.py Sharder._switch: unit.wait_for_update": "host, one rank, M=2",
     "optim/grad_accumulation.py UnitGrads._add_held: streams.record_stream": "penalty",
     "optim/grad_accumulation.py UnitGrads._hide: streams.record_stream": "penalty, M=2",
-    "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (hold)": (
+    "optim/grad_accumulation.py UnitGrads._keep_replica_shards: self._sharded.loans.lend (hold)": (
         "states over all, M=2, native"
     ),
-    "optim/grad_accumulation.py UnitGrads._keep_shares: self._sharded.loans.lend (record)": (
+    "optim/grad_accumulation.py UnitGrads._keep_replica_shards: self._sharded.loans.lend (record)": (
         "states over all, M=2, native"
     ),
     "optim/grad_accumulation.py UnitGrads.look: streams.wait_event": "penalty before",

@@ -16,7 +16,7 @@ KINDS = {"record_event": ("record",), "record_stream": ("record_stream",)}
 LOANS = {"lend": ("hold", "record"), "make": ("wait",), "clear": ("wait",)}
 METHODS = {"wait", "result"}
 OF_AN_EXECUTOR = {"wait", "stream_wait", "drain"}
-OF_A_UNIT = {"arrive", "await_update"}
+OF_A_UNIT = {"wait_for_update", "await_update"}
 """Waits of a unit for its update (zero/unit.py), each by other waits that are listed too."""
 OF_WORKS = {"pending", "coming"}
 """Names of a `_Works` (comm/collectives.py), whose own waits are listed."""
