@@ -164,7 +164,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 wait()
 
         def after(unit: Unit, *_: object) -> None:
-            unit.hold()
+            unit.adopt_padded()
             if (follow := follows()) is not None:
                 follow(unit)
 

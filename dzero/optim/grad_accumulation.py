@@ -340,17 +340,17 @@ class UnitGrads:
             self._is_edited = True
             self._add_on_device({name: grad.to(self.views[name].dtype)})
 
-    def look(self) -> None:
-        """Implement `GradUse.look`: let the current stream wait for the reduction.
+    def before_read(self) -> None:
+        """Implement `GradUse.before_read`: let the current stream wait for the reduction.
 
         FSDP2 waits at the end of backward. Autograd adds to a `.grad` before that, e.g. the gradient of a weight
         penalty.
         """
         streams.wait_event(self._reduced, self._device)
 
-    def write(self) -> None:
-        """Implement `GradUse.write`: invalidate the sums, or raise if the update in place has begun."""
-        self.look()
+    def before_write(self) -> None:
+        """Implement `GradUse.before_write`: invalidate the sums, or raise if the update in place has begun."""
+        self.before_read()
         if self.phase is GradPhase.IN_USE:
             raise RuntimeError(
                 f"unit {self._unit.shape.name}: with offload.overlap=backward its update has begun, so its gradients "
@@ -358,9 +358,9 @@ class UnitGrads:
             )
         self._is_edited = True
 
-    def lend(self) -> None:
+    def before_address(self) -> None:
         """Treat every request for the memory's address as a write."""
-        self.write()
+        self.before_write()
 
     def read(self, name: str) -> torch.Tensor:
         """Implement `GradUse.read`."""
@@ -370,13 +370,13 @@ class UnitGrads:
 
     def put(self, name: str, flat: torch.Tensor) -> None:
         """Implement `GradUse.put`."""
-        self.write()
+        self.before_write()
         self._offloaded.change(self.views[name], flat)
 
     def _collect(self) -> None:
         """Take over `.grad` that were set to another tensor or to None."""
         for name, grad in self._shown.changes():
-            self.write()
+            self.before_write()
             if grad is None:
                 del self.views[name], self._shown.names[name]
                 self._used.discard(name)

@@ -7,7 +7,7 @@ Each trained parameter has one from the reduction of the last microbatch to the 
     host, disk      `OffDeviceShard`                          wait for the gradient, and write changes back
 
 torch's version counters miss some edits (foreach operations on DTensors do not increment them). So these tensors call
-`GradUse.write` for each operation that writes, which invalidates norm and finiteness from the reduction.
+`GradUse.before_write` for each operation that writes, which invalidates norm and finiteness from the reduction.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GradUse(Watcher, Protocol):
 
     generation: int
 
-    def write(self) -> None:
-        """Handle an imminent write, as `Watcher.write`; raise RuntimeError if an update already uses the gradients."""
+    def before_write(self) -> None:
+        """Handle an imminent write; raise RuntimeError if an update already uses the gradients."""
 
     def read(self, name: str) -> torch.Tensor:
         """Return a parameter's gradient off the device, once it has arrived; for one on disk, a copy."""

@@ -39,7 +39,7 @@ class ParamHooks(Protocol):
     def await_update(self) -> None:
         """Wait for updates and drop fetched shards, before host memory is accessed other than by FSDP2's gathers."""
 
-    def write(self) -> None:
+    def before_write(self) -> None:
         """Record that the parameter is about to be written, so that its master follows."""
 
 
@@ -107,10 +107,10 @@ class OffDeviceTensor:
         if self.hooks is not None and (hooks := self.hooks()) is not None:
             hooks.await_update()
 
-    def write(self) -> None:
-        """Call `ParamHooks.write`, if there are hooks."""
+    def before_write(self) -> None:
+        """Call `ParamHooks.before_write`, if there are hooks."""
         if self.hooks is not None and (hooks := self.hooks()) is not None:
-            hooks.write()
+            hooks.before_write()
 
     def move_to(self, storage: TensorStorage) -> None:
         """Move the elements to another storage."""
@@ -211,7 +211,7 @@ class OffDeviceShard(torch.Tensor):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
         memories = {tensor.memory for tensor in changed if isinstance(tensor, OffDeviceShard)}
         for memory in memories:
-            memory.write()
+            memory.before_write()
         opened: dict[OffDeviceTensor, torch.Tensor] = {}
         copies: dict[torch.Tensor, torch.Tensor] = {}
         on_host = partial(_on_host, opened, copies)

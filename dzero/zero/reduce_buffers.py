@@ -46,7 +46,7 @@ class _Whole:
         missing = [self.names[index] for index in fsdp.fill_missing(self._held)] if is_last else []
         for held in self._scalars if is_last else ():
             fsdp.widen_gradient(held)
-        self._unit.expect(frozenset(missing))
+        self._unit.note_missing(frozenset(missing))
         without = [param for name in missing if (param := self._unit.params[name]).grad is None]
         self._consumer, layout = self._unit.attached, self._unit.layout
         # Our optimizers take gradients in the layout's dtype.

@@ -189,14 +189,14 @@ class Unit:
             if name not in self.offloaded and isinstance(param, DTensor):
                 watch(param, weakref.ref(self))
 
-    def look(self) -> None:
+    def before_read(self) -> None:
         """Wait for the update in flight, before a read."""
         self.wait_for_update()
 
-    def lend(self) -> None:
+    def before_address(self) -> None:
         """Ignore requests for an address: before the first forward, FSDP2 checks whether the memory still exists."""
 
-    def write(self) -> None:
+    def before_write(self) -> None:
         """Wait for updates in flight, before a write, and mark that masters must follow it."""
         self.is_stale = True
         self.version += 1
@@ -204,7 +204,7 @@ class Unit:
             owner.synchronize()
             self.is_edited = True
 
-    def hold(self) -> None:
+    def adopt_padded(self) -> None:
         """Adopt memory that FSDP2 allocated to pad shards again, as it does after a state dict was loaded."""
         for name in self.offloaded:
             if (memory := memory_of(self.params[name])) is not None:
@@ -217,7 +217,7 @@ class Unit:
             memory.move_to(held.storage)
             self.offloaded[memory.name] = memory
 
-    def expect(self, missing: frozenset[str]) -> None:
+    def note_missing(self, missing: frozenset[str]) -> None:
         """Record the names without a gradient in the reduction that FSDP2 is about to start."""
         self._missing, self._delivered = missing, False
 

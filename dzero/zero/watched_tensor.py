@@ -26,13 +26,13 @@ from dzero.zero.dtensors import local_of, written
 class Watcher(Protocol):
     """Owner of watched tensors."""
 
-    def look(self) -> None:
+    def before_read(self) -> None:
         """Prepare for a read of a watched tensor."""
 
-    def write(self) -> None:
+    def before_write(self) -> None:
         """Prepare for a write into a watched tensor."""
 
-    def lend(self) -> None:
+    def before_address(self) -> None:
         """Prepare for a request of a watched tensor's address, where the caller may write."""
 
 
@@ -81,13 +81,13 @@ class WatchedTensor(torch.Tensor):
     def seen(self) -> torch.Tensor:
         """Report a read to the owner, if it still exists, and return the plain tensor."""
         if (use := self.use()) is not None:
-            use.look()
+            use.before_read()
         return self.plain
 
     def open(self) -> None:
         """Report a write to the owner, if it still exists."""
         if (use := self.use()) is not None:
-            use.write()
+            use.before_write()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.seen())
@@ -110,18 +110,18 @@ class WatchedTensor(torch.Tensor):
         return self.plain.numpy(force=force)
 
     def data_ptr(self) -> int:
-        """Return the address, after `Watcher.lend`, because the caller may write there."""
+        """Return the address, after `Watcher.before_address`, because the caller may write there."""
         self._lend()
         return self.plain.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage, after `Watcher.lend`, because the caller may write into it."""
+        """Return the storage, after `Watcher.before_address`, because the caller may write into it."""
         self._lend()
         return self.plain.untyped_storage()
 
     def _lend(self) -> None:
         if (use := self.use()) is not None:
-            use.lend()
+            use.before_address()
 
     def __dlpack__(self, **options: Any) -> Any:
         """Return a capsule of the same memory, which counts as a write, because the caller may write into it."""

@@ -35,7 +35,7 @@ from dzero.zero.offloaded_param import HostStorage, OffDeviceShard, OffDeviceTen
 ALL: dict[str, Any] = {"param": "host", "grad": "host", "master": "host", "moments": "host"}
 
 
-class Door:
+class CountingHooks:
     """Counts who asked."""
 
     settled = edited = 0
@@ -43,10 +43,10 @@ class Door:
     def await_update(self) -> None:
         self.settled += 1
 
-    def write(self) -> None:
+    def before_write(self) -> None:
         self.edited += 1
 
-    def bring(self, memory: OffDeviceTensor) -> torch.Tensor:
+    def fetch(self, memory: OffDeviceTensor) -> torch.Tensor:
         return memory.flat
 
 
@@ -59,7 +59,7 @@ class Far(HostStorage):
 
 @pytest.mark.parametrize("home", [HostStorage, Far])
 def test_a_shard_is_a_tensor_like_any_other(home: type[HostStorage]) -> None:
-    door = Door()
+    door = CountingHooks()
     memory = OffDeviceTensor("w", home(torch.arange(12.0)), torch.float32, 12, torch.device("cpu"), weakref.ref(door))
     shard = OffDeviceShard.of(memory, (3, 4))
     row = shard[1]

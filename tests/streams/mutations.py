@@ -8,8 +8,8 @@ CAUGHT = {
     "comm/context_exchange.py ContextExchange._move: work.wait": "context parallel",
     "comm/reduction.py ExactReduction._average: work.wait": "stage 1, M=1",
     "comm/reduction.py ExactReduction.all_reduce: work.wait": "host, stage 0",
-    "zero/unit.py Unit.look: self.wait_for_update": "parameters read between steps",
-    "zero/unit.py Unit.write: owner.synchronize": "parameters edited between steps",
+    "zero/unit.py Unit.before_read: self.wait_for_update": "parameters read between steps",
+    "zero/unit.py Unit.before_write: owner.synchronize": "parameters edited between steps",
     "zero/unit.py Unit.await_update: self.wait_for_update": "host parameters read between steps",
     "zero/offloaded_param.py OffDeviceTensor.await_update: hooks.await_update": "host parameters read between steps",
     "zero/sharder.py Sharder._switch: unit.wait_for_update": "host, one rank, M=2",
@@ -21,7 +21,7 @@ CAUGHT = {
     "optim/grad_accumulation.py UnitGrads._keep_replica_shards: self._sharded.loans.lend (record)": (
         "states over all, M=2, native"
     ),
-    "optim/grad_accumulation.py UnitGrads.look: streams.wait_event": "penalty before",
+    "optim/grad_accumulation.py UnitGrads.before_read: streams.wait_event": "penalty before",
     "optim/grad_accumulation.py UnitGrads.receive: streams.record_event": "penalty before",
     "data/prefetch.py BatchPrefetcher._copied: streams.record_event": "context parallel",
     "data/prefetch.py BatchPrefetcher._copied: streams.wait_stream": "several microbatches",
