@@ -253,10 +253,10 @@ def test_resume_is_short_for_the_source_of_its_group_wherever_settings_are_given
 
 
 def test_old_names_of_settings_are_taken_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    run = overrides.composed(
-        ["zero.states_over=all", "+mesh.pp_parts=2", "mesh.pp=2", "mesh.pp_schedule=interleaved"], CONF
-    )
-    assert (run.zero.optimizer_shard_axes, run.mesh.pp_stages_per_rank) == (["replicate", "shard"], 2)
+    replicated = overrides.composed(["zero.states_over=all", "mesh.replicate=2", "mesh.dp=4"], CONF)
+    assert replicated.zero.optimizer_shard_axes == ["replicate", "shard"]
+    cut = ["mesh.pp_parts=2", "mesh.pp=2", "mesh.pp_schedule=interleaved", "train.accumulate=2"]
+    assert overrides.composed(cut, CONF).mesh.pp_stages_per_rank == 2
     told = capsys.readouterr().err
     assert "warning: zero.states_over is now zero.optimizer_shard_axes" in told
     assert "warning: mesh.pp_parts is now mesh.pp_stages_per_rank" in told

@@ -27,7 +27,7 @@ class Settings:
     def of(cls, **groups: Any) -> Settings:
         """Return the fields of configuration dataclasses, by the names of their groups."""
         found = [
-            (f"{group}.{field.name}", getattr(config, field.name), _default(field))
+            (f"{group}.{field.name}", _listed(getattr(config, field.name)), _default(field))
             for group, config in groups.items()
             for field in fields(config)
         ]
@@ -40,6 +40,10 @@ class Settings:
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key]
+
+
+def _listed(value: Any) -> Any:
+    return [*value] if isinstance(value, tuple) else value
 
 
 def _default(field: Field[Any]) -> Any:

@@ -38,7 +38,7 @@ def masters(sharded: Sharded, optim: MasterOptimizer) -> dict[str, Tensor]:
     found = {}
     for name, param in sharded.named_params().items():
         if isinstance(optim, TorchOptimizer):
-            found[name] = optim._mastered[param].master.detach().clone().view(-1)
+            found[name] = optim._held[param].master.detach().clone().view(-1)
             continue
         states = optim.state[param]
         flat = {key: local_of(value).view(-1) for key, value in states.items()}

@@ -145,7 +145,7 @@ def flipped_first_value(rank: int, ranks: int, offload: OffloadConfig, kind: str
     """One bit of what waits on disk for the optimizer turns over."""
     sharded = sharded_net("even", stage=3, offload=offload)
     unit = sharded.units[1]
-    home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.offloaded.values())).home
+    home = next(iter(unit.origin.values())) if kind == "master" else next(iter(unit.offloaded.values())).storage
     assert isinstance(home, SpilledTensor)
     (byte,) = os.pread(home.room.fd, 1, home.offset + 1)
     os.pwrite(home.room.fd, bytes([byte ^ 0x40]), home.offset + 1)

@@ -171,7 +171,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     for name in ("norm", "head"):
         frozen.get_submodule(name).requires_grad_(False)
     with pytest.raises(
-        ValueError, match=r"every parameter of part 1 of 2 is frozen \(\['layers.2', 'layers.3', 'norm',"
+        ValueError, match=r"every parameter of stage 1 of 2 is frozen \(\['layers.2', 'layers.3', 'norm',"
     ):
         split_pipeline(frozen, 0, 2)
     with torch.device("meta"):
