@@ -15,6 +15,7 @@ from dzero.config import ConfigError, RunConfig, TrainConfig
 from dzero.errors import RunError
 from dzero.mesh_config import MeshConfig
 from dzero.plan.run_layout import check_all_here
+from dzero.utils.renamed import renewed_settings
 from dzero.zero.config import ZeroConfig
 
 ROOT = Path(__file__).parents[1]
@@ -260,6 +261,12 @@ def test_old_names_of_settings_are_taken_with_a_warning(capsys: pytest.CaptureFi
     told = capsys.readouterr().err
     assert "warning: zero.states_over is now zero.optimizer_shard_axes" in told
     assert "warning: mesh.pp_parts is now mesh.pp_stages_per_rank" in told
+    saved = {"zero.states_over": "shard", "mesh.pp_parts": None, "zero.stage": 2}
+    assert renewed_settings(saved) == {
+        "zero.optimizer_shard_axes": ["shard"],
+        "mesh.pp_stages_per_rank": None,
+        "zero.stage": 2,
+    }
     assert overrides.spelt_out(["zero.states_over=shard,all"]) == [
         "zero.optimizer_shard_axes=[shard],[replicate,shard]"
     ]

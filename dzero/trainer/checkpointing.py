@@ -30,6 +30,7 @@ from dzero.mesh import PIPELINE, TENSOR
 from dzero.models.published import describe
 from dzero.monitor.sinks import Monitor
 from dzero.optim.base import MasterOptimizer
+from dzero.utils.renamed import renewed_settings
 from dzero.utils.torch_internals import set_last_lr
 from dzero.zero.sharded import Sharded
 
@@ -173,7 +174,7 @@ class RunCheckpoints:
 
     def _drift(self, resumed: Resumed) -> list[str]:
         """Return a message for each setting that differs from the saved run."""
-        was = _flat(resumed.extra["config"])
+        was = renewed_settings(_flat(resumed.extra["config"]))
         now = _flat(OmegaConf.to_container(OmegaConf.structured(self._config)))
         keys = [key for key in sorted({*was, *now}) if key.split(".")[0] not in NO_NEWS]
         return [f"resume: {key} was {was.get(key)}, is {now.get(key)}" for key in keys if was.get(key) != now.get(key)]

@@ -48,6 +48,21 @@ def accepts_old_names(group: str) -> Callable[[type[Config]], type[Config]]:
     return decorate
 
 
+def renewed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a saved run, by key, under their new names."""
+    found = {}
+    for key, value in saved.items():
+        renamed = RENAMED.get(key)
+        found[key if renamed is None else _new_key(key)] = (
+            value if renamed is None else renamed.values.get(value, value)
+        )
+    return found
+
+
+def _new_key(key: str) -> str:
+    return f"{key.partition('.')[0]}.{RENAMED[key].new}"
+
+
 def renewed(word: str) -> tuple[str, str | None]:
     """Return a word of the command line under its new name, and a warning if it had an old one."""
     match = OLD.fullmatch(word)
@@ -55,6 +70,6 @@ def renewed(word: str) -> tuple[str, str | None]:
         return word, None
     plus, key, values = match.groups()
     renamed = RENAMED[key]
-    new = f"{key.partition('.')[0]}.{renamed.new}"
+    new = _new_key(key)
     found = [f"[{','.join(renamed.values[each])}]" if each in renamed.values else each for each in values.split(",")]
     return f"{plus}{new}={','.join(found)}", f"{key} is now {new}: the old name goes with the next minor release"
