@@ -93,18 +93,18 @@ EXPERTS = (
         "mesh.ep=2",
     ),
     Rule(
-        "mesh.ep>1 model.experts!=null",
-        "as many experts are no multiple of the ranks that share them",
-        lambda run: f"mesh.ep as one of {divisors(run['model.experts'])}",
-        "model=tiny_moe mesh.ep=3",
-        also=lambda run: run["model.experts"] % run["mesh.ep"] != 0,
-    ),
-    Rule(
         "mesh.ep mesh.tp>1 model.kind=moe",
         "ranks of tp have tokens of their own between blocks and share experts as others do, so mesh.ep counts them",
         _shared_by,
         "model=tiny_moe mesh.tp=2",
         also=lambda run: run["mesh.ep"] % run["mesh.tp"] != 0,
+    ),
+    Rule(
+        "mesh.ep>1 model.experts!=null",
+        "as many experts are no multiple of the ranks that share them",
+        lambda run: f"mesh.ep as one of {divisors(run['model.experts'])}",
+        "model=tiny_moe mesh.ep=3",
+        also=lambda run: run["model.experts"] % run["mesh.ep"] != 0,
     ),
     Rule(
         "block.activation_checkpoint=selective mesh.ep>1",
@@ -146,6 +146,13 @@ STATES = (
             f"model={model} {axis}=2 mesh.dp=4 zero.stage=3 zero.reshard_after_forward=2",
         )
         for axis, model in (("mesh.tp", "tiny"), ("mesh.ep", "tiny_moe"))
+    ),
+    idle(
+        "zero.optimizer_shard_axes",
+        "zero.stage=0",
+        "which shards nothing",
+        "zero.stage=1, 2 or 3 with mesh.replicate=2 or more",
+        "zero.stage=0 mesh.dp=2 zero.optimizer_shard_axes=[replicate,shard]",
     ),
     *(
         idle(

@@ -19,7 +19,7 @@ def check_whole(names: Iterable[str], sharded: Sharded, rule: str) -> None:
     mixing = sharded.layout.settings.having({"optim.rule": rule, "optim.takes_whole": True})
     for name in names:
         split = splits[name]
-        cuts = {"block.tiles": tiles.get(name, 1)}
+        cuts = {"mesh.tp": 1, "mesh.ep": 1, "block.tiles": tiles.get(name, 1)}  # of this parameter alone
         if split is not None and split.dim is not None:
             cuts[f"mesh.{split.axis}"] = split.count
         try:

@@ -39,7 +39,7 @@ def accepts_old_names(group: str) -> Callable[[type[Config]], type[Config]]:
             for key in [key for key in values if f"{group}.{key}" in RENAMED]:
                 renamed, value = RENAMED[f"{group}.{key}"], values.pop(key)
                 warnings.warn(f"{group}.{key} is now {group}.{renamed.new}", FutureWarning, stacklevel=2)
-                values[renamed.new] = renamed.values.get(value, value)
+                values[renamed.new] = renamed.values.get(value, value) if isinstance(value, str) else value
             init(self, *args, **values)
 
         cls.__init__ = accept  # type: ignore[assignment, method-assign]
