@@ -93,6 +93,18 @@ def mistakes(rank: int, ranks: int) -> dict[str, str]:
     return told
 
 
+def uncut(rank: int, ranks: int) -> list[str]:
+    """The parameters that Adafactor takes of a model that tp cuts: those that tp leaves whole."""
+    sharded = parallel_llama(ZeroConfig(stage=0), replicate=1)
+    norms = {name: param for name, param in sharded.named_params().items() if "norm" in name}
+    TorchOptimizer(sharded, torch.optim.Adafactor, [*norms.values()], lr=0.1)
+    return [*norms]
+
+
+def test_a_rule_takes_parameters_that_are_whole_where_others_are_cut(pool: Pool) -> None:
+    assert "norm.weight" in pool.run(uncut, 2)[0]
+
+
 def test_mistakes_are_told_with_their_repair(pool: Pool) -> None:
     told = pool.run(mistakes, 2)[0]
     expected = {
