@@ -3,7 +3,9 @@
 Each configuration checks itself, `RunConfig` checks all of them together, and `Layout.of` checks what `dzero.shard` was
 given together with the mesh. All call `check_compatible` with what they know; a rule waits until all of its settings
 are known.
-Sizes that ranks must divide are checked in parallel/divisibility.py, numbers of ranks in mesh_config.py.
+
+Sizes that ranks must divide are checked in parallel/divisibility.py, numbers of ranks in mesh_config.py, and keys that
+a kind of model or a source of data does not use in models/config.py and data/config.py.
 """
 
 from __future__ import annotations
@@ -507,8 +509,8 @@ RUN = (
                 {"train.evaluate_every_steps": 5},
             ),
             (
-                "data.held_out=0.0",
-                "data.held_out=0.02",
+                "data.held_out=0",
+                "data.held_out=02",
                 "data.held_out=0",
                 {"train.evaluate_every_steps": 5, "train.evaluate_batches": 2},
             ),

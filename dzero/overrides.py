@@ -110,10 +110,11 @@ def spelt_out(words: Sequence[str]) -> list[str]:
     """Expand short forms on a command line, `resume=WORD` and `~` in KEY=~/FOLDER, and replace old names."""
     home = os.path.expanduser("~")
     spelt = [HOME.sub(lambda found: found[1] + home, SHORT.sub(r"\1resume.source=", word)) for word in words]
-    for word in spelt:
-        if (warning := renewed(word)[1]) and is_first_of_node():
+    found = [renewed(word) for word in spelt]
+    for _, warning in found:
+        if warning is not None and is_first_of_node():
             print(f"warning: {warning}", file=sys.stderr)
-    return [renewed(word)[0] for word in spelt]
+    return [word for word, _ in found]
 
 
 def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunConfig) -> list[RunConfig]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from omegaconf import OmegaConf
 
 from dzero import config, overrides
 from dzero.compatibility import FACTS, RULES, check_compatible
-from dzero.config import RunConfig
+from dzero.config import RunConfig, TrainConfig
+from dzero.data.config import DataConfig
 from dzero.errors import RunError
+from dzero.models.config import ModelConfig
+from dzero.parallel.config import BlockConfig
 from dzero.plan.run_layout import check_all_here
 from dzero.utils.rules import Rule, Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
@@ -23,6 +26,7 @@ from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OFFLOADS
 
 ROOT = Path(__file__).parents[1]
+MODEL = ModelConfig(hidden_size=36, layers=3, heads=6, ffn_size=50)
 TYPED = [rule for rule in RULES if rule.example]
 LIBRARY = {"zero", "precision", "offload", "axis"}
 IN_PYTHON = {
@@ -145,6 +149,20 @@ def test_the_page_of_what_works_together_names_every_rule() -> None:
     assert {"stage 0", "stage 1", "stage 2"} <= refused["parameters off device"].keys()
     assert "stage 3" not in refused["parameters off device"]
     assert "experts" not in refused["tensor"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ZeroConfig(stage=False),
+        lambda: ZeroConfig(stage=3.0),  # type: ignore[arg-type]
+        lambda: BlockConfig(compile=1),  # type: ignore[arg-type]
+        lambda: RunConfig(model=MODEL, data=DataConfig(held_out=0), train=TrainConfig(evaluate_every_steps=5)),
+    ],
+)
+def test_values_of_another_type_pass_by_no_rule(make: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"zero\.stage=|block\.compile=|data\.held_out=0"):
+        make()
 
 
 TWO_SETTINGS = re.compile(r"\b[a-z]+\.[a-z_]+=[^;]*\bwith [a-z]+\.[a-z_]+=|has no effect with")

@@ -30,6 +30,8 @@ class BlockConfig:
             raise ValueError(
                 f"block.activation_checkpoint={self.activation_checkpoint!r}: choose one of {[*ACTIVATIONS]}"
             )
+        if self.compile is not None and not isinstance(self.compile, bool):
+            raise ValueError(f"block.compile={self.compile!r}: choose true, false or null")
         check("block", self, tiles=whole(1, MOST_TILES), loss_tiles=whole(1, MOST_TILES))
         check_compatible(Settings.of(block=self))
 

@@ -120,4 +120,6 @@ def shown(value: Any) -> str:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
         return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return "..." if is_dataclass(value) else str(value)

@@ -57,7 +57,7 @@ class ZeroConfig:
             raise ValueError(f"zero.optimizer_shard_axes={shown(self.optimizer_shard_axes)}: choose {allowed}")
         if self.unused not in UNUSED:
             raise ValueError(f"zero.unused={self.unused!r}: choose one of {[*UNUSED]}")
-        if self.stage not in (0, 1, 2, 3):
+        if self.stage not in (0, 1, 2, 3) or type(self.stage) is not int:
             raise ValueError(f"zero.stage={self.stage}: choose 0, 1, 2 or 3")
         if isinstance(self.units, str):
             raise ValueError(f"zero.units={self.units!r}: a list of class names, e.g. [{self.units}]")
