@@ -15,8 +15,8 @@ from dzero.utils.rules import Rule, Settings
 
 FACTS = {
     "auto": "zero=auto",
-    "axis.replicate": "axis replicate={}",
-    "axis.shard": "axis shard={}",
+    "axis.replicate": "{} replicas",
+    "axis.shard": "{} ranks on axis shard",
     "device": "the device {}",
     "grad.dtype": "gradients stored in {}",
     "offload.uses_disk": "nothing on disk",
@@ -39,6 +39,11 @@ def _inner_divisors(run: Settings) -> list[int]:
     return divisors(run["axis.shard"])[1:-1]
 
 
+def _reshard_values(run: Settings) -> str:
+    inner = _inner_divisors(run)
+    return f"true, false or a divisor between: {inner}" if inner else "true or false"
+
+
 def _one_tier(run: Settings) -> bool:
     """Return whether masters and moments have one tier and one fraction."""
     return all(run[f"offload.master{each}"] == run[f"offload.moments{each}"] for each in ("", "_fraction"))
@@ -47,7 +52,7 @@ def _one_tier(run: Settings) -> bool:
 def _shared_by(run: Settings) -> str:
     """Return the numbers of ranks that experts can be shared by, so that groups of tensor parallelism stay whole."""
     allowed = [each for each in divisors(run["model.experts"]) if each % run["mesh.tp"] == 0]
-    return f"mesh.ep as one of {allowed}, or mesh.tp=1"
+    return f"mesh.ep as one of {allowed}, or mesh.tp=1" if allowed else "mesh.tp=1"
 
 
 MESH = (
@@ -136,7 +141,7 @@ STATES = (
     Rule(
         "zero.reshard_after_forward!=true|false axis.shard",
         "parameters are resharded over a part of the axis",
-        lambda run: f"true, false or a non-trivial divisor: {_inner_divisors(run)}",
+        _reshard_values,
         "zero.stage=3 zero.reshard_after_forward=3 mesh.dp=4",
         also=lambda run: run["zero.reshard_after_forward"] not in _inner_divisors(run),
     ),
@@ -166,7 +171,7 @@ STATES = (
         )
         for axis, take, example in (
             ("axis.replicate", "mesh.replicate=2 or more", f"{OVER_REPLICAS} mesh.dp=2"),
-            ("axis.shard", "fewer replicas", f"{OVER_REPLICAS} mesh.dp=2 mesh.replicate=2"),
+            ("axis.shard", "a smaller mesh.replicate", f"{OVER_REPLICAS} mesh.dp=2 mesh.replicate=2"),
         )
     ),
     *(
@@ -205,7 +210,7 @@ STATES = (
         also=lambda run: ELEM_BYTES[run["precision.reduce"]] > ELEM_BYTES[run["grad.dtype"]],
     ),
     Rule(
-        "precision.moments=int8 offload.moments offload.master",
+        "precision.moments=int8 offload.moments offload.master offload.moments_fraction offload.master_fraction",
         "8-bit moments are decoded where the update runs, so both need one tier and one fraction",
         "offload.moments and offload.moments_fraction as for offload.master",
         "precision.moments=int8 offload.moments=host",
@@ -437,7 +442,7 @@ OPTIMIZER = (
                 None,
             ),
             (
-                "offload.moments offload.master",
+                "offload.moments offload.master offload.moments_fraction offload.master_fraction",
                 "it keeps its states where the masters are, in one fraction",
                 "offload.moments and offload.moments_fraction as for offload.master",
                 "offload.master=host",
@@ -510,7 +515,7 @@ RUN = (
             ),
             (
                 "data.held_out=0",
-                "data.held_out=02",
+                "data.held_out=0.02",
                 "data.held_out=0",
                 {"train.evaluate_every_steps": 5, "train.evaluate_batches": 2},
             ),

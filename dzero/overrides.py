@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from dzero.config import ConfigError, RunConfig, register, resolve
 from dzero.errors import REPAIRS, RunError, is_raised_here
 from dzero.launch.config import is_first_of_node, launched
-from dzero.utils.renamed import renewed
+from dzero.utils.renamed import RENAMED, new_key, renewed
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
 OTHER_CONFIG = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
@@ -279,6 +279,8 @@ def _meant(key: str, here: Sequence[str], everywhere: Sequence[str]) -> list[str
 
     `here` are the keys of the group that the key names, and `everywhere` all keys.
     """
+    if key in RENAMED:
+        return [new_key(key)]
     last = key.rpartition(".")[2]
     if last.lower() in USUAL_NAMES:
         return [USUAL_NAMES[last.lower()]]

@@ -1,4 +1,4 @@
-"""The house's rules, read off the source: who may import whom, and what no file may do."""
+"""Rules of the code, read off the source: who may import whom, and what no file may do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from dzero.zero.fsdp_internals import SEAMS as FSDP_SEAMS
 
-HOUSE = Path(__file__).parent.parent
-PACKAGE = HOUSE / "dzero"
-# One line is one level; a room imports from rooms before it, so within a line from left to right.
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dzero"
+# One line is one level; a package imports from packages before it, so within a line from left to right.
 LEVELS = """
 errors hardware streams rendezvous utils compatibility
 data models mesh_config mesh
@@ -33,7 +33,7 @@ __main__
 """
 ORDER = LEVELS.split()
 FILES = sorted(PACKAGE.rglob("*.py"))
-SOURCES = [*FILES, HOUSE / "train.py"]
+SOURCES = [*FILES, ROOT / "train.py"]
 
 
 @cache
@@ -42,7 +42,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(HOUSE).with_suffix("").parts
+    parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -74,23 +74,23 @@ def calls(path: Path) -> Iterator[ast.Call]:
 
 
 def where(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(HOUSE)}:{getattr(node, 'lineno', 0)}"
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
 
 
-def test_every_room_has_its_level() -> None:
-    rooms = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert rooms - {"__init__"} <= set(ORDER)
+def test_every_package_has_its_level() -> None:
+    packages = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert packages - {"__init__"} <= set(ORDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_rooms_import_only_from_rooms_before_them(path: Path) -> None:
+def test_packages_import_only_from_packages_before_them(path: Path) -> None:
     if path == PACKAGE / "__init__.py":
         return
-    room = module_of(path).split(".")[1]
-    allowed = set(ORDER[: ORDER.index(room) + 1])
-    found = imports(path) - ({"dzero"} if room == "__main__" else set())  # which tells the version
+    package = module_of(path).split(".")[1]
+    allowed = set(ORDER[: ORDER.index(package) + 1])
+    found = imports(path) - ({"dzero"} if package == "__main__" else set())  # which tells the version
     wrong = {name for name in found if name == "dzero" or name.split(".")[1] not in allowed}
-    assert not wrong, f"{module_of(path)} imports {sorted(wrong)} from a later room"
+    assert not wrong, f"{module_of(path)} imports {sorted(wrong)} from a later package"
 
 
 def test_no_import_runs_in_a_circle() -> None:
@@ -304,7 +304,7 @@ def test_three_files_name_private_parts_of_torch() -> None:
     ours, fsdp2 = set().union(*map(defined, map(tree, FILES))), of_fsdp2()
     assert {"fsdp_params", "sharded_param", "unsharded_accumulated_grad"} <= fsdp2
     found = {
-        f"{path.relative_to(HOUSE)}:{line} {name}"
+        f"{path.relative_to(ROOT)}:{line} {name}"
         for path in SOURCES
         if module_of(path) not in SEAMS
         for line, name in private_of_torch(tree(path), ours, fsdp2)

@@ -272,5 +272,9 @@ def test_old_names_of_settings_are_taken_with_a_warning(capsys: pytest.CaptureFi
     ]
     with pytest.warns(FutureWarning, match=r"zero\.states_over is now zero\.optimizer_shard_axes"):
         assert ZeroConfig(states_over="all").optimizer_shard_axes == ["replicate", "shard"]  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"states_over is the old name of .*; give one of them"):
+        ZeroConfig(states_over="all", optimizer_shard_axes=["shard"])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"did you mean zero\.optimizer_shard_axes\?"):
+        overrides.composed(["zero={states_over:all}"], CONF)
     with pytest.warns(FutureWarning, match=r"mesh\.pp_parts is now"):
         assert MeshConfig(pp=2, pp_parts=2, pp_schedule="interleaved").stages_per_rank == 2  # type: ignore[call-arg]

@@ -3,7 +3,7 @@
     called by                           object            axis               phase
     FSDP2 (set_custom_all_gather)       UnshardParams     shard              unshard
     FSDP2 (set_custom_reduce_scatter)   ReduceGrads       shard              reduce
-    optim/grad_accumulation.py          AverageCopies     replicate          reduce
+    optim/grad_accumulation.py          AverageReplicas     replicate          reduce
     zero/replica_shards.py              ReduceGrads       replicate          reduce
                                         GatherUpdated     replicate          update
     optim/, trainer/                    GatherScalars     all                control
@@ -146,7 +146,7 @@ class ReduceGrads(_Buffers):
         self._ledger.record("reduce", "reduce_scatter", self._axis, self._wire, sent)
 
 
-class AverageCopies:
+class AverageReplicas:
     """Averages one unit's reduced gradients [n] over the replicate axis, in place."""
 
     def __init__(self, unit: str, exchange: AxisReduction, axis: str, wire: torch.dtype, ledger: Ledger) -> None:

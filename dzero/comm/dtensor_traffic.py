@@ -85,6 +85,6 @@ def _counted(
     out = func(*args, **kwargs)
     if called_by(func, args) == group.group_name:
         kind, sent_bytes = sent_by(func, args, out, group.size())
-        tensors = [each for each in tree_leaves((out, args)) if isinstance(each, torch.Tensor)]
-        ledger.record(PHASE, kind, axis, tensors[0].dtype, sent_bytes)
+        dtypes = [each.dtype for each in tree_leaves((out, args)) if isinstance(each, torch.Tensor)]
+        ledger.record(PHASE, kind, axis, dtypes[0] if dtypes else torch.uint8, sent_bytes)
     return out

@@ -203,13 +203,13 @@ class OffloadManager:
         """Overwrite a unit's gradients on disk by `moves`, whose sources are changed copies of them."""
         self.staging.visit("grad", unit, partial(_overwrite, moves))
 
-    def bring(self, what: str, unit: str, moves: Sequence[Move]) -> None:
+    def fetch_for_update(self, what: str, unit: str, moves: Sequence[Move]) -> None:
         """Start moving a unit's "grad" or "moments" to the device, for an update there."""
         self.staging.load("grad" if what == "grad" else "states", unit)
         self.executor.move(ActionKey(ActionKind.FETCH, what, unit), moves)
 
-    def follow_brought(self, unit: str) -> None:
-        """Make the current stream wait for the copies that `bring` started."""
+    def wait_for_fetched(self, unit: str) -> None:
+        """Make the current stream wait for the copies that `fetch_for_update` started."""
         self.executor.stream_wait(
             ActionKey(ActionKind.FETCH, "grad", unit), ActionKey(ActionKind.FETCH, "moments", unit)
         )

@@ -147,21 +147,21 @@ class AdamW(MasterOptimizer):
             return
         names, coming = {stored.name for stored in updated}, []
         for unit in self._sharded.units:
-            bring = self._bringing(unit, names)
-            if bring is not None and unit.replica_shards is not None:
+            gather = self._gather_of(unit, names)
+            if gather is not None and unit.replica_shards is not None:
                 unit.replica_shards.book(names.intersection(unit.params))
-            if bring is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
-                unit.pending = partial(_in_turn, unit.pending, bring)
-            elif bring is not None:
+            if gather is not None and unit.pending is not None and self._sharded.layout.offload.mode == "forward":
+                unit.pending = partial(_in_turn, unit.pending, gather)
+            elif gather is not None:
                 unit.wait_for_update()
-                coming.append(bring())
+                coming.append(gather())
                 for arrived in coming[:-1]:  # one gather is in flight while the previous one is copied out
                     arrived()
                 del coming[:-1]
         for arrived in coming:
             arrived()
 
-    def _bringing(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
+    def _gather_of(self, unit: Unit, names: Collection[str]) -> Callable[[], Callable[[], None]] | None:
         """Return a function that starts the gather of a unit's updated `names`, or None if there is none."""
         shards = {stored.name: local_of(stored.param).view(-1) for stored in self._of(unit) if stored.name in names}
         return None if unit.replica_shards is None or not shards else partial(unit.replica_shards.gather, shards)
@@ -320,8 +320,8 @@ class AdamW(MasterOptimizer):
         unit.is_edited = False
         if taking and all("param" in each.tensors for _, each, _ in taking):
             self.offload.hold_back(unit.shape.name, work_of([stored for stored, _, _ in taking]))
-        if (bring := self._bringing(unit, portable_states)) is not None:
-            unit.pending = partial(_in_turn, unit.pending, bring)
+        if (gather := self._gather_of(unit, portable_states)) is not None:
+            unit.pending = partial(_in_turn, unit.pending, gather)
 
     def scalars(self) -> dict[str, Any]:
         """Return the scalar state in JSON types, including the number of updates of each parameter."""
@@ -380,10 +380,10 @@ def _each(do: Callable[[ParamState, Value], None], values: Iterable[tuple[ParamS
         do(stored, value)
 
 
-def _in_turn(wait: Callable[[], None] | None, bring: Callable[[], Callable[[], None]]) -> None:
+def _in_turn(wait: Callable[[], None] | None, gather: Callable[[], Callable[[], None]]) -> None:
     if wait is not None:
         wait()
-    bring()()
+    gather()()
 
 
 def _check_states(stored: ParamState, saved: Mapping[str, torch.Tensor]) -> None:

@@ -141,14 +141,14 @@ class OffloadedStep(Generic[States]):
         units = list(by_unit)
         for index, unit in enumerate(units):
             for coming in units[0 if index == 0 else index + 1 : index + 2]:
-                self._bring(coming, by_unit[coming])
-            self._offload.follow_brought(unit)
+                self._fetch_for_update(coming, by_unit[coming])
+            self._offload.wait_for_fetched(unit)
             run(by_unit[unit])
             back = [(each.stored.flat(key), moved) for each in by_unit[unit] for key, moved in each.moved.items()]
             if back:
                 self._offload.put_back(unit, back)
 
-    def _bring(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
+    def _fetch_for_update(self, unit: str, pending: list[PendingUpdate[States]]) -> None:
         grads: list[Move] = []
         moments: list[Move] = []
         for each in pending:
@@ -162,9 +162,9 @@ class OffloadedStep(Generic[States]):
                 }
                 moments += [(moved, each.stored.flat(key)) for key, moved in each.moved.items()]
         if grads:
-            self._offload.bring("grad", unit, grads)
+            self._offload.fetch_for_update("grad", unit, grads)
         if moments:
-            self._offload.bring("moments", unit, moments)
+            self._offload.fetch_for_update("moments", unit, moments)
 
 
 def work_of(stored: Sequence[UpdatedParam]) -> list[PendingWriteback]:

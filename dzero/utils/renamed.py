@@ -38,6 +38,8 @@ def accepts_old_names(group: str) -> Callable[[type[Config]], type[Config]]:
         def accept(self: Config, *args: Any, **values: Any) -> None:
             for key in [key for key in values if f"{group}.{key}" in RENAMED]:
                 renamed, value = RENAMED[f"{group}.{key}"], values.pop(key)
+                if renamed.new in values:
+                    raise ValueError(f"{group}.{key} is the old name of {group}.{renamed.new}; give one of them")
                 warnings.warn(f"{group}.{key} is now {group}.{renamed.new}", FutureWarning, stacklevel=2)
                 values[renamed.new] = renamed.values.get(value, value) if isinstance(value, str) else value
             init(self, *args, **values)
@@ -53,13 +55,12 @@ def renewed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in saved.items():
         renamed = RENAMED.get(key)
-        found[key if renamed is None else _new_key(key)] = (
-            value if renamed is None else renamed.values.get(value, value)
-        )
+        found[key if renamed is None else new_key(key)] = value if renamed is None else renamed.values.get(value, value)
     return found
 
 
-def _new_key(key: str) -> str:
+def new_key(key: str) -> str:
+    """Return the new key of a setting whose old key this is."""
     return f"{key.partition('.')[0]}.{RENAMED[key].new}"
 
 
@@ -70,6 +71,6 @@ def renewed(word: str) -> tuple[str, str | None]:
         return word, None
     plus, key, values = match.groups()
     renamed = RENAMED[key]
-    new = _new_key(key)
+    new = new_key(key)
     found = [f"[{','.join(renamed.values[each])}]" if each in renamed.values else each for each in values.split(",")]
     return f"{plus}{new}={','.join(found)}", f"{key} is now {new}: the old name goes with the next minor release"

@@ -122,4 +122,10 @@ def shown(value: Any) -> str:
         return f"[{','.join(map(shown, value))}]"
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return "..." if is_dataclass(value) else str(value)
+    if is_dataclass(value):
+        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        defaults = {field.name: _default(field) for field in fields(value)}
+        return shown({name: each for name, each in given.items() if each != defaults[name]})
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{shown(each)}' for key, each in value.items())}}}"
+    return str(value)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
+from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
 from dzero.comm.ledger import Ledger
 from dzero.comm.reduction import AxisReduction, ExactReduction, NativeReduction
 from dzero.hardware import give_back_freed_memory
@@ -173,7 +173,7 @@ class Sharder:
             mesh=axes.mesh,
             modules=[as_fsdp(m) for m in modules],
             params={slot.name: slot.param for slot in slots},
-            average=self._average_copies(name, layout, axes),
+            average=self._average_replicas(name, layout, axes),
             origin=origin,
             replica_shards=self._replica_shards(shape, axes),
         )
@@ -198,10 +198,10 @@ class Sharder:
         assert self.spill_file is not None
         return self.spill_file.keep(name, tensor)
 
-    def _average_copies(self, name: str, layout: Layout, axes: Axes) -> AverageCopies | None:
+    def _average_replicas(self, name: str, layout: Layout, axes: Axes) -> AverageReplicas | None:
         if layout.replicate == 1:
             return None
-        return AverageCopies(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
+        return AverageReplicas(name, axes.exchanges[REPLICATE], REPLICATE, layout.replicate_wire, self.ledger)
 
     def _cuts(self, axes: Axes) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (rank, ranks) of the two cuts of masters and moments, over the shard axis and over the replicas."""

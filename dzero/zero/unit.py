@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dzero.comm.collectives import AverageCopies
+from dzero.comm.collectives import AverageReplicas
 from dzero.zero.layout import Layout
 from dzero.zero.offloaded_param import OffDeviceTensor, TensorStorage, memory_of
 from dzero.zero.replica_shards import ReplicaShards
@@ -113,7 +113,7 @@ class Unit:
     mesh: DeviceMesh
     modules: list[FSDPModule]
     params: dict[str, nn.Parameter]
-    average: AverageCopies | None
+    average: AverageReplicas | None
     origin: dict[str, TensorStorage] = field(default_factory=dict)
     buffered: tuple[str, ...] = ()
     consumer: weakref.ref[GradConsumer] | None = None

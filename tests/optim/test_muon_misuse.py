@@ -34,7 +34,7 @@ SETTINGS = {
     "optim.muon.iterations=0": "optim.muon.iterations=0: must be a whole number ≥ 1",
     "optim.muon.scale=big": "optim.muon.scale='big': choose one of ['rms', 'original']",
     "optim.muon.compute=fp16": "optim.muon.compute='fp16': choose auto, fp32 or bf16",
-    "+optim.options.momentum=0.9": "optim.options={'momentum': 0.9} has no effect with optim.rule=muon",
+    "+optim.options.momentum=0.9": "optim.options={momentum:0.9} has no effect with optim.rule=muon",
 }
 
 

@@ -28,7 +28,7 @@ CAUGHT = {
     "data/prefetch.py BatchPrefetcher.next: streams.wait_event": "context parallel",
     "offload/activations.py ActivationOffload._use: streams.record_stream": "activations of two streams",
     "offload/manager.py OffloadManager.await_updates: self.executor.drain": "checkpoints beside training",
-    "offload/manager.py OffloadManager.follow_brought: self.executor.stream_wait": "half of it on the host",
+    "offload/manager.py OffloadManager.wait_for_fetched: self.executor.stream_wait": "half of it on the host",
     "offload/manager.py OffloadManager.read_grads: self.executor.wait": "gradients read before steps",
     "offload/manager.py OffloadManager.synchronize: self.executor.drain": "host, step",
     "offload/param_prefetch.py ParamPrefetch.fetch: self._executor.stream_wait": "host all, step",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dzero.comm.collectives import AverageCopies, ReduceGrads, UnshardParams
+from dzero.comm.collectives import AverageReplicas, ReduceGrads, UnshardParams
 from dzero.comm.context_exchange import ContextExchange
 from dzero.optim.adamw import AdamW
 from dzero.optim.grad_accumulation import UnitGrads
@@ -116,7 +116,7 @@ def lonely_keys() -> Planted:
 def wrong_copy(unit: str) -> Planted:
     """The last of several copies of a shard gets an average of a unit's gradients that is 15/16 of what it is."""
 
-    def wrongly(self: AverageCopies, grads: torch.Tensor) -> None:
+    def wrongly(self: AverageReplicas, grads: torch.Tensor) -> None:
         rightly(self, grads)
         group = self._exchange.group
         if (
@@ -126,8 +126,8 @@ def wrong_copy(unit: str) -> Planted:
         ):
             grads.mul_(15 / 16)
 
-    rightly = AverageCopies.__call__
-    return patch.object(AverageCopies, "__call__", wrongly)
+    rightly = AverageReplicas.__call__
+    return patch.object(AverageReplicas, "__call__", wrongly)
 
 
 def lonely_ends() -> Planted:
