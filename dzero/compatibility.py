@@ -15,8 +15,8 @@ from dzero.utils.rules import Rule, Settings
 
 FACTS = {
     "auto": "zero=auto",
-    "axis.replicate": "{} replicas",
-    "axis.shard": "{} ranks on axis shard",
+    "axis.replicate": "mesh axis replicate of size {}",
+    "axis.shard": "mesh axis shard of size {}",
     "device": "the device {}",
     "grad.dtype": "gradients stored in {}",
     "offload.uses_disk": "nothing on disk",

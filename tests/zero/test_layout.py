@@ -107,17 +107,17 @@ def test_shards_are_padded_rows_of_the_first_dim() -> None:
         (lambda: layout(reduce="fp32"), "precision.reduce=fp32 with gradients stored in bf16: the payload is wider"),
         (
             lambda: layout(replicate=2, shard=2, grad="bf16"),
-            "precision.grad=bf16 with 2 replicas and 2 ranks on axis shard: hybrid sharding keeps fp32 gradients "
-            "between its two hops; take precision.grad=auto",
+            "precision.grad=bf16 with mesh axis replicate of size 2 and mesh axis shard of size 2: hybrid sharding "
+            "keeps fp32 gradients between its two hops; take precision.grad=auto",
         ),
         (
             lambda: Layout.of(ZeroConfig(stage=0), PrecisionConfig(), replicate=1, shard=2),
-            "zero.stage=0 with 2 ranks on axis shard: it replicates everything",
+            "zero.stage=0 with mesh axis shard of size 2: it replicates everything",
         ),
         (
             lambda: Layout.of(ZeroConfig(stage=3, reshard_after_forward=3), PrecisionConfig(), replicate=1, shard=8),
-            "zero.reshard_after_forward=3 with 8 ranks on axis shard: parameters are resharded over a part of the "
-            "axis; take true, false or a divisor between: [2, 4]",
+            "zero.reshard_after_forward=3 with mesh axis shard of size 8: parameters are resharded over a part of "
+            "the axis; take true, false or a divisor between: [2, 4]",
         ),
         (lambda: MeshConfig(replicate=0), "mesh.replicate=0: must be a whole number ≥ 1"),
         (lambda: MeshConfig(replicate=3).degrees(8, stage=2), "does not divide the 8 ranks; allowed: [1, 2, 4, 8]"),
