@@ -29,6 +29,7 @@ def expected(saved: dict[str, Tensor], kind: Kind) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_every_kind_is_saved_and_every_kind_loads_one_of_another(pool: Pool, tmp_path: Path) -> None:
     kinds = every_kind("uneven", few=True)
     check(pool, tmp_path, around(kinds), 16)

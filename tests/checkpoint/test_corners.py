@@ -87,6 +87,7 @@ def ended(program: str, folder: Path) -> tuple[int, str]:
     return run.returncode, run.stderr
 
 
+@pytest.mark.full
 def test_a_program_that_closes_nothing_ends_quietly(tmp_path: Path) -> None:
     assert ended(UNCLOSED, tmp_path / "made") == (0, "")
     assert (tmp_path / "made" / "step_00000001" / "manifest.json").is_file()

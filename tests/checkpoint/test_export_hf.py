@@ -228,6 +228,7 @@ def limited(on_limit: str, path: Path, out: Path) -> subprocess.CompletedProcess
     return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.full
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     path = checkpoint_of(tmp_path, {"master.head.weight": torch.ones(100_000)})
     ended = limited("SIG_IGN", path, tmp_path / "out")

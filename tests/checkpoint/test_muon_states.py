@@ -70,7 +70,7 @@ def passed_on(
     return loaded, everything(sharded, optim)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [{"param": "bf16"}, {"param": "bf16", "master": "remainder", "moments": "bf16"}, {"param": "fp32"}],

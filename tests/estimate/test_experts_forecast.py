@@ -51,7 +51,7 @@ def measured(rank: int, ranks: int, run: RunConfig) -> tuple[int, Traffic]:
     return took, sum((each for entry, each in moved.items() if entry.axis == "ep"), Traffic())
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("line", LINES)
 def test_the_peak_and_what_tokens_move_are_predicted(pool: Pool, line: str) -> None:
     run = settled(*line.split())

@@ -44,7 +44,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(("rule", "precision"), KINDS, ids=str)
 def test_parameters_edited_between_steps_stay_edited(pool: Pool, rule: str, precision: dict[str, str]) -> None:
     """Their masters follow, element by element; the bits are those of every stage."""
@@ -60,7 +60,7 @@ ALL = {**HOST, "param": "host"}
 DISK = dict.fromkeys(("grad", "master", "moments"), "disk")
 
 
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("rule", "precision", "tiers"),
     [

@@ -125,7 +125,7 @@ TIERS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.product(keep=3)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     ("rules", "master", "tiers"),
     [

@@ -167,6 +167,7 @@ def test_a_torch_that_cannot_be_imported_is_told_as_what_it_is(tmp_path: Path) -
     assert (ended.returncode, ended.stdout) == (1, "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("early_s", [1.5])
 def test_ctrl_c_while_workers_start_is_as_quiet(tmp_path: Path, early_s: float) -> None:
     process = begin(tmp_path / "early", "wait_for_each_other")

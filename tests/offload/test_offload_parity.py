@@ -27,7 +27,7 @@ def test_cover_has_every_pair_of_values() -> None:
     assert len(every) > 750
 
 
-@pytest.mark.product(keep=8)
+@pytest.mark.product(keep=4)
 @pytest.mark.parametrize("row", COVER, ids=name)
 def test_states_elsewhere_give_the_bits_of_the_device(pool: Pool, tmp_path: Path, row: dict[str, Any]) -> None:
     cell = Cell(**row)

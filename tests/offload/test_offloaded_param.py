@@ -400,6 +400,7 @@ def outlived(rank: int, ranks: int, everything: OffloadConfig) -> list[bool]:
     return equal
 
 
+@pytest.mark.full
 @EVERYWHERE
 def test_a_model_lives_without_its_optimizer_and_with_another(
     pool: Pool, ranks: int, everything: OffloadConfig

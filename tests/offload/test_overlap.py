@@ -221,6 +221,7 @@ def dropped(rank: int, ranks: int, stage: int) -> list[bool]:
     return [equal[0] == equal[1]]
 
 
+@pytest.mark.full
 def test_a_model_outlives_its_optimizer(pool: Pool) -> None:
     for ranks, stage in ((1, 2), (2, 3)):
         assert pool.run(dropped, ranks, stage) == [[True]] * ranks

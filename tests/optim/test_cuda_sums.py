@@ -83,7 +83,7 @@ def with_constants(grads: Sequence[Tensor], chunk_elems: int, constants: dict[st
     return by_kernels(grads, chunk_elems, **constants)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_chunks_are_added_in_order(dtype: torch.dtype, interpreted: Callable[..., Any]) -> None:
     """Chunks of 2 reads of 4 rows and a bit, and gradients of up to 20 chunks, of which 8 are added at once."""
@@ -93,6 +93,7 @@ def test_many_chunks_are_added_in_order(dtype: torch.dtype, interpreted: Callabl
     assert same_bits(interpreted(with_constants, grads, chunk, few), want)
 
 
+@pytest.mark.full
 def test_elements_beyond_2_to_the_31_are_reached(interpreted: Callable[..., Any]) -> None:
     assert interpreted(far_elements_differ) == []
 
@@ -150,7 +151,7 @@ SQUARES = {"mul.rn.f64": ROWS, "add.rn.f64": ROWS}
 """Of the elements that a thread reads at once, widened, squared and added. `.rn` also forbids ptxas to contract."""
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "architecture"), [("fp32", 90), ("bf16", 90), ("fp16", 90), ("bf16", 80), ("bf16", 120)]
 )
@@ -170,6 +171,7 @@ def test_lanes_and_chunks_are_added_one_by_one(architecture: int, compiled: Call
     assert "shfl." not in ptx  # no two threads share a sum
 
 
+@pytest.mark.full
 def test_without_the_launch_options_the_compiler_contracts(compiled: Callable[..., Any]) -> None:
     """What the tests above would see if the option were lost."""
     assert "fma.rn.f64" in compiled("lane_sums_kernel", enable_fp_fusion=True)["ptx"]
@@ -183,7 +185,7 @@ def instructions(cubin: bytes, folder: Path) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9]+)", shown.stdout, re.MULTILINE)
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "ahead", "additions"),

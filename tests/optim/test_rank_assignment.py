@@ -80,6 +80,7 @@ def step_traffic(rank: int, ranks: int, cells: list[dict[str, Any]]) -> list[tup
     return found
 
 
+@pytest.mark.full
 def test_a_step_moves_what_the_formula_says(pool: Pool) -> None:
     cells = [{"stage": stage, "net": net} for stage in range(4) for net in ("even", "uneven", "frozen")]
     cells += [{"stage": 2, "param": "fp32"}, {"stage": 3, "param": "fp16"}]

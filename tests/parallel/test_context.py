@@ -139,7 +139,7 @@ def told_by(pool: Pool, run: Run) -> list[dict[str, Any]]:
     return SEEN[run]
 
 
-@pytest.mark.product(keep=5)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("run", ALL, ids=str)
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = told_by(pool, run)

@@ -53,7 +53,7 @@ MORE = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize(
     "run", [*RUNS, *(pytest.param(run, marks=pytest.mark.slow) for run in MORE if run not in RUNS)], ids=str
 )

@@ -52,7 +52,7 @@ MORE = [
 ]
 
 
-@pytest.mark.product(keep=2)
+@pytest.mark.product(keep=1)
 @pytest.mark.parametrize("line", [*RUNS, *(pytest.param(line, marks=pytest.mark.slow) for line in MORE)])
 def test_experts_on_every_axis_train_as_in_one_process(pool: Pool, line: str) -> None:
     config = config_of(line)

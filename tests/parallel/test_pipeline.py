@@ -45,7 +45,7 @@ MORE = [
 ]
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("run", of_lengths(RUNS, lambda run: (run.pp, run.dp, run.tp), MORE), ids=str)
 def test_every_stage_trains_as_in_one_process_and_moves_what_formulas_say(pool: Pool, run: Piped) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)

@@ -63,7 +63,7 @@ MORE = [
 ALL = of_lengths(RUNS, lambda run: (run.dp, run.tp, run.gpt2), MORE)
 
 
-@pytest.mark.product(keep=4)
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("run", ALL, ids=lambda run: f"{'gpt2' if run.gpt2 else 'llama'}-{run}")
 def test_every_stage_trains_as_in_one_process(pool: Pool, run: Run) -> None:
     told = pool.run(trained, run.ranks, run, timeout_s=300)

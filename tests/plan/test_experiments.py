@@ -23,7 +23,7 @@ def test_all_of_them_are_here() -> None:
     assert {path.stem for path in (CONF / "experiment").glob("*.yaml")} == {"none", *EXAMPLES}
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_fits_its_nodes(name: str) -> None:
     settings = [f"experiment={name}", "hardware=h100_80g"]

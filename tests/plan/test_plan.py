@@ -54,6 +54,7 @@ def test_host_slots_of_8_billion_parameters_on_disk_have_one_turn_of_the_size_of
     assert by_hand <= found < 1.01 * by_hand
 
 
+@pytest.mark.full
 def test_more_ranks_hold_less_each_and_stage_3_the_least() -> None:
     states = [
         sum(forecast_of(f"mesh.dp={ranks}", f"zero.stage={stage}", "hardware=h100_80g").tiers["device"].kinds[kind]

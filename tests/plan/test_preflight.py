@@ -58,7 +58,7 @@ def test_train_refuses_a_run_that_is_too_large_within_seconds_and_starts_nothing
     assert "launch.check_memory=false" in run.stderr
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["mesh.tp=2 mesh.dp=1", "mesh.pp=2 mesh.dp=1 train.accumulate=2", "mesh.dp=2"])
 def test_every_rank_has_its_part_of_the_node_whatever_it_shares(host: object, mesh: str) -> None:
     config = run_of("zero.stage=1", *mesh.split())
@@ -84,6 +84,7 @@ def test_it_is_refused_where_it_surely_cannot_fit_and_warned_of_near_that(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.full
 def test_what_it_names_is_accepted_then(host: object) -> None:
     config = run_of()
     here = this_machine(config, 2 * int(0.8 * need_of(config)))

@@ -23,7 +23,7 @@ def foreseen(*settings: str) -> Forecast:
     return forecast_run(config, config.hardware)
 
 
-@pytest.mark.product(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "tokens_per_s", "mfu"),
     [  # torchtitan, docs/performance.md, 2024: tokens/s of each of 64 A100 80 GB, and MFU

@@ -55,6 +55,7 @@ PRODUCT = [*itertools.product((0, 1, 2, 3), (1, 2), ("none", "full"))]
 PAIRWISE = [cell for cell in PRODUCT if (cell[0] + cell[1] + (cell[2] == "full")) % 2]
 
 
+@pytest.mark.full
 def test_a_simulated_step_holds_and_does_what_a_real_one_does(pool: Pool) -> None:
     """Every pair of settings once or more; all of them in the slow test."""
     held_against(pool, [scenario(stage=s, accumulate=a, recompute=r) for s, a, r in PAIRWISE])

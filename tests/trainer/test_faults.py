@@ -143,6 +143,7 @@ def test_sigterm_saves_the_step_and_a_resumed_run_has_the_bits_of_one_never_stop
     assert saved(tmp_path / "cut") == never_stopped
 
 
+@pytest.mark.full
 def test_sigterm_to_every_process_saves_as_one_to_the_launcher_does(text: Path, tmp_path: Path) -> None:
     """As schedulers and service managers end a job; before, the store in which ranks meet is lost to a stray kill."""
     with running(tmp_path, text, *LONG, "checkpoint.every=100000") as run:

@@ -63,6 +63,7 @@ def test_a_run_onto_a_full_disk_trains_and_saves_to_the_end(tmp_path: Path, stde
     assert err.count("No space left on device") == (stderr == "pipe")
 
 
+@pytest.mark.full
 def test_event_files_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> None:
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
@@ -76,6 +77,7 @@ def test_event_files_that_cannot_be_written_do_not_end_a_run(tmp_path: Path) -> 
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 def test_a_run_in_the_background_of_a_terminal_with_tostop_is_not_stopped(tmp_path: Path) -> None:
     """Its workers write from a session of their own; its shell tells of a job that stops with exit code 150."""
     ours, theirs = os.openpty()

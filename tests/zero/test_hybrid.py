@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import small_decoders
 import torch
 from parity_cells import whole
@@ -51,6 +52,7 @@ def hybrid(rank: int, ranks: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.full
 def test_hybrid_and_native_runs_agree_with_the_exact_one(pool: Pool) -> None:
     """fp32; sums of four gradients in another order. Tolerance: 1e-5 of the loss; an element moves by at most
     lr = 1e-3 a step, of which another rounding of a near-zero gradient may take a part: 1e-3 absolute, 1e-6 on
