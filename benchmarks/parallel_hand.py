@@ -124,7 +124,7 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _gather_keys(model: nn.Module, group: dist.ProcessGroup) -> None:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, _: None) -> Tensor:
         keys, values = (all_gather_tensor_autograd(each.contiguous(), 2, group) for each in (key, value))
         time = query.shape[2]
         ends = torch.arange(time).unsqueeze(1) + group.rank() * time

@@ -24,7 +24,7 @@ from hydra import compose, initialize_config_dir
 from report import append_row, table, write_table
 
 from dzero import config
-from dzero.data.stream import TokenStream
+from dzero.data.stream import SequenceStream
 from dzero.monitor.meter import Meter
 from dzero.monitor.sinks import Monitor
 from dzero.trainer.metrics import MetricsRecorder
@@ -36,7 +36,7 @@ TINY = "model.hidden_size=16 model.heads=2 model.kv_heads=1 model.ffn_size=16 tr
 CALLED: dict[str, list[tuple[type, str]]] = {
     "record": [(Meter, "begin"), *((MetricsRecorder, name) for name in ("share", "before_update", "end_step"))],
     "log and board": [(Monitor, "step")],
-    "data": [(TokenStream, "next")],
+    "data": [(SequenceStream, "next")],
 }
 
 

@@ -18,7 +18,7 @@ from dzero.parallel.config import BlockConfig
 from dzero.parallel.parallelize import ParallelConfig, ParallelModel, parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, order_of
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.parallel.tensor.parallelize import cross_entropy
+from dzero.parallel.tiling.loss import losses_of
 from dzero.zero.config import PrecisionConfig, ZeroConfig, is_exact
 from dzero.zero.layout import Layout
 from dzero.zero.offload_config import OffloadConfig
@@ -114,12 +114,13 @@ class Scenario:
         def loss(hidden: torch.Tensor | None = None) -> torch.Tensor:
             tokens, targets = (torch.zeros(self.sequences, self.tokens, dtype=torch.int64) for _ in range(2))
             x = tokens if hidden is None else hidden
-            if self.block.loss_tiles > 1:
-                tiled: torch.Tensor = model(x, targets)
-                return with_added(tiled, model)
-            out: torch.Tensor = model(x) if parts is None else model(x, torch.arange(self.tokens))
-            if parts is not None and not parts.has_last:
+
+            def run() -> torch.Tensor:
+                out: torch.Tensor = model(x) if parts is None else model(x, torch.arange(self.tokens))
                 return out
-            return with_added(cross_entropy(out, targets), model)
+
+            if parts is not None and not parts.has_last:
+                return run()
+            return with_added(losses_of(model, targets, run), model)
 
         return loss

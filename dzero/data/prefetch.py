@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from dzero import streams
-from dzero.data.stream import Batch, TokenStream
+from dzero.data.batch import Batch
+from dzero.data.stream import SequenceStream
 
 
 class BatchPrefetcher:
@@ -21,13 +22,13 @@ class BatchPrefetcher:
     The position of `stream` counts the microbatches that `next` returned, not those prefetched.
     """
 
-    def __init__(self, stream: TokenStream, device: torch.device) -> None:
+    def __init__(self, stream: SequenceStream, device: torch.device) -> None:
         self._stream, self._device = stream, device
         self._copies = streams.new_stream(device)
         self._coming: tuple[int, Batch, streams.Event] | None = None
 
     def next(self) -> Batch:
-        """Return the next (inputs, targets), both int64 [microbatch_sequences, sequence_tokens]."""
+        """Return the next microbatch, on the device."""
         if not streams.exist(self._device):
             return self._stream.next()
         if self._coming is None or self._coming[0] != self._stream.samples:  # first call, or the stream was moved
@@ -43,11 +44,12 @@ class BatchPrefetcher:
 
     def _copied(self) -> tuple[int, Batch, streams.Event]:
         """Start the copy of the next microbatch; return the position of the stream, the microbatch, and an event."""
-        rows = [streams.pin_memory(each, self._device) for each in self._stream.peek()]
+        pinned = self._stream.peek().map(lambda each: streams.pin_memory(each, self._device))
         current = streams.current_stream(self._device)
         with streams.use_stream(self._copies, self._device):
             streams.wait_stream(current, self._device)
-            inputs, targets = (torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in rows)
-            inputs.copy_(rows[0], non_blocking=True)
-            targets.copy_(rows[1], non_blocking=True)
-            return self._stream.samples, (inputs, targets), streams.record_event(self._device)
+            return self._stream.samples, pinned.map(self._copy), streams.record_event(self._device)
+
+    def _copy(self, pinned: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(pinned.shape, dtype=pinned.dtype, device=self._device)
+        return copy.copy_(pinned, non_blocking=True)

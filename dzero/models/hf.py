@@ -46,9 +46,13 @@ class HFDecoder(nn.Module):
         """Return the head of the wrapped model."""
         return self.model.get_output_embeddings()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of whole sequences; no key-value cache is used."""
-        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of whole sequences; no key-value cache is used.
+
+        With `positions`, int64 [batch, time], tokens attend only within their document, which begins at each 0.
+        """
+        packed = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False, **packed).logits
         return logits
 
 

@@ -66,31 +66,34 @@ class Llama(nn.Module):
         Args:
             tokens: Token ids, int64 [batch, time].
             positions: Positions of the tokens in their sequences, int64 [time]. None: 0, 1, 2, ... With `max_tokens`
-                they should be on the CPU, since the largest is read.
+                they should be on the CPU, since the largest is read. Or int64 [batch, time], where sequences hold
+                several documents: each begins at position 0, and tokens attend only within their document.
 
         Raises:
             ValueError: If a sequence is longer than `max_tokens`.
         """
         time, limit = tokens.shape[1], self.shape.max_tokens
         if limit is not None:
-            length = time if positions is None else int(positions.max()) + 1
+            length = time if positions is None or positions.ndim == 2 else int(positions.max()) + 1
             if length > limit:
                 raise ValueError(
                     f"a sequence of {length} tokens: model.max_tokens={limit}; shorten the sequences or raise it"
                 )
         positions = torch.arange(time, device=tokens.device) if positions is None else positions.to(tokens.device)
         cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
+        mask = None if positions.ndim == 1 else within_documents(positions)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask=mask)
         features: Tensor = self.norm(x)
         return features
 
 
 class Block(nn.Module):
-    """Transformer block: x [batch, time, hidden], cos and sin fp32 [time, head_dim / 2] -> same shape and dtype as x.
+    """Transformer block: x [batch, time, hidden] -> same shape and dtype as x.
 
-    The feed-forward module `ffn` keeps the shape of its input.
+    cos and sin are those of `rotary_tables`, and `mask` that of `within_documents` or None. The feed-forward module
+    `ffn` keeps the shape of its input.
     """
 
     def __init__(self, shape: LlamaShape, ffn: nn.Module) -> None:
@@ -100,9 +103,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.ffn = ffn
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Apply attention, then the feed-forward module, each to the normalized input and added to the input."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask=mask)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
 
@@ -119,23 +122,25 @@ class Attention(nn.Module):
         self.value = Linear(shape.hidden_size, shape.kv_heads * shape.head_dim)
         self.out = Linear(shape.heads * shape.head_dim, shape.hidden_size, deviation=residual_deviation(shape))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend from each position to itself and all earlier ones; queries and keys are rotated, values are not."""
         query = rotate(self._heads(self.query(x)), cos, sin)
         key = rotate(self._heads(self.key(x)), cos, sin)
         value = self._heads(self.value(x))
-        out: Tensor = self.out(self.attend(query, key, value).transpose(1, 2).flatten(2))
+        out: Tensor = self.out(self.attend(query, key, value, mask).transpose(1, 2).flatten(2))
         return out
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the attention output, in the shape of `query`.
 
         Args:
             query: Rotated queries [batch, heads, time, head_dim].
             key: Rotated keys [batch, kv_heads, time, head_dim].
             value: Values [batch, kv_heads, time, head_dim].
+            mask: Keys that each query attends to, bool [batch, 1, time, time]. None: its own and all earlier ones.
         """
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=self.grouped)
+        causal = mask is None
+        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=self.grouped)
 
     def _heads(self, x: Tensor) -> Tensor:
         """Split heads: [batch, time, heads * head_dim] -> [batch, heads, time, head_dim]."""
@@ -180,10 +185,25 @@ class Embedding(nn.Embedding):
 
 
 def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * theta ** (-2i / head_dim), fp32 [time, head_dim / 2], for positions [time]."""
+    """Return cos and sin of position * theta ** (-2i / head_dim), in fp32.
+
+    Their shape is [time, head_dim / 2] for positions [time], and [batch, 1, time, head_dim / 2] for [batch, time].
+    """
     powers = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = torch.outer(positions.float(), theta**-powers)
+    angles = positions.float().unsqueeze(-1) * theta**-powers
+    if positions.ndim == 2:
+        angles = angles.unsqueeze(1)  # the same for all heads
     return angles.cos(), angles.sin()
+
+
+def within_documents(positions: Tensor) -> Tensor:
+    """Return which keys each query attends to, bool [batch, 1, time, time]: those before it in its own document.
+
+    A document begins at each 0 of `positions`, int64 [batch, time].
+    """
+    document = (positions == 0).cumsum(1)
+    same = document.unsqueeze(2) == document.unsqueeze(1)
+    return same.tril().unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

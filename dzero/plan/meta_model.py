@@ -30,7 +30,7 @@ from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
 from dzero.parallel.pipeline.split import ModelStages
-from dzero.parallel.tensor.parallelize import cross_entropy
+from dzero.parallel.tiling.loss import losses_of
 from dzero.plan.run_layout import parallel_of
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
@@ -140,7 +140,7 @@ def costs_for(
 
 
 def _loss_of(config: RunConfig, stages: ModelStages | None) -> Loss:
-    """Return the mean cross-entropy of a rank's tokens of one microbatch, as in the trainer.
+    """Return the sum of the cross-entropies of a rank's tokens of one microbatch, as in the trainer.
 
     For a pipeline stage other than the last it is any scalar of the output.
     """
@@ -149,12 +149,14 @@ def _loss_of(config: RunConfig, stages: ModelStages | None) -> Loss:
     def loss(model: nn.Module) -> torch.Tensor:
         shape = config.train.microbatch_sequences, config.train.sequence_tokens // config.mesh.cp
         tokens, targets = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-        if config.block.loss_tiles > 1:
-            return with_added(model(tokens, targets), model)
         if stages is None or hidden is None:
-            return with_added(cross_entropy(model(tokens), targets), model)
+            return with_added(losses_of(model, targets, lambda: model(tokens)), model)
         x = tokens if stages.has_first else hidden.on("cpu").requires_grad_()
-        out = model(x, torch.arange(shape[1])) if isinstance(model, Llama) else model(x)
-        return with_added(cross_entropy(out, targets) if stages.has_last else out.sum(), model)
+
+        def run() -> torch.Tensor:
+            out: torch.Tensor = model(x, torch.arange(shape[1])) if isinstance(model, Llama) else model(x)
+            return out
+
+        return with_added(losses_of(model, targets, run) if stages.has_last else run().sum(), model)
 
     return loss

@@ -23,6 +23,7 @@ from dzero.checkpoint.import_hf import blank, fill
 from dzero.comm.dtensor_traffic import dtensor_traffic
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
+from dzero.data.batch import IGNORED, Batch
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
@@ -34,8 +35,9 @@ from dzero.parallel.expert.dispatch import expected_experts
 from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
-from dzero.parallel.tensor.parallelize import cross_entropy
+from dzero.parallel.tiling.loss import losses_of
 from dzero.plan.run_layout import parallel_of
+from dzero.zero.dtensors import local_of
 from dzero.zero.init_params import Materialise
 from dzero.zero.shard import shard
 from dzero.zero.sharded import Sharded
@@ -51,6 +53,7 @@ class BuiltModel:
         balance: Update of the experts' balance, to call after every step.
         reader: Index of the sequences that this rank reads; ranks that share sequences have the same.
         readers: Number of different readers.
+        parts: Number of parts of a step's microbatches: those of all readers, each cut by cp.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, vocab_size: int) -> None:
@@ -58,6 +61,7 @@ class BuiltModel:
         ranks = mesh.data_ranks(dist.get_world_size())
         self.readers = mesh.readers(ranks)
         self.microbatches = config.train.microbatches(self.readers)
+        self.parts = self.microbatches * self.readers * mesh.cp
         replicate, degree = mesh.degrees(ranks, stage=config.zero.stage)
         self.mesh = make_mesh(device.type, replicate=replicate, shard=degree, tp=mesh.tp, pp=mesh.pp)
         data_rank = data_rank_of(self.mesh)
@@ -91,7 +95,7 @@ class BuiltModel:
         if weights:
             fill(self.sharded, weights)
         self._context = self.sharded.context
-        self._tiled = config.block.loss_tiles > 1
+        self._share, self._positions = 1.0, list[Tensor | None]()
         self.hidden: HiddenStates | None = None
         self.pipeline: Pipeline | None = None
         if stages is not None:
@@ -108,8 +112,13 @@ class BuiltModel:
 
         def run(part: nn.Module, x: Tensor) -> Tensor:
             with record_function("forward"):
-                out: Tensor = part(x, positions) if counts else part(x)
+                number = None if self.pipeline is None else self.pipeline.microbatch
+                packed = None if number is None else self._positions[number]
+                out: Tensor = part(x, positions if packed is None else packed) if counts else part(x)
                 return out
+
+        def loss(part: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+            return with_added(losses_of(part, targets, lambda: run(part, x)) / self._share, part)
 
         return Pipeline(
             sharded.stages,
@@ -121,7 +130,7 @@ class BuiltModel:
             device=self.device,
             hooks=sharded,
             run=run,
-            loss=lambda part, x, targets: with_added(cross_entropy(run(part, x), targets), part),
+            loss=loss,
             added=added_of,
         )
 
@@ -157,32 +166,44 @@ class BuiltModel:
             return nullcontext()
         return dtensor_traffic(self.mesh.get_group(TENSOR), TENSOR, self.sharded.ledger)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, an fp32 scalar in nats; where sequences are sharded, of this rank's part.
+    def loss(self, batch: Batch, share: float) -> Tensor:
+        """Return the loss of a microbatch on this rank, an fp32 scalar: the sum over its tokens in nats, by `share`.
 
-        `tokens` and the `targets` that follow them are int64 [sequences, tokens]. If gradients are enabled, the
-        balancing loss of the experts is included.
+        If gradients are enabled, the balancing loss of the experts is added.
+
+        Args:
+            batch: Microbatch of this rank's reader; where sequences are sharded, the rank takes its part of it.
+            share: Number of the step's tokens that count, divided by `parts`.
         """
-        tokens, targets = self._mine(tokens), self._mine(targets)
+        batch = self._mine(batch)
         with record_function("forward"):
-            if self._tiled:
-                loss: Tensor = self.sharded.model(tokens, targets)
-            else:
-                loss = cross_entropy(self.sharded.model(tokens), targets)
-            return with_added(loss, self.sharded.model)
+            return with_added(self._sum_of_losses(batch) / share, self.sharded.model)
 
-    def held_out_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return `loss` for evaluation, without backward; 0 if another rank of the pipeline computes it."""
+    def _sum_of_losses(self, batch: Batch) -> Tensor:
+        model = self.sharded.model
+        packed = {} if batch.positions is None else {"positions": batch.positions}
+        return losses_of(model, batch.targets, lambda: model(batch.tokens, **packed))
+
+    def held_out(self, batch: Batch) -> Tensor:
+        """Return the sum of losses of a held-out microbatch on this rank, and its tokens that count: fp64 [2].
+
+        They are 0 if another rank of the pipeline computes them.
+        """
+        batch = self._mine(batch)
         if self.pipeline is None:
-            return self.loss(tokens, targets)
-        loss = self.pipeline.evaluate(self._mine(tokens), self._mine(targets))
-        return torch.zeros((), device=self.device) if loss is None else loss
+            total: Tensor | None = local_of(self._sum_of_losses(batch))
+        else:
+            self._share = 1.0
+            total = self.pipeline.evaluate(batch.tokens, batch.targets)
+        if total is None:
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
+        return torch.stack([total.double(), _counted(batch).double()])
 
-    def pipelined(self, batches: Sequence[tuple[Tensor, Tensor]], scale: Callable[[Tensor], Tensor]) -> Tensor:
+    def pipelined(self, batches: Sequence[Batch], share: float, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Run forward and backward of a step's microbatches; return this rank's part of their mean loss.
 
-        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss. `batches`
-        are tokens and targets of each microbatch, and `scale` scales each loss before its backward.
+        The result is an fp32 scalar. The last stage computes the loss; others only add their balancing loss. `share` is
+        that of `loss`, and `scale` scales each loss before its backward.
         """
         assert self.pipeline is not None
         total = torch.zeros((), device=self.device)
@@ -193,11 +214,18 @@ class BuiltModel:
             total.add_(mean.detach())
             return scale(mean)
 
+        mine = [self._mine(batch) for batch in batches]
+        self._share, self._positions = share, [batch.positions for batch in mine]
         with self.losses():
-            tokens, targets = ([self._mine(batch[which]) for batch in batches] for which in (0, 1))
-            self.pipeline.step(tokens, targets, take)
+            self.pipeline.step([batch.tokens for batch in mine], [batch.targets for batch in mine], take)
         return total
 
-    def _mine(self, tokens: Tensor) -> Tensor:
+    def _mine(self, batch: Batch) -> Batch:
         """Return this rank's part of the sequences, on its device."""
-        return (tokens if self._context is None else self._context.part(tokens)).to(self.device)
+        return (batch if self._context is None else batch.map(self._context.part)).map(
+            lambda each: each.to(self.device)
+        )
+
+
+def _counted(batch: Batch) -> Tensor:
+    return (batch.targets != IGNORED).sum()

@@ -24,7 +24,7 @@ from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
 from dzero.config import RunConfig
-from dzero.data.stream import TokenStream
+from dzero.data.stream import SequenceStream
 from dzero.errors import RankLost
 from dzero.mesh import PIPELINE, TENSOR
 from dzero.models.published import describe
@@ -51,7 +51,7 @@ class RunCheckpoints:
         sharded: Sharded,
         optim: MasterOptimizer,
         schedule: LambdaLR,
-        stream: TokenStream,
+        stream: SequenceStream,
         device: torch.device,
     ) -> None:
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device

@@ -158,13 +158,11 @@ class MetricsRecorder:
             lanes=lanes,
         )
 
-    def mean_over_ranks(self, value: torch.Tensor) -> float:
-        """Return the mean of a loss over all ranks that have one; pass 0 on all others. Collective."""
-        values = torch.stack([value.double(), torch.full_like(value, self._has_loss).double()])
+    def sum_over_ranks(self, values: torch.Tensor) -> list[float]:
+        """Return the sum of fp64 values [n] over all ranks. Collective."""
         for gather in self._across:
             values = gather(values).sum(0)
-        total, losses = values.tolist()
-        return float(total / losses)
+        return [float(each) for each in values.tolist()]
 
     def summarise(self, held_out: float | None) -> RunSummary:
         """Return the summary of the run so far; `held_out` is the last held-out loss."""

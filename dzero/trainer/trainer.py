@@ -20,7 +20,8 @@ from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
 from dzero.data.corpus import Corpus, load
 from dzero.data.prefetch import BatchPrefetcher
-from dzero.data.stream import TokenStream, evaluation_batches
+from dzero.data.sequences import TextSequences
+from dzero.data.stream import SequenceStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
 from dzero.launch.signals import EXIT_SAVED, StopRequest
@@ -81,17 +82,17 @@ class Trainer:
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
         slices = {
-            "sequence_tokens": config.train.sequence_tokens,
             "microbatch_sequences": config.train.microbatch_sequences,
             "rank": built.reader,
             "ranks": built.readers,
         }
-        self.stream = TokenStream(self.corpus.train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        length = config.train.sequence_tokens
+        train = TextSequences(self.corpus.train, length)
+        self.stream = SequenceStream(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         self.batches = BatchPrefetcher(self.stream, device)
-        self.evaluation = partial(
-            evaluation_batches, self.corpus.held_out, max_batches=config.train.evaluate_batches, **slices
-        )
         if self._evaluates:
+            held_out, most = TextSequences(self.corpus.held_out, length), config.train.evaluate_batches
+            self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
         self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
@@ -161,14 +162,19 @@ class Trainer:
         return shared
 
     def _microbatches(self) -> torch.Tensor:
-        """Run forward and backward of the step's microbatches; return their mean loss on this rank, fp32 scalar."""
+        """Run forward and backward of the step's microbatches; return their mean loss on this rank, fp32 scalar.
+
+        The mean over all ranks is the mean over the tokens of the step that count. Every rank knows their number before
+        the step, because the stream knows it of all ranks' sequences.
+        """
+        share = self.stream.counted(self.microbatches) / self.built.parts
         if self.built.pipeline is not None:
             batches = [self.batches.next() for _ in range(self.microbatches)]
-            return self.built.pipelined(batches, self.optim.scale_loss)
+            return self.built.pipelined(batches, share, self.optim.scale_loss)
         total = torch.zeros((), device=self.device)
         for index in range(self.microbatches):
             with self.sharded.microbatch(is_last=index == self.microbatches - 1), self.built.losses():
-                loss = self.built.loss(*self.batches.next()) / self.microbatches
+                loss = self.built.loss(self.batches.next(), share) / self.microbatches
                 with record_function("backward"):
                     self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
                 total += local_of(loss.detach())
@@ -216,17 +222,17 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> float | None:
-        """Return the mean held-out loss [nats] over all ranks; None if nothing is held out."""
+        """Return the mean loss of the held-out tokens that count, in nats; None if nothing is held out."""
         if not self._evaluates:
             return None
         self.sharded.train(False)
         with self.built.losses():
-            losses = [local_of(self.built.held_out_loss(*batch)) for batch in self.evaluation()]
+            sums = torch.stack([self.built.held_out(batch) for batch in self.evaluation()]).sum(0)
         self.sharded.train(True)
         self.sharded.reshard()
-        mean = self.recorder.mean_over_ranks(torch.stack(losses).mean())
+        total, counted = self.recorder.sum_over_ranks(sums)
         self.sharded.ledger.take()  # discard the traffic of evaluation
-        return mean
+        return total / counted
 
     @property
     def _evaluates(self) -> bool:

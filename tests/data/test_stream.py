@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dzero.data.stream import TokenStream, evaluation_batches, shuffled
+from dzero.data.order import shuffled
+from dzero.data.sequences import TextSequences
+from dzero.data.stream import SequenceStream, evaluation_batches
 from dzero.data.tokens import Tokens
 
 T = 4
@@ -18,10 +20,11 @@ WINDOWS = 23
 TOKENS = np.arange(WINDOWS * T + 3, dtype=np.int32)
 
 
-def stream(rank: int = 0, ranks: int = 1, *, microbatch: int = 2, shuffle: bool = True, seed: int = 5) -> TokenStream:
-    return TokenStream(
-        TOKENS,
-        sequence_tokens=T,
+def stream(
+    rank: int = 0, ranks: int = 1, *, microbatch: int = 2, shuffle: bool = True, seed: int = 5
+) -> SequenceStream:
+    return SequenceStream(
+        TextSequences(TOKENS, T),
         microbatch_sequences=microbatch,
         rank=rank,
         ranks=ranks,
@@ -30,13 +33,13 @@ def stream(rank: int = 0, ranks: int = 1, *, microbatch: int = 2, shuffle: bool 
     )
 
 
-def step(streams: list[TokenStream]) -> list[int]:
+def step(streams: list[SequenceStream]) -> list[int]:
     """The windows one step of all ranks takes, in rank order."""
     return [int(row[0]) // T for each in streams for row in each.next()[0]]
 
 
 def test_inputs_and_targets_are_the_window_and_its_shift():
-    inputs, targets = stream(shuffle=False).next()
+    inputs, targets, _ = stream(shuffle=False).next()
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
@@ -131,7 +134,7 @@ def test_resume_continues_exactly():
         first.next()
     second.load_state_dict(first.state_dict())
     for _ in range(30):
-        assert all(map(torch.equal, first.next(), second.next()))
+        assert all(map(torch.equal, first.next()[:2], second.next()[:2]))
 
 
 def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing():
@@ -139,9 +142,9 @@ def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing():
     changed = TOKENS.copy()
     changed[50] += 1
     others = {
-        "crc32": TokenStream(changed, sequence_tokens=T, microbatch_sequences=2, rank=0, ranks=1, seed=5),
-        "windows": TokenStream(TOKENS[:-8], sequence_tokens=T, microbatch_sequences=2, rank=0, ranks=1, seed=5),
-        "sequence_tokens": TokenStream(TOKENS, sequence_tokens=5, microbatch_sequences=2, rank=0, ranks=1, seed=5),
+        "crc32": SequenceStream(TextSequences(changed, T), microbatch_sequences=2, rank=0, ranks=1, seed=5),
+        "windows": SequenceStream(TextSequences(TOKENS[:-8], T), microbatch_sequences=2, rank=0, ranks=1, seed=5),
+        "sequence_tokens": SequenceStream(TextSequences(TOKENS, 5), microbatch_sequences=2, rank=0, ranks=1, seed=5),
         "seed": stream(seed=6),
         "shuffle": stream(shuffle=False),
     }
@@ -158,19 +161,19 @@ def test_a_state_of_other_data_or_settings_is_refused_and_changes_nothing():
 def test_too_few_tokens_and_impossible_slices_are_errors_that_name_the_tokens():
     short = Tokens((TOKENS[:T],), "poem.txt")
     with pytest.raises(ValueError, match=r"poem\.txt: too short, 4 tokens"):
-        TokenStream(short, sequence_tokens=T, microbatch_sequences=1, rank=0, ranks=1, seed=0)
+        SequenceStream(TextSequences(short, T), microbatch_sequences=1, rank=0, ranks=1, seed=0)
     with pytest.raises(ValueError, match="rank=2 of ranks=2"):
         stream(2, 2)
     with pytest.raises(ValueError, match="microbatch_sequences=0"):
         stream(microbatch=0)
     with pytest.raises(ValueError, match="1-D integers"):
-        TokenStream(TOKENS.astype(float), sequence_tokens=T, microbatch_sequences=1, rank=0, ranks=1, seed=0)
+        SequenceStream(TextSequences(TOKENS.astype(float), T), microbatch_sequences=1, rank=0, ranks=1, seed=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_evaluation_takes_equal_steps_and_no_window_twice(ranks):
     batches = [
-        list(evaluation_batches(TOKENS, sequence_tokens=T, microbatch_sequences=2, rank=rank, ranks=ranks))
+        list(evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=2, rank=rank, ranks=ranks))
         for rank in range(ranks)
     ]
     steps = WINDOWS // (2 * ranks)
@@ -181,15 +184,17 @@ def test_evaluation_takes_equal_steps_and_no_window_twice(ranks):
 
 
 def test_evaluation_with_few_batches_is_spread_over_the_whole_run():
-    batches = evaluation_batches(TOKENS, sequence_tokens=T, microbatch_sequences=2, rank=0, ranks=1, max_batches=2)
-    assert [int(row[0]) // T for inputs, _ in batches for row in inputs] == [0, 5, 11, 17]
+    batches = evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=2, rank=0, ranks=1, max_batches=2)
+    assert [int(row[0]) // T for batch in batches for row in batch.tokens] == [0, 5, 11, 17]
 
 
 def test_evaluation_without_one_full_step_is_an_error_at_the_call():
-    with pytest.raises(ValueError, match="23 windows of 4, but one evaluation step takes 12 on each of 2 ranks"):
-        evaluation_batches(TOKENS, sequence_tokens=T, microbatch_sequences=12, rank=0, ranks=2)
+    with pytest.raises(
+        ValueError, match="23 sequences are held out, but one evaluation step takes 12 on each of 2 ranks"
+    ):
+        evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=12, rank=0, ranks=2)
     with pytest.raises(ValueError, match="max_batches=0"):
-        evaluation_batches(TOKENS, sequence_tokens=T, microbatch_sequences=1, rank=0, ranks=1, max_batches=0)
+        evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=1, rank=0, ranks=1, max_batches=0)
 
 
 def test_a_run_over_parts_reads_and_splits_like_one_array():

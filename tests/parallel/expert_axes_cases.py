@@ -24,6 +24,7 @@ from dzero import AdamW
 from dzero.checkpoint.checkpointer import Checkpointer
 from dzero.checkpoint.config import CheckpointConfig
 from dzero.config import RunConfig
+from dzero.data.batch import Batch
 from dzero.models.moe import Experts
 from dzero.monitor.memory import MemoryMeter
 from dzero.monitor.records import StepRecord
@@ -74,12 +75,13 @@ class Made:
 
     def _backward(self, microbatches: list[Tensor]) -> Tensor:
         made, total = self.built, torch.zeros(())
-        pairs = [(batch[:, :-1], batch[:, 1:]) for batch in microbatches]
+        pairs = [Batch(batch[:, :-1], batch[:, 1:]) for batch in microbatches]
+        share = pairs[0].targets.numel() * len(pairs) * made.readers / made.parts
         if made.pipeline is not None:
-            return made.pipelined(pairs, self.optim.scale_loss)
+            return made.pipelined(pairs, share, self.optim.scale_loss)
         for index, pair in enumerate(pairs):
             with made.sharded.microbatch(is_last=index == len(pairs) - 1), made.losses():
-                loss = made.loss(*pair) / len(pairs)
+                loss = made.loss(pair, share) / len(pairs)
                 self.optim.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
             total += local_of(loss.detach())
         return total

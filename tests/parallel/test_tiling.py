@@ -192,8 +192,12 @@ def test_mlps_of_transformers_are_tiled() -> None:
     assert_close(tiled.state_dict(), plain.state_dict(), rtol=0, atol=0)
     with pytest.raises(ValueError, match="have no MLP"):
         apply_blocks(tiled, BlockConfig(tiles=2), "cpu")
-    with pytest.raises(ValueError, match=r"loss_tiles=2: LlamaForCausalLM has no features\(\) and head"):
-        apply_blocks(tiled, BlockConfig(loss_tiles=2), "cpu")
+    apply_blocks(tiled, BlockConfig(loss_tiles=2), "cpu")
+    torch.testing.assert_close(tiled(ids, ids), reference_loss(lambda tokens: plain(tokens).logits, ids, ids))
+    config.logits_scaling = 8.0
+    granite = transformers.GraniteForCausalLM(transformers.GraniteConfig(**config.to_dict()))
+    with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteForCausalLM changes the logits of its head"):
+        apply_blocks(granite, BlockConfig(loss_tiles=2), "cpu")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.nn import functional
 from dzero import AdamW, make_mesh, shard
 from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
+from dzero.data.batch import Batch
 from dzero.models.build import build, materialiser
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.pipeline.run import Pipeline
@@ -117,7 +118,7 @@ def trained(run: RunConfig, vocab_size: int) -> tuple[int, dict[Entry, Traffic]]
         def step() -> None:
             for index in range(built.microbatches):
                 with sharded.microbatch(is_last=index == built.microbatches - 1), built.losses():
-                    (built.loss(tokens, tokens) / built.microbatches).backward()  # type: ignore[no-untyped-call]
+                    (built.loss(Batch(tokens, tokens), tokens.numel()) / built.microbatches).backward()  # type: ignore[no-untyped-call]
             optim.step()
 
         took = taking.taken(step, optim)

@@ -78,8 +78,10 @@ class ContextParallel:
 
 
 def _attending(_: Forward) -> Forward:
-    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map query [batch, heads, time, head_dim] of this rank's tokens to the same shape."""
+        if mask is not None:
+            raise ValueError("sequences that hold several documents are not cut along cp; take mesh.cp=1")
         attention: ContextAttention = self.context_attention
         return attention(query, key, value)
 

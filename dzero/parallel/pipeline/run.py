@@ -73,6 +73,9 @@ class MicrobatchHooks(Protocol):
 class Pipeline:
     """The stages of one rank, and their schedule.
 
+    Attributes:
+        microbatch: Number of the microbatch that `run` and `loss` now get, within the step; None outside of steps.
+
     Args:
         stages: Stages of this rank.
         group: Ranks of the pipeline.
@@ -112,6 +115,7 @@ class Pipeline:
         self._tokens: Sequence[Tensor] = ()
         self._targets: Sequence[Tensor] = ()
         self._take: Callable[[Tensor], Tensor] = _same
+        self.microbatch: int | None = None
         self._check_passing(stages.empty)
         wrapped = [_Stage(self, stage, number, hooks) for number, stage in enumerate(stages.own)]
         self._schedule = SCHEDULES[schedule](
@@ -133,7 +137,7 @@ class Pipeline:
             self._schedule.step(*inputs, target=numbers if self._stages.has_last else None, losses=[])
         finally:
             self.compute()
-        self._tokens, self._targets, self._take = (), (), _same
+        self._tokens, self._targets, self._take, self.microbatch = (), (), _same, None
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
@@ -150,6 +154,7 @@ class Pipeline:
 
     def run_stage(self, stage: ModelStage, microbatch: int, x: Tensor) -> Tensor:
         """Return the output of a stage: hidden states, or the loss [1] of the last stage."""
+        self.microbatch = microbatch
         x = self._tokens[microbatch] if stage.index == 0 else x
         if stage.index == self._stages.count - 1:
             loss = self._take(self._loss(stage.module, x, self._targets[microbatch]))

@@ -25,12 +25,11 @@ from fnmatch import fnmatch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.nn import functional
 
 from dzero.parallel.cut_params import CutParams, Places, own_of
 from dzero.parallel.tensor.plans import plan_for
@@ -125,14 +124,3 @@ def _check(name: str, cut: list[DTensor], parts: list[object], axis: str) -> Non
                 f"{axis}={cut[0].device_mesh.size()} does not divide dim {dim} of parameter {name}, which is {size}; "
                 f"allowed: {divisors(size)}"
             )
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, an fp32 scalar.
-
-    Args:
-        logits: [batch, time, vocab], whole, or split along the vocabulary inside `TensorParallel.loss`.
-        targets: int64 [batch, time].
-    """
-    loss = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-    return loss.to_local() if isinstance(loss, DTensor) else loss

@@ -1,17 +1,22 @@
 """Logits and their cross-entropy in tiles: [tokens, vocabulary] logits never exist, neither in forward nor in backward.
 
-    head                cut along      a tile computes                           joined by
-    untied              vocabulary     log-sum-exp and the target's logit        log-sum-exp over the tiles
-    tied (embedding)    tokens         the sum of its tokens' losses             addition
+    cut along      a tile computes                           joined by
+    vocabulary     log-sum-exp and the target's logit        log-sum-exp over the tiles
+    tokens         the sum of its tokens' losses             addition
 
 Both keep only the inputs of a tile, and recompute its logits in backward. Tiles of the vocabulary are also units, so
 the head's weight is gathered tile by tile. A tied head's weight is that of the embedding, which is looked up whole, so
-it stays whole. Logits have the working dtype; log-sum-exp and loss are fp32, as with an untiled head.
+it stays whole and is tiled along tokens. Logits have the working dtype; log-sum-exp and loss are fp32, as with an
+untiled head.
+
+A head that is given targets returns the sum of losses in place of logits. So any model whose output is what its head
+returns can be tiled, without knowledge of its forward; `check_output` tries that with two tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,67 +25,134 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dzero.data.batch import IGNORED
 from dzero.parallel.forward_wrapping import Forward, wrap_method
+from dzero.parallel.loss import sum_of_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
 
-IGNORED = -100
 
-
-def tile_loss(model: nn.Module, n: int) -> None:
+def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
     """Make `model(tokens, targets)` return the mean cross-entropy (nats, fp32 scalar), computed in `n` tiles.
 
     `model(tokens)` still returns logits. targets are int64 with the shape of tokens; -100 is ignored, as in
     `torch.nn.functional.cross_entropy`.
 
     Args:
-        model: Has `features(tokens)` [..., hidden] and an nn.Linear `head`; its forward is `head(features(tokens))`.
+        model: Model that returns the logits of its head, an nn.Linear (`head_of`).
         n: Number of tiles.
+        by_tokens: Cut along tokens even where the vocabulary could be cut; the head then remains one unit.
 
     Raises:
-        ValueError: If the model does not have these, or the vocabulary of an untied head cannot be cut into `n` tiles.
+        ValueError: If the model has no such head, changes the head's logits, or the vocabulary of an untied head cannot
+            be cut into `n` tiles.
     """
-    head = getattr(model, "head", None)
-    if not isinstance(head, nn.Linear) or not hasattr(model, "features"):
+    head = head_of(model)
+    if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"loss_tiles={n}: {type(model).__name__} has no features() and head to make its loss from; "
+            f"loss_tiles={n}: {type(model).__name__} has no nn.Linear as its head to make its loss from; "
             "take block.loss_tiles=1"
         )
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    check_output(model, head, n)
     others = (m for m in model.modules() if m is not head)
-    if n == 1 or any(p is head.weight for m in others for p in m.parameters(recurse=False)):
-        loss = partial(_over_tokens, n=n)
+    if by_tokens or n == 1 or any(p is head.weight for m in others for p in m.parameters(recurse=False)):
+        wrap_method([head], "forward", partial(_or_losses, partial(_over_tokens, n=n)))
     else:
         tile_all([head], n)
         wrap_method(tiles_of(head), "forward", _or_scores)
-        loss = _over_vocabulary
-    wrap_method([model], "forward", partial(_or_loss, loss))
+        wrap_method([head], "forward", partial(_or_losses, lambda _, *given: _over_vocabulary(*given)))
+    head.loss_targets = None  # type: ignore[assignment]
+    wrap_method([model], "forward", _or_loss)
 
 
-def _or_loss(loss: Callable[[nn.Module, Tensor, Tensor], Tensor], forward: Forward) -> Forward:
-    def with_loss(self: Any, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits, or the loss given `targets`; runs inside the model's call, where its units are gathered."""
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes the logits of a language model; None if it has none."""
+    output = getattr(model, "get_output_embeddings", None)
+    found = output() if callable(output) else getattr(model, "head", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+@torch.no_grad()
+def check_output(model: nn.Module, head: nn.Module, n: int) -> None:
+    """Raise ValueError if the logits that `model` returns for two tokens are not those that `head` returned."""
+    made: list[Tensor] = []
+    hook = head.register_forward_hook(lambda _module, _inputs, out: made.append(out))
+    device = next(model.parameters()).device
+    try:
+        with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"):
+            logits = _logits(model(torch.zeros(1, 2, dtype=torch.int64, device=device)))
+    finally:
+        hook.remove()
+    if len(made) != 1 or logits is not made[0]:
+        raise ValueError(
+            f"block.loss_tiles={n}: {type(model).__name__} changes the logits of its head, as "
+            "by a scale or a cap, which tiles of the loss would leave out; take block.loss_tiles=1"
+        )
+
+
+def losses_of(model: nn.Module, targets: Tensor, run: Callable[[], Any]) -> Tensor:
+    """Return the sum of losses (fp32 scalar) of the forward of `model` that `run` makes.
+
+    Args:
+        model: Model, tiled by `tile_loss` or not.
+        targets: int64 [batch, time]; `IGNORED` does not count.
+        run: Runs forward once and returns its output: logits, or an object that has them as `logits`.
+    """
+    head = head_of(model)
+    if not hasattr(head, "loss_targets"):
+        return sum_of_losses(_logits(run()), targets)
+    with _given(head, targets):
+        return _logits(run())
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Tensor = getattr(output, "logits", output)
+    return logits
+
+
+@contextmanager
+def _given(head: Any, targets: Tensor) -> Iterator[None]:
+    head.loss_targets = targets
+    try:
+        yield
+    finally:
+        head.loss_targets = None
+
+
+def _or_loss(forward: Forward) -> Forward:
+    def with_loss(self: Any, tokens: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return logits, or the mean loss given `targets`."""
         if targets is None:
-            logits: Tensor = forward(self, tokens)
-            return logits
-        return loss(self.head, self.features(tokens).flatten(0, -2), targets.flatten())
+            return forward(self, tokens, *args, **kwargs)
+        total = losses_of(self, targets, lambda: forward(self, tokens, *args, **kwargs))
+        return total / (targets != IGNORED).sum()
 
     return with_loss
 
 
-def _over_tokens(head: nn.Module, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
-    """Return the mean loss of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
+def _or_losses(losses: Callable[[Forward, nn.Module, Tensor, Tensor], Tensor], forward: Forward) -> Forward:
+    def with_losses(self: Any, features: Tensor) -> Any:
+        """Return logits, or the sum of losses while the head has targets."""
+        if self.loss_targets is None:
+            return forward(self, features)
+        return losses(forward, self, features.flatten(0, -2), self.loss_targets.flatten())
+
+    return with_losses
+
+
+def _over_tokens(forward: Forward, head: nn.Module, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
+    """Return the sum of losses of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
+
+    def of_tile(part: Tensor, of_part: Tensor) -> Tensor:
+        return F.cross_entropy(forward(head, part).float(), of_part, reduction="sum", ignore_index=IGNORED)
+
     total = torch.zeros((), device=features.device)
     for part, of_part in zip(features.chunk(n), targets.chunk(n), strict=True):
-        total = total + checkpoint(_sum_of_losses, head, part, of_part, use_reentrant=False)
-    return total / (targets != IGNORED).sum()
-
-
-def _sum_of_losses(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head(features).float(), targets, reduction="sum", ignore_index=IGNORED)
+        total = total + checkpoint(of_tile, part, of_part, use_reentrant=False)
+    return total
 
 
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean loss of features [tokens, hidden]; raise IndexError if a target [tokens] is no id."""
+    """Return the sum of losses of features [tokens, hidden]; raise IndexError if a target [tokens] is no id."""
     tiles = tiles_of(head)
     out_features = [int(tile.out_features) for tile in tiles]  # type: ignore[arg-type]
     sizes = torch.tensor(out_features, device=targets.device)
@@ -96,7 +168,7 @@ def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tens
         log_sums.append(log_sum)
         target_logit = torch.where(has_target, logit, target_logit)
     losses = torch.stack(log_sums).logsumexp(0) - target_logit
-    return losses.where(counted, 0.0).sum() / counted.sum()
+    return losses.where(counted, 0.0).sum()
 
 
 def _or_scores(forward: Forward) -> Forward:
