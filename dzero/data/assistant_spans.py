@@ -53,7 +53,13 @@ def assistant_spans(
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
     before = messages[: turns[0]]
     prompts = _rendered(render, before, True) != _rendered(render, before, False)
-    return full, [_span(render, messages, turn, full, special, prompts) for turn in turns]
+    spans: list[Span] = []
+    for turn in turns:
+        span = _span(render, messages, turn, full, special, prompts)
+        if spans and span[0] < spans[-1][1]:
+            raise _unclear(turn)
+        spans.append(span)
+    return full, spans
 
 
 def prompt_length(render: Render, messages: Sequence[Message], turn: int, full: str) -> int | None:
@@ -87,12 +93,16 @@ def _span_by_marker(
     if not stop and shared == closing:
         stop = len(closing)
     if not around or not before or not stop:
-        raise TemplateError(
-            f"the chat template does not tell where message {turn} (assistant) begins and ends; use "
-            "loss_on=completion or loss_on=all, or a chat template with {% generation %} tags"
-        )
+        raise _unclear(turn)
     begin = len(before) if start is None or start > len(before) else start
     return _without_space(full, begin, len(full) - len(after) + stop, special)
+
+
+def _unclear(turn: int) -> TemplateError:
+    return TemplateError(
+        f"the chat template does not tell where message {turn} (assistant) begins and ends; use "
+        "loss_on=completion or loss_on=all, or a chat template with {% generation %} tags"
+    )
 
 
 def _common_start(one: str, other: str) -> str:

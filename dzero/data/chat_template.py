@@ -238,7 +238,9 @@ def _templates(found: Any, given: str | None, folder: Path) -> dict[str, str]:
     """Return the chat templates by name, with one that is named `default`; empty if there is none."""
     if given is not None:
         return {"default": given if "{" in given else _read_template(Path(given).expanduser())}
-    templates = {"default": found} if isinstance(found, str) else found or {}
+    templates = {"default": found} if isinstance(found, str) else {} if found is None else found
+    if not isinstance(templates, dict):
+        raise ValueError(f"{folder}: its chat template is a {type(templates).__name__}, not text; correct it")
     if templates and ("default" not in templates or not all(isinstance(each, str) for each in templates.values())):
         raise ValueError(
             f"{folder} has chat templates named {sorted(templates)}, and none is the default; give one as "

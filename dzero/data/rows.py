@@ -82,7 +82,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
 
 def _parsed(line: bytes) -> tuple[dict[str, Any], str]:
     try:
-        value = json.loads(line.decode())
+        value = json.loads(line.decode().strip())
     except (ValueError, RecursionError) as error:
         return {}, f"the line is not JSON in UTF-8 ({in_short(error)})"
     if not isinstance(value, dict):
