@@ -1,0 +1,215 @@
+"""Process that renders chat templates, with a limit on its time and memory.
+
+A chat template is a program that comes with a model. The sandbox of transformers keeps it from the files and from the
+network, but not from running forever or taking all memory. So it runs in a process of its own:
+
+    limit      set by                               what becomes of a template over it
+    time       RLIMIT_CPU, anew per conversation    the system ends the process; the next conversation gets a new one
+    memory     RLIMIT_AS                            MemoryError inside the template
+    output     a check of the rendered text         refused
+
+Processor time is counted, not time on the clock, so that a busy machine changes nothing; a template cannot wait.
+Requests and replies are JSON over a pair of sockets, one reply for each request:
+
+    TemplateSettings                        once, at the start
+    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error"}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from dzero.data.assistant_spans import Message, Span, TemplateError, assistant_spans, prompt_length
+from dzero.errors import import_optional, in_short
+
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """Chat templates by name, the special tokens that they are given, the text of all special tokens, and limits."""
+
+    templates: dict[str, str]
+    variables: dict[str, Any]
+    special: list[str]
+    seconds: int = 20
+    memory_bytes: int = 4 * 2**30
+    characters: int = 64 * 2**20
+
+
+class TemplateProcess:
+    """Process that renders conversations; it is started by the first one, and again if a template ended it."""
+
+    def __init__(self, settings: TemplateSettings) -> None:
+        self.settings = settings
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self, template: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, first: int | None
+    ) -> tuple[str, list[Span]]:
+        """Return the text of all messages, and the spans of the assistant's turns from message `first` on.
+
+        With `first=None` no spans are searched for.
+
+        Raises:
+            TemplateError: The template fails, takes too long, or does not tell where a turn is.
+        """
+        request = {"template": template, "messages": [*messages], "tools": tools and [*tools], "first": first}
+        try:
+            connection = self._connection or self._start()
+            connection.send_bytes(json.dumps(request).encode())
+            reply = json.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError, BrokenPipeError) as error:
+            raise self._ended() from error
+        if "error" in reply:
+            raise TemplateError(reply["error"])
+        return reply["text"], [(start, end) for start, end in reply["spans"]]
+
+    def close(self) -> None:
+        """End the process; a later conversation starts a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.wait()
+        self._connection = self._process = None
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __spec__.name, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        theirs.close()
+        self._connection = ours
+        weakref.finalize(self, _end, ours, self._process)
+        ours.send_bytes(json.dumps(asdict(self.settings)).encode())
+        return ours
+
+    def _ended(self) -> Exception:
+        """Return the error for a process that has ended by itself."""
+        process = self._process
+        self.close()
+        code = process.returncode if process is not None else None
+        if code == -signal.SIGXCPU:
+            return TemplateError(
+                f"the chat template took more than {self.settings.seconds} s of processor time on one conversation; "
+                "shorten the conversation, or correct the template"
+            )
+        if code is not None and code < 0:
+            return TemplateError(f"the chat template's process was ended by signal {-code} (out of memory, if it is 9)")
+        return RuntimeError(f"the process that renders chat templates failed with exit status {code}")
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    process.wait()
+
+
+class _Renderer:
+    """The chat templates inside the process."""
+
+    def __init__(self, settings: TemplateSettings) -> None:
+        self.settings = settings
+        self.library = import_optional("transformers.utils.chat_template_utils", "a chat template", "hf")
+
+    def answer(self, template: str, messages: list[Message], tools: Any, first: int | None) -> dict[str, Any]:
+        source = self.settings.templates[template]
+
+        def render(some: Sequence[Message], prompt: bool) -> str:
+            return self._render(source, some, tools, prompt=prompt)[0]
+
+        try:
+            if first is None:
+                return {"text": render(messages, False), "spans": []}
+            if not GENERATION_TAG.search(source):
+                text, spans = assistant_spans(render, messages, first, self.settings.special)
+            else:
+                text, spans = self._render(source, messages, tools, tags=True)
+                spans = _from_turn(render, messages, first, text, spans)
+            return {"text": text, "spans": spans}
+        except TemplateError as error:
+            return {"error": str(error)}
+
+    def _render(
+        self, source: str, messages: Sequence[Message], tools: Any, *, prompt: bool = False, tags: bool = False
+    ) -> tuple[str, list[Span]]:
+        try:
+            texts, spans = self.library.render_jinja_template(
+                conversations=[[*messages]],
+                tools=tools,
+                chat_template=source,
+                return_assistant_tokens_mask=tags,
+                add_generation_prompt=prompt,
+                **self.settings.variables,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise TemplateError(f"the chat template fails: {in_short(error)}") from error
+        if len(texts[0]) > self.settings.characters:
+            raise TemplateError(f"the chat template writes more than {self.settings.characters} characters")
+        return texts[0], spans[0] if tags else []
+
+
+def _from_turn(render: Any, messages: list[Message], first: int, text: str, spans: list[Span]) -> list[Span]:
+    """Return those of the template's own spans that belong to the assistant's turns from message `first` on."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if first <= turns[0]:
+        return spans
+    start = prompt_length(render, messages, next(turn for turn in turns if turn >= first), text)
+    if start is None:
+        left = sum(turn < first for turn in turns)
+        if len(spans) != len(turns):
+            raise TemplateError(
+                f"the chat template has {len(spans)} generated spans for {len(turns)} turns of the assistant, so the "
+                "completion cannot be told apart; use loss_on=assistant or loss_on=all"
+            )
+        return spans[left:]
+    return [span for span in spans if span[1] > start]
+
+
+def main() -> None:
+    """Answer requests on the socket whose number is the only argument, until its other end is closed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    connection = Connection(int(sys.argv[1]))
+    try:
+        settings = TemplateSettings(**json.loads(connection.recv_bytes()))
+        renderer = _Renderer(settings)
+        _limit(resource.RLIMIT_AS, _mapped_bytes() + settings.memory_bytes)
+        while True:
+            request = json.loads(connection.recv_bytes())
+            _limit(resource.RLIMIT_CPU, int(time.process_time()) + settings.seconds + 1)
+            connection.send_bytes(json.dumps(renderer.answer(**request)).encode())
+    except (EOFError, ConnectionError):
+        return
+
+
+def _limit(what: int, value: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _mapped_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text().split()[0]
+    return int(pages) * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

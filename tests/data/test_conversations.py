@@ -1,0 +1,196 @@
+"""Promises of rows and conversations: every common layout is understood, and what is not is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dzero.data import rows
+from dzero.data.conversations import conversation_of
+from dzero.data.files import find
+from dzero.data.rows import Row, read_rows
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT = (USER, ANSWER)
+PARTS = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALL_OF_OPENAI = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": [USER, ANSWER], "prompt": "Hi"}, CHAT),
+        ({"messages": [USER, {"role": "assistant", "content": PARTS, "name": None}]}, CHAT),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, CHAT),
+        ({"conversations": [{"from": "user", "value": "Hi"}, {"from": "bot", "value": "Hello"}]}, CHAT),
+        ({"conversations": [USER, {"role": "model", "content": "Hello"}], "system": "Be kind."}, (SYSTEM, *CHAT)),
+        ({"messages": None, "prompt": [USER], "completion": [ANSWER]}, CHAT),
+        ({"instruction": "Hi", "output": "Hello", "input": ""}, CHAT),
+        ({"instruction": "Hi", "output": "Hello", "system": "Be kind."}, (SYSTEM, *CHAT)),
+        ({"instruction": "Hi", "output": "Hello", "history": [["Hi", "Hello"]]}, CHAT * 2),
+        ({"question": "Hi", "answer": "Hello"}, CHAT),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [CALL_OF_OPENAI]}]},
+            (USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+        ),
+        (
+            {"messages": [*CHAT, {"role": "function", "name": "f", "tool_call_id": "1", "content": "2"}]},
+            (*CHAT, {"role": "tool", "name": "f", "tool_call_id": "1", "content": "2"}),
+        ),
+    ],
+)
+def test_every_layout_becomes_messages(row: dict[str, Any], messages: tuple[dict[str, Any], ...]) -> None:
+    assert conversation_of(row).messages == messages
+
+
+def test_tools_are_a_list_or_a_string_of_one() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (tools, json.dumps(tools)):
+        assert conversation_of({"messages": [*CHAT], "tools": given}).tools == tuple(tools)
+    for given in ("", [], None):
+        assert conversation_of({"messages": [*CHAT], "tools": given}).tools is None
+
+
+def test_the_completion_is_known_and_text_is_kept() -> None:
+    assert conversation_of({"messages": [*CHAT, *CHAT]}).completion == 3
+    assert conversation_of({"prompt": [*CHAT, USER], "completion": [ANSWER]}).completion == 3
+    assert conversation_of({"prompt": "a", "completion": "b"}).text == ("a", "b")
+    assert conversation_of({"prompt": "a", "completion": "b"}).messages == ()
+    prompt = "### Instruction:\nHi\n\n### Response:\n"
+    row = {"instruction": "Hi", "output": "x", "history": [["Hi", "Hello"]], "system": "Be kind."}
+    assert conversation_of(row).text == (f"Be kind.\n\n{prompt}Hello\n\n{prompt}", "x")
+
+
+DEEP: list[Any] = []
+for _ in range(50_000):
+    DEEP = [DEEP]
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({}, "the keys []"),
+    ({"text": "Hi"}, "['text']"),
+    ({"prompt": "a"}, "prompt+completion"),
+    ({"prompt": "a", "completion": None}, "['prompt']"),
+    ({"instruction": "a", "input": "b"}, "instruction+output"),
+    ({"x" * 10_000: 1}, "..."),
+    ({"messages": []}, "'messages' is empty"),
+    ({"messages": {}}, "'messages' is a dict"),
+    ({"messages": "Hi"}, "'messages' is a str"),
+    ({"messages": [1]}, "messages[0] is a int"),
+    ({"messages": [None]}, "messages[0] is a NoneType"),
+    ({"messages": [[USER]]}, "messages[0] is a list"),
+    ({"messages": [{}]}, "the role None"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "the role 'wizard'"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "the role ['user']"),
+    ({"messages": [{"role": "r" * 10_000, "content": "a"}]}, "the role"),
+    ({"messages": [USER]}, "none of the 1 messages"),
+    ({"messages": [USER, {"role": "assistant"}]}, "messages[1] has no 'content'"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1] has no 'content'"),
+    ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]}, "has no 'content'"),
+    ({"messages": [USER, {"role": "assistant", "content": 3}]}, "'content' is a int"),
+    ({"messages": [USER, {"role": "assistant", "content": {"text": "a"}}]}, "'content' is a dict"),
+    ({"messages": [USER, {"role": "assistant", "content": ["a"]}]}, "a part of type 'str'"),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": 1}]}]}, "type 'text'"),
+    ({"messages": [USER, {"role": "assistant", "content": [{"type": DEEP}]}]}, "deeply"),
+    ({"messages": [USER, ANSWER | {"tool_calls": "f()"}]}, "'tool_calls' must be"),
+    ({"messages": [USER, ANSWER | {"tool_calls": ["f()"]}]}, "'tool_calls' must be"),
+    ({"messages": [USER, ANSWER | {"weight": 0}]}, "'weight': 0"),
+    ({"messages": [USER, ANSWER | {"name": DEEP}]}, "deeply"),
+    ({"messages": [USER, ANSWER | {"name": b"x"}]}, "no JSON"),
+    ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "Unicode"),
+    ({"messages": [USER, ANSWER | {"name": {"\udfff": 1}}]}, "Unicode"),
+    ({"messages": [*CHAT], "tools": "{"}, "'tools' is a string that is not JSON"),
+    ({"messages": [*CHAT], "tools": "[" * 100_000}, "deeply"),
+    ({"messages": [*CHAT], "tools": {"a": 1}}, "'tools' must be"),
+    ({"messages": [*CHAT], "tools": ["f"]}, "'tools' must be"),
+    ({"messages": [*CHAT], "tools": "3"}, "'tools' must be"),
+    ({"conversations": []}, "'conversations' is empty"),
+    ({"conversations": "a"}, "'conversations' is a str"),
+    ({"conversations": [{"from": "human"}]}, "conversations[0] has no 'content'"),
+    ({"conversations": [{"value": "a"}]}, "the role None"),
+    ({"conversations": [{"from": "gpt4", "value": "a"}]}, "the role 'gpt4'"),
+    ({"conversations": [USER, ANSWER], "system": 3}, "'system' is a int"),
+    ({"prompt": "a", "completion": [ANSWER]}, "a str and a list"),
+    ({"prompt": [USER], "completion": "a"}, "a list and a str"),
+    ({"prompt": 1, "completion": 2}, "a int and a int"),
+    ({"prompt": [USER], "completion": [USER]}, "no message of the assistant"),
+    ({"prompt": [USER], "completion": []}, "'completion' is empty"),
+    ({"prompt": ["a"], "completion": [ANSWER]}, "prompt[0] is a str"),
+    ({"prompt": "a\ud800", "completion": "b"}, "Unicode"),
+    ({"instruction": 1, "output": "a"}, "'instruction' is a int"),
+    ({"instruction": "a", "output": ["b"]}, "'output' is a list"),
+    ({"instruction": "a", "output": "b", "input": 3}, "'input' is a int"),
+    ({"instruction": "a", "output": "b", "system": []}, "'system' is a list"),
+    ({"instruction": "a", "output": "b", "history": "c"}, "'history' must be"),
+    ({"instruction": "a", "output": "b", "history": [["c"]]}, "'history' must be"),
+    ({"instruction": "a", "output": "b", "history": [["c", 1]]}, "'history' must be"),
+    ({"question": "a", "answer": {"text": ["b"]}}, "'answer' is a dict"),
+]
+
+
+@pytest.mark.parametrize(("row", "says"), BAD_ROWS, ids=range(len(BAD_ROWS)))
+def test_a_row_that_is_no_conversation_is_refused_in_one_short_line(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as error:
+        conversation_of(row)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+BAD_LINES = {
+    b"{": "not JSON",
+    b"[1]": "a JSON list",
+    b'"text"': "a JSON str",
+    b"null": "a JSON NoneType",
+    b"\xff\xfe{}": "not JSON in UTF-8",
+    b'{"a": "\xc3"}': "not JSON in UTF-8",
+    b'{"a": 1} {"b": 2}': "not JSON",
+    b"[" * 200_000: "not JSON",
+    b'{"a":' * 200_000: "not JSON",
+    b"1" * 10_000: "not JSON",
+    b"\0" * 100: "not JSON",
+    b'{"a": ' + b'"' + b"x" * 5000 + b'"}': "longer than 4096 bytes",
+}
+
+
+def test_a_line_that_is_no_object_is_a_bad_row_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (line, says) in enumerate(BAD_LINES.items()):
+        path = tmp_path / f"chat{number}.jsonl"
+        path.write_bytes(b'{"n": 1}\r\n\n' + line + b'\n{"n": 2}')
+        monkeypatch.setattr(rows, "MOST_LINE_BYTES", 4096 if "longer" in says else 2**28)
+        first, bad, last = read_rows(find(str(path)))
+        assert (first, last) == (Row({"n": 1}, f"{path.name} line 1"), Row({"n": 2}, f"{path.name} line 4"))
+        assert says in bad.problem
+        assert len(bad.problem) < 500
+        assert (bad.value, bad.where) == ({}, f"{path.name} line 3")
+        assert last.read_bytes == path.stat().st_size
+
+
+def test_rows_of_parquet_come_in_batches_and_without_the_nulls_that_arrow_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = {"function": {"name": "f", "arguments": {"x": 1}}}, {"function": {"name": "g", "arguments": {"y": 2}}}
+    values = [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]} for call in calls] * 3
+    parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "x.parquet")
+    (tmp_path / "a.jsonl").write_text('{"x": null}\n')
+    monkeypatch.setattr(rows, "BATCH_ROWS", 2)
+    found = [*read_rows(find(str(tmp_path)))]
+    assert found == [Row({"x": None}, "a.jsonl line 1")] + [Row(v, f"x.parquet row {i}") for i, v in enumerate(values)]
+    assert found[-1].read_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for name, says in {
+        "a.txt": "are rows of",
+        "a.parquet": "no readable .parquet file",
+        "a.npy": "are rows of",
+    }.items():
+        (tmp_path / name).write_text("PAR1 Hello PAR1")
+        with pytest.raises(ValueError, match=says):
+            next(read_rows(find(str(tmp_path / name))))

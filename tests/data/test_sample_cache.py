@@ -1,0 +1,332 @@
+"""Promises of the cache of samples: what is opened is whole, is what was tokenized, and was tokenized once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import chat
+import numpy as np
+import pytest
+
+from dzero.data import sample_builder
+from dzero.data.chat_template import ChatEncoder, EncodedSample
+from dzero.data.conversations import Conversation, conversation_of
+from dzero.data.documents import is_held_out
+from dzero.data.files import find
+from dzero.data.sample_cache import build_or_open
+from dzero.data.samples import Samples
+from dzero.data.tokenize_samples import tokenize
+
+TEXTS = [(f"Question {n} " * (n % 7 + 1), f"answer {n}") for n in range(300)]
+
+
+class ByteEncoder:
+    """An encoder of prompts and completions that needs no other package: UTF-8 bytes; completions count."""
+
+    fingerprint, vocab_size, dtype = "bytes", 256, np.dtype(np.uint16)
+
+    def __init__(self, *, dies_at: int | None = None) -> None:
+        self.batches: list[int] = []
+        self._dies_at = dies_at
+
+    def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedSample | ValueError]:
+        self.batches.append(len(conversations))
+        if len(self.batches) == self._dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [self._encode(*conversation.text) for conversation in conversations if conversation.text is not None]
+
+    def _encode(self, prompt: str, completion: str) -> EncodedSample | ValueError:
+        if "bad" in prompt:
+            return ValueError("it cannot be encoded")
+        ids = np.frombuffer((prompt + completion).encode(), np.uint8).astype(np.int32)
+        return EncodedSample(ids, np.arange(len(ids)) >= len(prompt.encode()))
+
+    def close(self) -> None:
+        self.batches.append(0)
+
+
+def write(path: Path, texts: Sequence[tuple[str, str]] = TEXTS) -> Path:
+    path.write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n" for p, c in texts))
+    return path
+
+
+def build(path: Path, encoder: Any = None, **settings: Any) -> tuple[Samples, list[str]]:
+    said: list[str] = []
+    settings = {"folder": path.parent / "cache", "on_bad_row": "stop", "max_tokens": None, **settings}
+    return build_or_open(find(str(path)), encoder or ByteEncoder(), report=said.append, **settings), said
+
+
+def folders(path: Path) -> list[Path]:
+    return [each for each in (path.parent / "cache").iterdir() if each.is_dir()]
+
+
+def texts_of(samples: Samples) -> list[tuple[str, str]]:
+    sides = [(samples.ids(i), samples.counts(i)) for i in range(len(samples))]
+    return [(bytes(ids[~counts].tolist()).decode(), bytes(ids[counts].tolist()).decode()) for ids, counts in sides]
+
+
+def test_samples_are_what_was_encoded_and_are_encoded_once(tmp_path: Path) -> None:
+    path, encoder = write(tmp_path / "chat.jsonl"), ByteEncoder()
+    samples, _ = build(path, encoder)
+    assert encoder.batches == [300, 0]
+    assert texts_of(samples) == TEXTS
+    again, _ = build(path, encoder)
+    assert encoder.batches == [300, 0]
+    assert texts_of(again) == TEXTS
+    assert (samples.lengths.dtype, samples.counted.dtype, samples.vocab_size) == (np.int64, np.int64, 256)
+    assert samples.lengths.tolist() == [len(p + c) for p, c in TEXTS]
+    assert samples.counted.tolist() == [len(c) for _, c in TEXTS]
+    assert samples.ids(-1).dtype == np.uint16
+    assert not samples.ids(0).flags.writeable
+    tokens = sum(len(p + c) for p, c in TEXTS)
+    assert samples.summary == f"300 samples, {tokens:,} tokens, {sum(len(c) for _, c in TEXTS):,} of them counted"
+    with pytest.raises(IndexError):
+        samples.ids(300)
+
+
+def test_samples_are_cut_when_they_are_read_and_their_side_of_the_split_stays(tmp_path: Path) -> None:
+    texts = [("abc", "de"), ("a" * 20, "bc"), ("a" * 18, "bcd"), ("", "xyz"), ("x", ""), ("y" * 30, "z")]
+    path, encoder = write(tmp_path / "chat.jsonl", texts), ByteEncoder()
+    whole, _ = build(path, encoder)
+    cut, _ = build(path, encoder, max_tokens=20)
+    assert encoder.batches == [6, 0]
+    assert whole.counted.tolist() == [2, 2, 3, 2, 1]  # the first token is never a target
+    assert texts_of(cut) == [("abc", "de"), ("a" * 18, "bc"), ("", "xyz")]
+    assert cut.counted.tolist() == [2, 2, 2]
+    assert "; 3 samples cut to 20 tokens, which loses 14 tokens; 3 samples left out because no token" in cut.summary
+    assert cut.is_held_out(0.5).tolist() == whole.is_held_out(0.5)[[0, 2, 3]].tolist()
+    with pytest.raises(ValueError, match="no sample is left"):
+        build(write(tmp_path / "other.jsonl", [("x", "")]))
+    with pytest.raises(ValueError, match="must be at least 2"):
+        build(path, encoder, max_tokens=1)
+
+
+def test_the_held_out_split_is_by_a_hash_of_the_ids_alone(tmp_path: Path) -> None:
+    samples, _ = build(write(tmp_path / "a.jsonl"))
+    backwards, _ = build(write(tmp_path / "b.jsonl", TEXTS[::-1]))
+    for fraction in (0.0, 0.02, 0.3, 0.999):
+        held_out = samples.is_held_out(fraction)
+        keys = [samples.ids(i).astype("<i4").tobytes() for i in range(len(samples))]
+        assert held_out.tolist() == [is_held_out(key, fraction) for key in keys]
+        assert held_out.tolist() == backwards.is_held_out(fraction).tolist()[::-1]
+    assert 60 < samples.is_held_out(0.3).sum() < 120
+
+
+def test_a_bad_row_stops_or_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    lines = ['{"prompt": "a", "completion": "b"}', "{", '{"prompt": "bad", "completion": "b"}', '{"text": "a"}']
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"^chat.jsonl line 2: the line is not JSON .* data.on_bad_row=skip"):
+        build(path)
+    assert folders(path) == []
+    samples, _ = build(path, on_bad_row="skip")
+    assert len(samples) == 1
+    assert "; 3 rows left out, the first: chat.jsonl line 2: the line is not JSON" in samples.summary
+    with pytest.raises(ValueError, match=r"^chat.jsonl line 2: .* \(3 bad rows\)$"):
+        build(path)
+    with pytest.raises(ValueError, match="choose one of"):
+        build(path, on_bad_row="ignore")
+
+
+def test_another_file_encoder_or_format_is_tokenized_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl")
+    build(path)
+    for change in ("content", "time", "encoder"):
+        encoder = ByteEncoder()
+        if change == "content":
+            before = path.stat()
+            path.write_bytes(path.read_bytes().replace(b"answer 150", b"ANSWER 150"))
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        elif change == "time":
+            os.utime(path, ns=(0, 0))
+        else:
+            encoder.fingerprint = "other"
+        samples, _ = build(path, encoder)
+        assert encoder.batches == [300, 0], change
+        assert texts_of(samples)[150][1] == "ANSWER 150"
+    assert len(folders(path)) == 4
+
+
+def test_files_that_change_while_they_are_tokenized_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl")
+
+    class Changing(ByteEncoder):
+        def close(self) -> None:
+            os.utime(path, ns=(0, 0))
+
+    with pytest.raises(ValueError, match="changed while they were tokenized"):
+        build(path, Changing())
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "no meta", "other meta"])
+def test_a_damaged_folder_is_built_anew(tmp_path: Path, damage: str) -> None:
+    path = write(tmp_path / "chat.jsonl")
+    build(path)
+    (folder,) = folders(path)
+    if damage == "shorter":
+        os.truncate(folder / "ids.bin", 100)
+    elif damage == "other meta":
+        (folder / "meta.json").write_text("[]")
+    else:
+        (folder / ("meta.json" if damage == "no meta" else "counts.bin")).unlink()
+    assert texts_of(build(path)[0]) == TEXTS
+
+
+CHILD = """
+import sys, time
+sys.path[:0] = {path!r}
+from test_sample_cache import *
+file = Path({file!r})
+def waits(line):
+    print(line, flush=True)
+    Path(str(file) + "." + str(os.getpid())).touch()
+class Patient(ByteEncoder):
+    def encode_batch(self, conversations):
+        while len([*file.parent.glob(file.name + ".*")]) < {others}:
+            time.sleep(0.01)
+        return super().encode_batch(conversations)
+sample_builder.BATCH_ROWS = 30
+encoder = Patient(dies_at={dies_at})
+samples = build_or_open(
+    find(str(file)), encoder, folder=file.parent / "cache", on_bad_row="stop", max_tokens=None, report=waits
+)
+print(len([each for each in encoder.batches if each]), texts_of(samples) == TEXTS, flush=True)
+"""
+
+
+def start(file: Path, *, others: int = 0, dies_at: int | None = None) -> subprocess.Popen[str]:
+    paths = [str(Path(__file__).parent), *sys.path]
+    code = CHILD.format(path=paths, file=str(file), others=others, dies_at=dies_at)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def test_of_processes_that_start_at_once_one_tokenizes_and_the_others_wait(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl")
+    processes = [start(path, others=2) for _ in range(3)]
+    said = sorted(process.communicate(timeout=120)[0].splitlines() for process in processes)
+    assert said[0] == ["10 True"]
+    for waited in said[1:]:
+        assert waited[0].startswith("waiting for another process that tokenizes the same data")
+        assert waited[1:] == ["0 True"]
+    assert len(folders(path)) == 1
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl")
+    process = start(path, dies_at=5)
+    process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    (left,) = folders(path)
+    assert left.suffix == ".part"
+    other, _ = build(write(tmp_path / "other.jsonl", TEXTS[:3]))
+    assert len(other) == 3
+    assert not left.exists()
+    assert texts_of(build(path)[0]) == TEXTS
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_builder, "BATCH_CHARACTERS", 20_000)
+    peaks = []
+    for rows in (300, 6000):
+        path, encoder = write(tmp_path / f"{rows}.jsonl", [("p" * 900, "c" * 100)] * rows), ByteEncoder()
+        tracemalloc.start()
+        build(path, encoder)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert max(encoder.batches) == 20
+    assert peaks[1] < peaks[0] + 60 * 5700  # arrays with a few numbers for each sample; their text is 1000 bytes each
+
+
+def test_progress_has_the_time_that_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_builder, "BATCH_ROWS", 100)
+    path = write(tmp_path / "chat.jsonl")
+    assert build(path)[1] == []
+    monkeypatch.setattr(sample_builder, "REPORT_SECONDS", 0.0)
+    os.utime(path, ns=(0, 0))
+    said = build(path)[1]
+    assert len(said) == 3
+    assert said[-1] == "tokenizing: 100% read, 300 samples, about 0:00 min left"
+
+
+@pytest.mark.parametrize("step", ["write", "flush"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    path = write(tmp_path / "chat.jsonl")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if step == "flush":
+        monkeypatch.setattr(os, "fsync", full)
+    else:  # a limit of the system on the size of files, which fails a write as a full disk does
+        path = write(tmp_path / "chat.jsonl", [("p" * 9000, "c" * 9000)] * 20)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"writing tokenized samples .*: (No space left|File too large)") as error:
+            build(path)
+    finally:
+        if step != "flush":
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno == (errno.ENOSPC if step == "flush" else errno.EFBIG)
+    assert "\n" not in str(error.value)
+    assert folders(path) == []
+
+
+def test_the_default_folder_is_private_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    path = write(tmp_path / "chat.jsonl")
+    build(path, folder=None)
+    home = tmp_path / "xdg" / "dzero" / "samples"
+    assert home.stat().st_mode & 0o777 == 0o700
+    home.chmod(0o777)
+    with pytest.raises(PermissionError, match="of this user's alone"):
+        build(path, folder=None)
+    home.rename(tmp_path / "elsewhere")
+    home.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="of this user's alone"):
+        build(path, folder=None)
+
+
+def test_links_in_a_shared_cache_are_not_followed(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl")
+    build(path)
+    (folder,) = folders(path)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="of this user's alone"):
+        build(path)
+    folder.unlink()
+    lock = folder.with_suffix(".lock")
+    lock.unlink()
+    lock.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"):
+        build(path)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_conversations_of_a_chat_model_are_tokenized_and_shown(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path, said = tmp_path / "chat.jsonl", []
+    rows = [chat.turns("Hi", "Hello"), chat.turns("a", "🎉 b", "c", "日本")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = ChatEncoder(chat.write_model(tmp_path / "model", chat.without_tags(chat.CHATML)), "assistant")
+    samples = tokenize(
+        find(str(path)), encoder, folder=tmp_path / "c", on_bad_row="stop", max_tokens=None, report=said.append
+    )
+    assert said[0] == samples.summary
+    assert said[2].endswith("<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n⟦Hello<|im_end|>⟧\\n")
+    for index, row in enumerate(rows):
+        expected = encoder.encode(conversation_of(row))
+        assert samples.ids(index).tolist() == expected.ids.tolist()
+        assert samples.counts(index).tolist() == expected.counts.tolist()
+    encoder.close()
