@@ -480,6 +480,48 @@ OPTIMIZER = (
     ),
 )
 RUN = (
+    idle(
+        "schedule.warmup_fraction",
+        "schedule.warmup_steps!=null",
+        "",
+        "",
+        "schedule.warmup_steps=1 schedule.warmup_fraction=0.1",
+    ),
+    idle(
+        "train.steps",
+        "train.epochs!=null",
+        "which sets the length of the run",
+        "train.epochs=null",
+        "train.epochs=1 train.steps=5",
+    ),
+    Rule(
+        "mesh.cp>1 data.pack=true|null data.kind=chat",
+        "attention over sequences that are cut along cp does not stay inside of packed conversations yet",
+        "data.pack=false, or mesh.cp=1",
+        "data.kind=chat data.path=x.jsonl mesh.cp=2",
+    ),
+    Rule(
+        "mesh.pp>1 data.pack=true|null data.kind=chat model.kind=hf",
+        "transformers counts positions by the input of a pipeline stage, and packed conversations restart them",
+        "data.pack=false, mesh.pp=1, or model.kind=llama",
+        "data.kind=chat data.path=x.jsonl mesh.pp=2 model=hf model.name_or_path=gpt2",
+    ),
+    idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
+    *(
+        Rule(
+            f"export.at_end=true {axis}>1",
+            "a model that is cut along other axes than the data-parallel ones is exported from a checkpoint",
+            f"export.at_end=false, save with checkpoint.every, and run dzero export; or {axis}=1",
+            f"export.at_end=true model={model} {axis}=2",
+        )
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"), ("mesh.ep", "tiny_moe"))
+    ),
+    Rule(
+        "export.at_end=true model.kind=moe",
+        "this model has no published layout",
+        "export.at_end=false",
+        "export.at_end=true model=tiny_moe",
+    ),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
         "schedule.decay_steps!=null schedule.kind!=wsd",

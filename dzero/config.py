@@ -6,6 +6,7 @@ Hydra composes `conf/` with `RunConfig` as its schema, so every key is typed. Be
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dzero.checkpoint.config import CheckpointConfig, ResumeConfig
+from dzero.checkpoint.config import CheckpointConfig, ExportConfig, ResumeConfig
 from dzero.compatibility import check_compatible
 from dzero.data.config import DataConfig
 from dzero.errors import RunError
@@ -29,7 +30,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import check_sizes
-from dzero.utils.ranges import check, whole
+from dzero.utils.ranges import check, positive, whole
 from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
 from dzero.zero.offload_config import OffloadConfig
@@ -38,10 +39,19 @@ PACKAGE = Path(__file__).parent
 CONF = next((folder for folder in (PACKAGE / "conf", PACKAGE.parent / "conf") if folder.is_dir()), PACKAGE / "conf")
 """Folder of the config groups: inside an installed package, or beside the package in a clone."""
 
-PLACES = ("checkpoint.folder", "resume.source", "model.name_or_path", "model.weights", "offload.disk.paths")
+PLACES = (
+    "checkpoint.folder",
+    "data.cache",
+    "export.folder",
+    "model.name_or_path",
+    "model.weights",
+    "offload.disk.paths",
+    "resume.source",
+)
 """Settings of files and folders, in which `~` is expanded; shells do not expand it in KEY=~/FOLDER."""
 MOST_SEQUENCES = 10**6
 """Limit of the sequences of a microbatch, and of a step."""
+MOST_EPOCHS = 10**6
 
 
 class ConfigError(RunError):
@@ -57,6 +67,8 @@ class TrainConfig:
 
     steps: int = 200
     """Number of optimizer steps."""
+    epochs: float | None = None
+    """Length of the run in passes over the data, from which the steps follow. null: steps."""
     microbatch_sequences: int = 4
     """Sequences per microbatch, the input of one forward and backward on a rank."""
     sequence_tokens: int = 256
@@ -83,6 +95,7 @@ class TrainConfig:
             raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
         sequences = whole(1, MOST_SEQUENCES)
         check("train", self, microbatch_sequences=sequences, accumulate=sequences, global_sequences=sequences)
+        check("train", self, epochs=positive(MOST_EPOCHS))
         check("train", self, steps=whole(), sequence_tokens=whole(), seed=whole(0, 2**63 - 1))
         check("train", self, evaluate_every_steps=whole(), evaluate_batches=whole(0), max_skipped_steps=whole(0))
 
@@ -106,6 +119,13 @@ class TrainConfig:
             f"train.global_sequences={wanted}, but train.microbatch_sequences={self.microbatch_sequences} x "
             f"train.accumulate={self.accumulate} x {ranks} ranks = {made * per_rank}; {allowed}"
         )
+
+    def over(self, sequences: int, ranks: int) -> TrainConfig:
+        """Return these settings with the steps of `epochs` passes over as many sequences, the last one whole."""
+        if self.epochs is None:
+            return self
+        steps = math.ceil(self.epochs * sequences / self.sequences(ranks))
+        return replace(self, steps=max(1, steps), epochs=None)
 
     def sequences(self, ranks: int) -> int:
         """Return the sequences of one optimizer step over all ranks."""
@@ -132,14 +152,21 @@ class RunConfig:
     launch: LauncherConfig = field(default_factory=LauncherConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     resume: ResumeConfig = field(default_factory=ResumeConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     hardware: HardwareConfig | None = None
     """Machine that predictions and `zero=auto` are made for. null: this machine. It has no effect on training."""
 
+    @property
+    def model_folder(self) -> str | None:
+        """Folder that the model comes from, which may have its tokenizer; None for a model by sizes alone."""
+        return self.model.weights_folder or (self.model.name_or_path if self.model.kind == "hf" else None)
+
     def __post_init__(self) -> None:
-        self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
-        self.profile.check(self.train.steps)
+        if self.train.epochs is None:
+            self.schedule.factor(self.train.steps)  # raises if warm-up and decay do not fit
+            self.profile.check(self.train.steps)
         groups = {
             each.name: getattr(self, each.name) for each in fields(self) if is_dataclass(getattr(self, each.name))
         }

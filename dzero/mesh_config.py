@@ -94,9 +94,14 @@ class MeshConfig:
         """Return the number of groups, among `data_ranks` ranks, that read their own sequences."""
         return data_ranks // self.to_a_sequence
 
+    @property
+    def token_multiple(self) -> int:
+        """Number of tokens of which sequences have a multiple, so that the ranks that share them have equal parts."""
+        return self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
+
     def check_tokens(self, tokens: int) -> None:
         """Raise ValueError if sequences of `tokens` tokens do not divide equally among the ranks that share them."""
-        unit = self.tp if self.cp == 1 else self.cp * math.lcm(2, self.tp)
+        unit = self.token_multiple
         if tokens % unit:
             parts = {"cp": "2 of 2 x cp chunks of every sequence", "tp": "an equal part of it between blocks"}
             cutting = {f"mesh.{key}={degree}": parts[key] for key in parts if (degree := getattr(self, key)) > 1}

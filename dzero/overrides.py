@@ -30,7 +30,9 @@ from dzero.launch.config import is_first_of_node, launched
 from dzero.utils.renamed import RENAMED, new_key, renewed
 
 NO_RUN = {"-h", "--help", "--hydra-help", "--version", "-sc", "--shell-completion"}
-OTHER_CONFIG = {"-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"}
+OTHER_CONFIG = {"-cp", "--config-path", "-cd", "--config-dir"}
+CONFIG_NAME = ("-cn", "--config-name")
+DEFAULT_CONFIG = "config"
 MULTIRUN = {"-m", "--multirun"}
 SHOWS = {"-c", "--cfg", "-i", "--info"}
 """Options with which Hydra shows the configuration and runs nothing."""
@@ -100,8 +102,9 @@ def composed(settings: Sequence[str], conf: Path, schema: type[RunConfig] = RunC
     settings = spelt_out(settings)
     try:
         check(settings, conf, schema)
+        name, settings = config_name(settings, conf)
         with initialize_config_dir(str(conf), version_base="1.3"):
-            return resolve(compose("config", overrides=[*settings]))
+            return resolve(compose(name, overrides=settings))
     except HydraException as error:
         raise ConfigError(_essence(error)) from error
 
@@ -135,8 +138,26 @@ def check(arguments: Sequence[str], conf: Path, schema: type[RunConfig] = RunCon
     overrides = [_parsed(word) for word in words]
     for override in overrides:
         _check_override(override, conf, schema)
+    name, _ = config_name(arguments, conf)
     with initialize_config_dir(str(conf), version_base="1.3"):
-        return [_checked_run(settings, schema) for settings in _runs(overrides, multirun=bool(flags & MULTIRUN))]
+        return [_checked_run(name, settings, schema) for settings in _runs(overrides, multirun=bool(flags & MULTIRUN))]
+
+
+def config_name(arguments: Sequence[str], conf: Path) -> tuple[str, list[str]]:
+    """Return the configuration that `--config-name NAME` selects, and the other words; ConfigError if it is none."""
+    name, others, coming = DEFAULT_CONFIG, [], False
+    for word in arguments:
+        option, given, value = word.partition("=")
+        if coming:
+            name, coming = word, False
+        elif option in CONFIG_NAME:
+            name, coming = value, not given
+        else:
+            others.append(word)
+    known = sorted(path.stem for path in conf.glob("*.yaml"))
+    if coming or name.removesuffix(".yaml") not in known:
+        raise ConfigError(f"--config-name {name}: choose one of {known}{_closest(name, known)}")
+    return name.removesuffix(".yaml"), others
 
 
 def _parsed(word: str) -> Override:
@@ -197,10 +218,10 @@ def _runs(overrides: list[Override], *, multirun: bool) -> Iterator[list[str]]:
     yield from map(list, itertools.product(*choices))
 
 
-def _checked_run(settings: list[str], schema: type[RunConfig]) -> RunConfig:
+def _checked_run(name: str, settings: list[str], schema: type[RunConfig]) -> RunConfig:
     _check_figures(settings)
     try:
-        return resolve(compose("config", overrides=settings))
+        return resolve(compose(name, overrides=settings))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except HydraException as error:

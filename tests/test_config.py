@@ -42,7 +42,7 @@ MISTAKES = {
     "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",
     "precision=bf17": "precision=bf17: choose one of ['bf16', 'bf16_remainder', 'fp16', 'fp32']; did you mean bf16?",
     "model=tinny": "did you mean tiny?",
-    "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'wsd']",
+    "schedule.kind=cosin": "schedule.kind='cosin': choose one of ['constant', 'cosine', 'linear', 'wsd']",
     "optim.rule=adam": "optim.rule='adam': choose adamw, muon or one of torch.optim's",
     "launch.workers=0": "launch.workers=0: must be a whole number ≥ 1 and ≤ 1048576, or null to choose",
     "launch.device=tpu": "launch.device='tpu': choose auto, cpu or cuda",

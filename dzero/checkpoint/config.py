@@ -51,3 +51,18 @@ class ResumeConfig:
 
     def __post_init__(self) -> None:
         check_compatible(Settings.of(resume=self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Export of the trained model as a folder that transformers loads, with its tokenizer."""
+
+    at_end: bool = False
+    """Export after the last step."""
+    folder: str = "model"
+    """Folder to create, inside the run's output folder unless it is absolute."""
+
+    def __post_init__(self) -> None:
+        if not self.folder:
+            raise ValueError("export.folder is empty: name a folder")
+        check_compatible(Settings.of(export=self))

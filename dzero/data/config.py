@@ -1,4 +1,4 @@
-"""Settings of the corpus: which of four sources is read, and how (`data/corpus.py`)."""
+"""Settings of the corpus: which of five sources is read, and how (`data/corpus.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SETTINGS = {
     ".npy": frozenset({"path", "vocab_size"}),
     ".bin": frozenset({"path", "vocab_size", "token_dtype"}),
     "dataset": TEXT | {"name", "config", "split", "field"},
+    "chat": frozenset({"path", "tokenizer", "loss_on", "pack", "on_bad_row", "chat_template", "cache"}),
 }
+KINDS = ("text", "chat")
+CHOICES = {"loss_on": ("assistant", "completion", "all"), "on_bad_row": ("stop", "skip")}
 MOST_IDS = 2**31
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
@@ -28,6 +31,8 @@ TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 class DataConfig:
     """Source of the tokens: `path` or `name`; with neither, the text of Python's standard library."""
 
+    kind: str = "text"
+    """Kind of the data: text, or chat (conversations and instructions in .jsonl and .parquet files)."""
     path: str | None = None
     """File, folder or quoted glob of .txt, .jsonl, .parquet, .bin or .npy files."""
     name: str | None = None
@@ -39,7 +44,8 @@ class DataConfig:
     field: str | None = None
     """Key or column that holds the text. null: text."""
     tokenizer: str | None = None
-    """Tokenizer file (JSON) of the tokenizers library. null: bytes, 256 ids."""
+    """Tokenizer file (JSON) of the tokenizers library. null: bytes, 256 ids. For data.kind=chat, a folder with
+    tokenizer.json and its chat template. null: that of the model."""
     separator: str | None = None
     """Token of the tokenizer that ends each document. null: the usual end tokens are tried."""
     token_dtype: str | None = None
@@ -50,17 +56,37 @@ class DataConfig:
     """Fraction of the data that is held out for evaluation."""
     shuffle: bool = True
     """Shuffle sequences anew in every epoch."""
+    loss_on: str | None = None
+    """Tokens of conversations that count: assistant (all of its turns), completion (its last turn), or all. null:
+    assistant."""
+    pack: bool | None = None
+    """Pack several conversations into a sequence, each of which attends only to itself; false: pad each. null: true."""
+    on_bad_row: str | None = None
+    """Reaction to a row that is no conversation: stop, or skip (and count). null: stop."""
+    chat_template: str | None = None
+    """Chat template (Jinja), or a file with one, in place of the tokenizer's."""
+    cache: str | None = None
+    """Folder of tokenized conversations. null: ~/.cache/dzero/samples."""
 
     def __post_init__(self) -> None:
         check("data", self, held_out=BELOW_1, vocab_size=whole(1, MOST_IDS))
+        if self.kind not in KINDS:
+            raise ValueError(f"data.kind={self.kind!r}: choose one of {[*KINDS]}")
+        if self.kind == "chat" and self.path is None:
+            raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
         if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
             raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
         check_compatible(Settings.of(data=self))
         self.refuse_idle(self.source, [self.source])
+        for key, allowed in CHOICES.items():
+            if (value := getattr(self, key)) is not None and value not in allowed:
+                raise ValueError(f"data.{key}={value!r}: choose one of {[*allowed]}")
 
     @property
     def source(self) -> str:
-        """Source that is read: `files`, `dataset` or `python`."""
+        """Source that is read: `chat`, `files`, `dataset` or `python`."""
+        if self.kind == "chat":
+            return "chat"
         return "files" if self.path is not None else "dataset" if self.name is not None else "python"
 
     def refuse_idle(self, what: str, kinds: Iterable[str]) -> None:

@@ -1,10 +1,11 @@
-"""Corpus of a run: train and held-out tokens, which `load(config)` reads from one of four sources.
+"""Corpus of a run: train and held-out tokens, which `load(config)` reads from one of five sources.
 
     source    selected by  contents                                   settings besides held_out and shuffle
     python    default      the running Python's own standard library  tokenizer, separator
     texts     path         .txt, .jsonl, .parquet                     tokenizer, separator, field (not .txt)
     tokens    path         memory-mapped .npy and raw .bin ids        vocab_size, token_dtype (.bin)
     dataset   name         a Hugging Face dataset or a folder of one  tokenizer, separator, field, config, split
+    chat      kind, path   conversations in .jsonl and .parquet       see `data/chats.py`
 
 Whole documents are held out, by a hash that does not depend on the machine, the order or the other documents
 (`data/documents.py`; a token file counts as a document). If one side would be empty, as with a single file, the tail of
@@ -18,9 +19,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dzero.data.chats import ChatCorpus, encoder_of
 from dzero.data.config import DataConfig
 from dzero.data.documents import Document, is_held_out, python_library, read_dataset, read_files
 from dzero.data.files import TOKEN_SUFFIXES, FoundFiles, find
+from dzero.data.sequences import TextSequences
 from dzero.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, encode_split
 from dzero.data.tokens import Tokens, largest_id, map_tokens
 
@@ -34,12 +37,32 @@ class Corpus:
     vocab_size: int
     summary: str
 
+    def train_sequences(self, length: int, _: int = 1) -> TextSequences:
+        """Return the sequences of `length` tokens to train on."""
+        return TextSequences(self.train, length)
 
-def load(config: DataConfig) -> Corpus:
+    def held_out_sequences(self, length: int, _: int = 1) -> TextSequences | None:
+        """Return the sequences to evaluate; None if nothing is held out."""
+        return TextSequences(self.held_out, length) if len(self.held_out) else None
+
+
+def load(config: DataConfig, model_folder: str | None = None, length: int = 1) -> Corpus | ChatCorpus:
     """Read the corpus that `config` describes; the result is the same on every rank that sees the same files.
 
     Errors name the file or row that cannot be used, or the extra of a package that is missing.
+
+    Args:
+        config: Settings of the data.
+        model_folder: Folder of the model, whose tokenizer encodes conversations.
+        length: Tokens of a sequence, to which conversations are cut.
     """
+    if config.kind == "chat":
+        return ChatCorpus(config, model_folder, length)
+    return read_text(config)
+
+
+def read_text(config: DataConfig) -> Corpus:
+    """Read the text or the token files that `config` describes."""
     field = config.field or "text"
     if config.name is not None:
         return _encode(config, read_dataset(config.name, config.config, config.split, field), config.name)
@@ -53,10 +76,12 @@ def load(config: DataConfig) -> Corpus:
     return _encode(config, read_files(found, field), _label(config.path, found))
 
 
-def vocab_size_of(config: DataConfig) -> int:
+def vocab_size_of(config: DataConfig, model_folder: str | None = None) -> int:
     """Return the vocabulary size of the corpus that `load` would read; only token files are read for it."""
+    if config.kind == "chat":
+        return encoder_of(config, model_folder).vocab_size
     tokens = config.path is not None and find(config.path).suffixes <= set(TOKEN_SUFFIXES)
-    return load(config).vocab_size if tokens else _codec(config).vocab_size
+    return read_text(config).vocab_size if tokens else _codec(config).vocab_size
 
 
 def _codec(config: DataConfig) -> Tokenizer:

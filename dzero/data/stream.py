@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from dzero.data.batch import Batch
+from dzero.data.batch import IGNORED, Batch
 from dzero.data.order import shuffled
 from dzero.data.sequences import Sequences
+
+EMPTY = -1
+"""Index of a place without a sequence."""
 
 
 class SequenceStream:
@@ -125,22 +129,24 @@ def evaluation_batches(
     """Return one rank's microbatches of held-out sequences: as many on every rank, no sequence twice.
 
     At most `max_batches` are returned; None means as many as fit. The sequences are spread evenly, in order. The
-    remainder that does not fill a step of all ranks is left out. The call itself raises ValueError if there are too few
-    for one step.
+    remainder that does not fill a step of all ranks is left out. If all of them do not fill one step, the places that
+    are left get a sequence in which nothing counts.
     """
     _check_slice(microbatch_sequences, rank, ranks)
     if max_batches is not None and max_batches < 1:
         raise ValueError(f"max_batches={max_batches}: must be a whole number ≥ 1, or None for all")
     count, per_step = len(sequences), microbatch_sequences * ranks
-    if count < per_step:
-        raise ValueError(
-            f"{sequences.name}: {count} sequences are held out, but one evaluation step takes {microbatch_sequences} "
-            f"on each of {ranks} ranks; give more data, raise data.held_out, or take shorter or fewer sequences"
-        )
-    steps = min(max_batches or count, count // per_step)
-    chosen = np.arange(steps * per_step) * count // (steps * per_step)
+    steps = max(1, min(max_batches or count, count // per_step))
+    places = np.arange(steps * per_step)
+    chosen = places * count // (steps * per_step) if count >= per_step else np.where(places < count, places, EMPTY)
     mine = chosen.reshape(steps, ranks, microbatch_sequences)[:, rank]
-    return (sequences.read(indices) for indices in mine)
+    return (_read(sequences, indices) for indices in mine)
+
+
+def _read(sequences: Sequences, indices: NDArray[np.int64]) -> Batch:
+    batch = sequences.read(np.maximum(indices, 0))
+    batch.targets[torch.from_numpy(indices == EMPTY)] = IGNORED
+    return batch
 
 
 def _check_slice(microbatch_sequences: int, rank: int, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
     constant   warm-up, then 1
     cosine     warm-up, then half a cosine from 1 to `final`
+    linear     warm-up, then linear decay from 1 to `final`
     wsd        warm-up, stable at 1, then linear decay to `final` over the last `decay_steps` (Hu et al. 2024)
 
 Warm-up is linear. Lengths and `final` are fields of `ScheduleConfig`.
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dzero.compatibility import check_compatible
-from dzero.utils.ranges import check, number, whole
+from dzero.utils.ranges import BELOW_1, check, number, whole
 from dzero.utils.rules import Settings
 
-KINDS = ("constant", "cosine", "wsd")
+ROUNDING = 1e-9
+"""Added before a product is rounded down, because 0.29 * 100 is a little less than 29."""
+KINDS = ("constant", "cosine", "linear", "wsd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +28,21 @@ class ScheduleConfig:
     """Learning-rate schedule of a run, as a factor of optim.lr."""
 
     kind: str = "cosine"
-    """Kind of schedule: constant, cosine, or wsd (warm-up, stable, linear decay)."""
+    """Kind of schedule: constant, cosine, linear, or wsd (warm-up, stable, linear decay)."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up. null: 1/20 of the run."""
+    """Steps of linear warm-up. null: warmup_fraction of the run."""
+    warmup_fraction: float = 0.05
+    """Fraction of the run that is warm-up, rounded down to steps."""
     decay_steps: int | None = None
     """Steps of the decay (wsd only)."""
     final: float = 0.1
-    """Factor at the last step (cosine, wsd)."""
+    """Factor at the last step (cosine, linear, wsd)."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"schedule.kind={self.kind!r}: choose one of {list(KINDS)}")
         check("schedule", self, warmup_steps=whole(0), decay_steps=whole(), final=number(1.0))
+        check("schedule", self, warmup_fraction=BELOW_1)
         check_compatible(Settings.of(schedule=self))
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
@@ -45,7 +51,9 @@ class ScheduleConfig:
         Raises:
             ValueError: Warm-up and decay together are longer than the run.
         """
-        warmup = total_steps // 20 if self.warmup_steps is None else self.warmup_steps
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = int(total_steps * self.warmup_fraction + ROUNDING)
         decay = self.decay_steps or 0
         if warmup + decay > total_steps:
             raise ValueError(
@@ -59,7 +67,7 @@ class ScheduleConfig:
                 return 1.0
             length = decay if self.kind == "wsd" else total_steps - warmup
             done = min(1.0, max(0.0, (step - (total_steps - length)) / max(1, length - 1)))
-            fall = done if self.kind == "wsd" else (1 - math.cos(math.pi * done)) / 2
+            fall = done if self.kind in ("linear", "wsd") else (1 - math.cos(math.pi * done)) / 2
             return 1 - (1 - self.final) * fall
 
         return at

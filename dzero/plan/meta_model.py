@@ -54,7 +54,7 @@ class RankView:
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     """Return the model that a run trains, on meta in fp32; the data determine `vocab_size` if it is None."""
     if vocab_size is None and config.model.vocab_size is None:
-        vocab_size = vocab_size_of(config.data)
+        vocab_size = vocab_size_of(config.data, config.model_folder)
     # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from torch.profiler import record_function
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
-from dzero.data.corpus import Corpus, load
+from dzero.data.corpus import load
 from dzero.data.prefetch import BatchPrefetcher
-from dzero.data.sequences import TextSequences
 from dzero.data.stream import SequenceStream, evaluation_batches
 from dzero.errors import RunError, user_errors
 from dzero.hardware import format_count
@@ -37,6 +37,7 @@ from dzero.plan.plan_run import log_plan
 from dzero.plan.run_layout import check_ranks
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import RunCheckpoints
+from dzero.trainer.export import check_export, export
 from dzero.trainer.metrics import MetricsRecorder, SharedLoss
 from dzero.utils.stdout import outlast_readers
 from dzero.utils.terminal import from_here
@@ -58,7 +59,7 @@ def train(config: RunConfig, run_folder: Path, device: torch.device) -> None:
         with user_errors():
             trainer = Trainer(config, folder, device)
         watch.follow(trainer.sharded.ledger.collective_log)
-        if trainer.done_steps >= config.train.steps:
+        if trainer.done_steps >= trainer.config.train.steps:
             trainer.close()
         else:
             recorder = trainer.recorder
@@ -71,11 +72,16 @@ class Trainer:
     """State of one worker's run."""
 
     def __init__(self, config: RunConfig, run_folder: Path, device: torch.device) -> None:
-        self.config, self.device, self.run_folder = config, device, run_folder
+        self.device, self.run_folder = device, run_folder
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_ranks(config, world)
+        check_export(config, run_folder)
         memory = MemoryMeter(device)
-        self.corpus: Corpus = load(config.data)
+        length, multiple = config.train.sequence_tokens, config.mesh.token_multiple if config.mesh.pp == 1 else 0
+        self.corpus = load(config.data, config.model_folder, length)
+        train, held_out = self.corpus.train_sequences(length, multiple), None
+        readers = config.mesh.readers(config.mesh.data_ranks(world))
+        self.config = config = replace(config, train=config.train.over(len(train), readers))
         self.built = built = BuiltModel(config, device, self.corpus.vocab_size)
         self.sharded, self.microbatches = built.sharded, built.microbatches
         self.sharded.ledger.collective_log.check = config.launch.check_collectives
@@ -86,12 +92,12 @@ class Trainer:
             "rank": built.reader,
             "ranks": built.readers,
         }
-        length = config.train.sequence_tokens
-        train = TextSequences(self.corpus.train, length)
         self.stream = SequenceStream(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
         self.batches = BatchPrefetcher(self.stream, device)
-        if self._evaluates:
-            held_out, most = TextSequences(self.corpus.held_out, length), config.train.evaluate_batches
+        if (most := config.train.evaluate_batches) > 0:
+            held_out = self.corpus.held_out_sequences(length, multiple)
+        self._evaluates = held_out is not None
+        if held_out is not None:
             self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
         self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
@@ -139,6 +145,8 @@ class Trainer:
                     if held_out is not None:
                         monitor.held_out(step, held_out)
             self.optim.synchronize()  # raises errors of the last update
+            if config.export.at_end:
+                monitor.note(steps, f"exported to {from_here(export(config, self.sharded, self.run_folder))}")
             summary = self.recorder.summarise(held_out)
             monitor.summary(summary)
         return summary
@@ -233,10 +241,6 @@ class Trainer:
         total, counted = self.recorder.sum_over_ranks(sums)
         self.sharded.ledger.take()  # discard the traffic of evaluation
         return total / counted
-
-    @property
-    def _evaluates(self) -> bool:
-        return len(self.corpus.held_out) > 0 and self.config.train.evaluate_batches > 0
 
     def _plan(self, step: int, monitor: Monitor) -> None:
         """Write this run's plan to TensorBoard."""

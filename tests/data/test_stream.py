@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dzero.data.batch import IGNORED
 from dzero.data.order import shuffled
 from dzero.data.sequences import TextSequences
 from dzero.data.stream import SequenceStream, evaluation_batches
@@ -188,11 +189,12 @@ def test_evaluation_with_few_batches_is_spread_over_the_whole_run():
     assert [int(row[0]) // T for batch in batches for row in batch.tokens] == [0, 5, 11, 17]
 
 
-def test_evaluation_without_one_full_step_is_an_error_at_the_call():
-    with pytest.raises(
-        ValueError, match="23 sequences are held out, but one evaluation step takes 12 on each of 2 ranks"
-    ):
-        evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=12, rank=0, ranks=2)
+def test_evaluation_without_one_full_step_takes_every_sequence_and_counts_nothing_else():
+    ranks = [evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=12, rank=r, ranks=2) for r in range(2)]
+    rows = [row for (batch,) in ranks for row in zip(batch.tokens, batch.targets, strict=True)]
+    assert len(rows) == 24
+    assert [int(tokens[0]) // T for tokens, _ in rows[:WINDOWS]] == [*range(WINDOWS)]
+    assert rows[WINDOWS][1].tolist() == [IGNORED] * T
     with pytest.raises(ValueError, match="max_batches=0"):
         evaluation_batches(TextSequences(TOKENS, T), microbatch_sequences=1, rank=0, ranks=1, max_batches=0)
 

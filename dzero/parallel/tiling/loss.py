@@ -23,12 +23,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dzero.data.batch import IGNORED
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
+from dzero.utils.torch_internals import fake_tensors
 
 
 def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
@@ -73,13 +75,20 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 @torch.no_grad()
 def check_output(model: nn.Module, head: nn.Module, n: int) -> None:
-    """Raise ValueError if the logits that `model` returns for two tokens are not those that `head` returned."""
+    """Raise ValueError if the logits that `model` returns for two tokens are not those that `head` returned.
+
+    A model on meta is run on tensors without values.
+    """
     made: list[Tensor] = []
     hook = head.register_forward_hook(lambda _module, _inputs, out: made.append(out))
-    device = next(model.parameters()).device
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    is_meta = any(each.is_meta for each in tensors.values())
     try:
-        with torch.random.fork_rng(devices=[], enabled=device.type == "cpu"):
-            logits = _logits(model(torch.zeros(1, 2, dtype=torch.int64, device=device)))
+        with fake_tensors() if is_meta else torch.random.fork_rng(devices=[]):
+            device = "cpu" if is_meta else next(iter(tensors.values())).device
+            fake = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items() if is_meta}
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+            logits = _logits(functional_call(model, fake, (tokens,)))
     finally:
         hook.remove()
     if len(made) != 1 or logits is not made[0]:

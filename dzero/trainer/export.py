@@ -1,0 +1,49 @@
+"""Export of a run's model, at its end, as a folder that transformers loads, with the tokenizer beside it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from dzero.checkpoint.save_pretrained import save_pretrained
+from dzero.config import RunConfig
+from dzero.errors import RunError
+from dzero.zero.sharded import Sharded
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files of a model folder that a trained model needs as well."""
+
+
+def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
+    """Write the model and its tokenizer into export.folder, and return that folder. All ranks call this.
+
+    Raises:
+        CheckpointError: If the folder exists, or cannot be written; on all ranks.
+    """
+    folder = run_folder / config.export.folder
+    save_pretrained(sharded, folder)
+    source = config.data.tokenizer if config.data.kind == "chat" else None
+    if dist.get_rank() == 0 and (source := source or config.model_folder) is not None:
+        for name in TOKENIZER_FILES:
+            file = Path(source) / name
+            if file.is_file() and not (folder / name).exists():
+                shutil.copyfile(file, folder / name)
+    return folder
+
+
+def check_export(config: RunConfig, run_folder: Path) -> None:
+    """Raise RunError before training if the folder of the export exists already."""
+    folder = run_folder / config.export.folder
+    if config.export.at_end and folder.exists():
+        raise RunError(f"export.folder={config.export.folder}: {folder} exists; name another, or move it away")

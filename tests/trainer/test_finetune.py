@@ -1,0 +1,170 @@
+"""Fine-tuning on conversations: the numbers of plain torch, packed or padded, at every stage, from the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_cells import whole
+from pool import Pool
+from small_runs import CONF, ROOT
+from test_token_loss import Silent
+
+from dzero.errors import RunError
+from dzero.overrides import composed
+from dzero.trainer.trainer import Trainer
+
+transformers = pytest.importorskip("transformers")
+
+EXAMPLE = ROOT / "examples" / "finetune"
+CHATS = EXAMPLE / "chats.jsonl"
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny published model of the example."""
+    spec = importlib.util.spec_from_file_location("make_model", EXAMPLE / "make_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("published") / "model"
+    module.make(folder)
+    return folder
+
+
+def words(model: Path, folder: Path, *settings: str) -> list[str]:
+    return [
+        "--config-name=finetune",
+        f"model.name_or_path={model}",
+        f"data.path={CHATS}",
+        f"data.cache={folder / 'cache'}",
+        f"train.sequence_tokens={TOKENS}",
+        "monitor.tensorboard=false",
+        *settings,
+    ]
+
+
+ONE_STEP = [
+    "precision=fp32",
+    "optim.rule=SGD",
+    "optim.lr=0.1",
+    "optim.max_norm=null",
+    "schedule.kind=constant",
+    "schedule.warmup_fraction=0",
+    "data.held_out=0",
+    "data.shuffle=false",
+    "train.epochs=1",
+    "export.at_end=false",
+]
+
+
+def stepped(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    """What one step over all conversations does."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    assert trainer.config.train.steps == 1
+    shared = trainer.step(1, Silent())
+    trainer.optim.synchronize()
+    assert trainer.optim.last_decision is not None
+    params = {name: whole(param) for name, param in trainer.sharded.named_params().items()}
+    return {"loss": shared.loss, "norm": trainer.optim.last_decision.norm, "params": params}
+
+
+def oracle(folder: Path) -> dict[str, Any]:
+    """Plain transformers: every conversation by itself, its mask from `apply_chat_template`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    total, count = torch.zeros(()), 0
+    for line in CHATS.read_text().splitlines():
+        encoded = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = torch.tensor([encoded["input_ids"]]), torch.tensor(encoded["assistant_masks"]).bool()
+        losses = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        total, count = total + losses[mask[1:]].sum(), count + int(mask[1:].sum())
+    grads = torch.autograd.grad(total / count, [*model.parameters()])
+    norm = float(torch.cat([grad.double().flatten() for grad in grads]).norm())
+    with torch.no_grad():
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param -= 0.1 * grad
+    params = {f"model.{name}": param.detach() for name, param in model.named_parameters()}
+    return {"loss": float(total / count), "norm": norm, "params": params}
+
+
+WAYS = {
+    "packed": (1, "train.microbatch_sequences=32 zero.stage=0"),
+    "packed, 2 ranks": (2, "train.microbatch_sequences=8 train.accumulate=2 zero.stage=3"),
+    "padded": (1, "data.pack=false train.microbatch_sequences=64"),
+    "padded, 2 ranks, ragged": (2, "data.pack=false train.microbatch_sequences=4 train.accumulate=8 zero.stage=3"),
+    "tiles of the loss": (2, "data.pack=false train.microbatch_sequences=32 zero.stage=3 block.loss_tiles=3"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_that_of_plain_torch_over_the_same_conversations(
+    pool: Pool, model: Path, tmp_path: Path, way: str
+) -> None:
+    ranks, settings = WAYS[way]
+    (found, *_) = pool.run(stepped, ranks, words(model, tmp_path, *ONE_STEP, *settings.split()), tmp_path)
+    want = oracle(model)
+    assert found["loss"] == pytest.approx(want["loss"], rel=1e-6)
+    assert found["norm"] == pytest.approx(want["norm"], rel=1e-5)
+    same = [name for name in found["params"] if ".tiles." not in name]
+    assert len(same) >= len(want["params"]) - 1
+    for name in same:
+        torch.testing.assert_close(found["params"][name], want["params"][name], rtol=1e-5, atol=1e-6)
+
+
+def test_stages_have_the_same_bits(pool: Pool, model: Path, tmp_path: Path) -> None:
+    made = [
+        pool.run(stepped, 2, words(model, tmp_path, *ONE_STEP, "train.microbatch_sequences=16", stage), tmp_path)[0]
+        for stage in ("zero.stage=0", "zero.stage=1", "zero.stage=2", "zero.stage=3")
+    ]
+    for other in made[1:]:
+        assert other["loss"] == made[0]["loss"]
+        assert all(torch.equal(param, made[0]["params"][name]) for name, param in other["params"].items())
+
+
+def test_the_command_trains_and_leaves_a_model_that_transformers_loads_with_its_tokenizer(
+    model: Path, tmp_path: Path
+) -> None:
+    line = [sys.executable, str(ROOT / "train.py"), *words(model, tmp_path, "optim.lr=2e-3", "train.epochs=20")]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    losses = [float(loss) for loss in re.findall(r"^step=\d+ loss=(\S+)", ended.stdout, re.MULTILINE)]
+    assert losses[-1] < losses[0] / 3
+    (folder,) = tmp_path.glob("outputs/*/*/model")
+    trained = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    answer = trained.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer).startswith("The capital of")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["data.loss_on=user"], r"data.loss_on='user': choose one of"),
+        (["--config-name=finetun"], r"--config-name finetun: choose one of .*did you mean finetune\?"),
+        (["mesh.pp=2"], "mesh.pp=2 with data.pack=null and data.kind=chat and model.kind=hf"),
+        (["train.steps=3"], "train.steps=3 has no effect with train.epochs=3"),
+        (["data.field=text"], "data.field=text has no effect on chat"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(model: Path, tmp_path: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        composed([*words(model, tmp_path), *settings], CONF)
