@@ -10,8 +10,9 @@ turns are what is between them, as `apply_chat_template(..., return_assistant_to
 `data/assistant_spans.py` finds them. A token counts if it overlaps a turn; in plain text, if it begins in the
 completion. The first token is never a target, so it never counts.
 
-A chat template writes its own special tokens. Plain text begins with the tokenizer's bos token if the tokenizer is set
-to add one, and ends with its eos token.
+A chat template writes its own special tokens; one that a message has as text becomes that token too, as in
+transformers. A template that asks for the date gets that of the day on which it is rendered. Plain text begins with the
+tokenizer's bos token if the tokenizer is set to add one, and ends with its eos token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dzero.data.assistant_spans import Span, TemplateError
+from dzero.data.assistant_spans import Span, TemplateError, TemplateSyntaxError
 from dzero.data.conversations import Conversation
 from dzero.data.template_process import TemplateProcess, TemplateSettings
 from dzero.data.tokenizer import END_TOKENS
@@ -116,6 +117,9 @@ class ChatEncoder:
         """Return for each conversation its sample, or the error that keeps it from being encoded.
 
         The batch is tokenized at once, on the tokenizer's own threads.
+
+        Raises:
+            ValueError: The template is missing or has an error of syntax, which no other conversation can change.
         """
         results: list[Any] = [self._text_or_error(conversation) for conversation in conversations]
         where = [index for index, each in enumerate(results) if isinstance(each, _Text)]
@@ -134,6 +138,8 @@ class ChatEncoder:
     def _text_or_error(self, conversation: Conversation) -> _Text | TemplateError:
         try:
             return self._text(conversation)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"{self.name}: {error}") from error
         except TemplateError as error:
             return error
 
@@ -144,7 +150,7 @@ class ChatEncoder:
             text, spans = self._process.render(name, conversation.messages, conversation.tools, first)
             return _Text(text, spans, is_plain=False)
         if conversation.text is None:
-            raise TemplateError(
+            raise ValueError(
                 f"{self.name} has no chat template, which messages need; give one as data.chat_template, or take the "
                 "tokenizer of a chat model"
             )

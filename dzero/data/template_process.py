@@ -12,7 +12,7 @@ Processor time is counted, not time on the clock, so that a busy machine changes
 Requests and replies are JSON over a pair of sockets, one reply for each request:
 
     TemplateSettings                        once, at the start
-    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error"}
+    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error", "syntax"}
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from dzero.data.assistant_spans import Message, Span, TemplateError, assistant_spans, prompt_length
+from dzero.data.assistant_spans import (
+    Message,
+    Span,
+    TemplateError,
+    TemplateSyntaxError,
+    assistant_spans,
+    prompt_length,
+)
 from dzero.errors import import_optional, in_short
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -66,6 +73,7 @@ class TemplateProcess:
         With `first=None` no spans are searched for.
 
         Raises:
+            TemplateSyntaxError: The text of the template has an error.
             TemplateError: The template fails, takes too long, or does not tell where a turn is.
         """
         request = {"template": template, "messages": [*messages], "tools": tools and [*tools], "first": first}
@@ -76,7 +84,7 @@ class TemplateProcess:
         except (EOFError, ConnectionError, BrokenPipeError) as error:
             raise self._ended() from error
         if "error" in reply:
-            raise TemplateError(reply["error"])
+            raise (TemplateSyntaxError if reply["syntax"] else TemplateError)(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["spans"]]
 
     def close(self) -> None:
@@ -129,6 +137,7 @@ class _Renderer:
     def __init__(self, settings: TemplateSettings) -> None:
         self.settings = settings
         self.library = import_optional("transformers.utils.chat_template_utils", "a chat template", "hf")
+        self.syntax_error = import_optional("jinja2", "a chat template", "hf").TemplateSyntaxError
 
     def answer(self, template: str, messages: list[Message], tools: Any, first: int | None) -> dict[str, Any]:
         source = self.settings.templates[template]
@@ -146,7 +155,7 @@ class _Renderer:
                 spans = _from_turn(render, messages, first, text, spans)
             return {"text": text, "spans": spans}
         except TemplateError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "syntax": isinstance(error, TemplateSyntaxError)}
 
     def _render(
         self, source: str, messages: Sequence[Message], tools: Any, *, prompt: bool = False, tags: bool = False
@@ -160,6 +169,8 @@ class _Renderer:
                 add_generation_prompt=prompt,
                 **self.settings.variables,
             )
+        except self.syntax_error as error:
+            raise TemplateSyntaxError(f"line {error.lineno} of the chat template: {in_short(error)}") from error
         except Exception as error:  # a template is a program: it may raise anything
             raise TemplateError(f"the chat template fails: {in_short(error)}") from error
         if len(texts[0]) > self.settings.characters:
@@ -194,11 +205,18 @@ def main() -> None:
         renderer = _Renderer(settings)
         _limit(resource.RLIMIT_AS, _mapped_bytes() + settings.memory_bytes)
         while True:
-            request = json.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
             _limit(resource.RLIMIT_CPU, int(time.process_time()) + settings.seconds + 1)
-            connection.send_bytes(json.dumps(renderer.answer(**request)).encode())
+            connection.send_bytes(_reply(renderer, request))
     except (EOFError, ConnectionError):
         return
+
+
+def _reply(renderer: _Renderer, request: bytes) -> bytes:
+    try:
+        return json.dumps(renderer.answer(**json.loads(request))).encode()
+    except (MemoryError, RecursionError) as error:
+        return json.dumps({"error": f"the conversation is too large: {in_short(error)}", "syntax": False}).encode()
 
 
 def _limit(what: int, value: int) -> None:

@@ -141,6 +141,17 @@ def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[Te
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
 
 
+def test_an_error_of_syntax_or_no_template_ends_the_batch_and_is_not_skipped(tmp_path: Path) -> None:
+    messages, text = conversation_of({"messages": MESSAGES}), conversation_of({"prompt": "a", "completion": "b"})
+    encoder = ChatEncoder(chat.write_model(tmp_path, "{{ bos_token }}\n{% if %}"), "assistant")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: line 2 of the chat template: TemplateSyntaxError: Expected"):
+        encoder.encode_batch([text, messages])
+    encoder.close()
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no chat template"):
+        ChatEncoder(tmp_path, "assistant").encode_batch([text, messages])
+
+
 UNCLEAR = {
     "{% for m in messages | reverse %}{{ m.content }}{% endfor %}": "message 3 (assistant) begins and ends",
     "{{ messages | length }}": "message 1 (assistant) begins and ends",

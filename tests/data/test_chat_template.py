@@ -35,6 +35,10 @@ WITH_TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PHI = (
+    "{% for m in messages %}<|header|>{{ m.role }}\n{{ m.content }}<|eot|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|header|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+)
 NO_TAGS = chat.without_tags(chat.CHATML)
 
 
@@ -85,10 +89,11 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
             NO_SYSTEM,
             [" It is 🎉 Paris.\n", " Hello 日本語 there!\n"],
         ),
-        (NO_TAGS + "</s>", ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>\n</s>"]),
+        (NO_TAGS + "</s>", ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>"]),
+        (PHI, ROW, ["It is 🎉 Paris.\n<|eot|>", "Hello 日本語 there!<|eot|>"]),
         (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
     ],
-    ids=["llama", "mistral", "thinking", "repeats", "thinking-prompt", "header", "plain", "ends", "tools"],
+    ids=["llama", "mistral", "thinking", "repeats", "thinking-prompt", "header", "plain", "ends", "phi", "tools"],
 )
 def test_turns_are_found_by_prefixes_and_markers(
     tmp_path: Path, template: str, row: dict[str, Any], spans: list[str]
