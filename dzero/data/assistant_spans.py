@@ -107,14 +107,17 @@ class _Rendered:
         return len(self.full) - len(closing) + length if length and self.full.endswith(closing) else len(self.full)
 
     def _span_by_marker(self, turn: int, start: int | None) -> Span:
-        full = self.full
         before, after = self._around_marker(turn, self._messages[turn + 1 :])
-        around = full.startswith(before) and full.endswith(after) and len(before) + len(after) <= len(full)
         length = self._closing_length(turn, after)
-        if not around or not before or not length:
-            raise _unclear(turn)
+        closing, rest = after[:length], after[length:]
         begin = len(before) if start is None or start > len(before) else start
-        return self._without_space(begin, len(full) - len(after) + length)
+        end = len(self.full) - len(rest)
+        # Text between the content and the closing may differ with the marker, as a newline before a call of a tool.
+        last = next((token for token in self._special if closing.endswith(token)), closing)
+        around = self.full.startswith(before) and self.full.endswith(rest) and self.full[begin:end].endswith(last)
+        if not before or not closing or not around:
+            raise _unclear(turn)
+        return self._without_space(begin, end)
 
     def _around_marker(self, turn: int, rest: Sequence[Message]) -> tuple[str, str]:
         """Return the text before and after the content of a turn that `rest` follows; empty if it is not there once."""

@@ -83,6 +83,11 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
             THOUGHT,
             ["Paris<|im_end|>", "so\n</think>\n\nagain<|im_end|>"],
         ),
+        (
+            chat.THINKING,
+            CALLING,
+            ['call {"at": "clock"}<|im_end|>', "<think>\n\n</think>\n\nIt is noon.<|im_end|>"],
+        ),
         (PLAIN, NO_SYSTEM, [" It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
         (
             PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}",
@@ -93,7 +98,19 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
         (PHI, ROW, ["It is 🎉 Paris.\n<|eot|>", "Hello 日本語 there!<|eot|>"]),
         (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
     ],
-    ids=["llama", "mistral", "thinking", "repeats", "thinking-prompt", "header", "plain", "ends", "phi", "tools"],
+    ids=[
+        "llama",
+        "mistral",
+        "thinking",
+        "repeats",
+        "thinking-prompt",
+        "thinking-tools",
+        "header",
+        "plain",
+        "ends",
+        "phi",
+        "tools",
+    ],
 )
 def test_turns_are_found_by_prefixes_and_markers(
     tmp_path: Path, template: str, row: dict[str, Any], spans: list[str]
