@@ -155,6 +155,8 @@ class ChatEncoder:
                 "tokenizer of a chat model"
             )
         prompt, completion = conversation.text
+        if len(prompt) + len(completion) > (most := self._process.settings.characters):
+            raise TemplateError(f"prompt and completion have {len(prompt) + len(completion)} characters, over {most}")
         return _Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], is_plain=True)
 
     def _samples(self, texts: list[_Text]) -> list[EncodedSample | ValueError]:

@@ -47,14 +47,17 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Chat templates by name, the special tokens that they are given, the text of all special tokens, and limits."""
+    """Chat templates by name, the special tokens that they are given, the text of all special tokens, and limits.
+
+    `characters` also limits what is tokenized at once, which takes about a hundred bytes of memory per character.
+    """
 
     templates: dict[str, str]
     variables: dict[str, Any]
     special: list[str]
     seconds: int = 20
     memory_bytes: int = 4 * 2**30
-    characters: int = 64 * 2**20
+    characters: int = 16 * 2**20
 
 
 class TemplateProcess:

@@ -154,6 +154,12 @@ def test_a_token_across_the_border_counts_only_if_it_begins_in_the_completion(tm
     assert counted(encoder, straddling) == ["!</s>"]
 
 
+def test_a_text_that_would_take_too_much_memory_is_refused(tmp_path: Path) -> None:
+    encoder = ChatEncoder(chat.write_model(tmp_path), "all")
+    with pytest.raises(ValueError, match="have 16777217 characters, over 16777216"):
+        encoder.encode(conversation_of({"prompt": "a" * 2**24, "completion": "b"}))
+
+
 def test_a_text_begins_with_bos_where_the_tokenizer_adds_it(tmp_path: Path) -> None:
     encoder = ChatEncoder(chat.write_model(tmp_path, bos=True), "all")
     sample = encoder.encode(conversation_of({"prompt": "Hello", "completion": " there</s>"}))
