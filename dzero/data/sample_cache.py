@@ -5,8 +5,8 @@
     <folder>/<key>.*.part/     private to the process that builds them; removed when its lock is free
 
 The key is a hash of the files (path below the root, size, time of change, sampled content), of the encoder's
-fingerprint, and of the format. The default folder is $XDG_CACHE_HOME/dzero/samples, or ~/.cache/dzero/samples. Nothing
-in it is needed by a running process once it has mapped it, so it may be removed at any time.
+fingerprint, and of the format. The default folder is $XDG_CACHE_HOME/dzero/samples, or ~/.cache/dzero/samples. A
+cache belongs to one user. It may be removed at any time: processes that have mapped it keep it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _build(home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row
 def _remove_left(home: Path, key: str) -> None:
     """Remove a damaged folder of this key, and what killed processes left half-written, of this key and others."""
     if (home / key).exists():
-        shutil.rmtree(home / key)
+        with _disk_errors(home / key):
+            shutil.rmtree(home / key)
     for part in home.glob("*.part"):
         owner = part.name.partition(".")[0]
         if owner == key or _is_free(home / f"{owner}.lock"):
@@ -145,6 +146,8 @@ def _is_free(path: Path) -> bool:
         lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except OSError:  # of another user, in a shared folder
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

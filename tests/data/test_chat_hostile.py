@@ -152,27 +152,26 @@ def test_an_error_of_syntax_or_no_template_ends_the_batch_and_is_not_skipped(tmp
         ChatEncoder(tmp_path, "assistant").encode_batch([text, messages])
 
 
-UNCLEAR = {
-    "{% for m in messages | reverse %}{{ m.content }}{% endfor %}": "message 3 (assistant) begins and ends",
-    "{{ messages | length }}": "message 1 (assistant) begins and ends",
-    "{% for m in messages %}{{ m.content | upper }}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}": "1 (a",
-    "{% if messages | length < 4 %}{{ raise_exception('few') }}{% endif %}{% for m in messages %}{{ m.content }} "
-    "{% endfor %}": "message 1 (assistant) begins and ends",
-}
-
-
-@pytest.mark.parametrize("number", range(len(UNCLEAR)))
-def test_turns_that_cannot_be_told_are_refused_and_all_tokens_are_not(tmp_path: Path, number: int) -> None:
-    template, says = [*UNCLEAR.items()][number]
-    folder = chat.write_model(tmp_path, template)
+def test_turns_that_cannot_be_told_are_a_bad_row_and_all_tokens_are_not(tmp_path: Path) -> None:
+    folder = chat.write_model(tmp_path, "{{ messages | length }} messages")
+    conversation = conversation_of({"messages": MESSAGES})
     encoder = ChatEncoder(folder, "assistant")
-    with pytest.raises(ValueError, match="loss_on=all") as error:
-        encoder.encode(conversation_of({"messages": MESSAGES}))
-    assert says in str(error.value)
+    (found,) = encoder.encode_batch([conversation])
+    assert "loss_on=completion or loss_on=all" in str(found)
     encoder.close()
     encoder = ChatEncoder(folder, "all")
-    sample = encoder.encode(conversation_of({"messages": MESSAGES}))
+    sample = encoder.encode(conversation)
     assert sample.counts.tolist() == [False] + [True] * (len(sample.ids) - 1)
+    encoder.close()
+
+
+def test_a_text_that_cannot_be_tokenized_is_a_bad_row_alone(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '\\ud800' if m.content == 'odd' else m.content }}</s>{% endfor %}"
+    encoder = ChatEncoder(chat.write_model(tmp_path, template), "all")
+    rows = [chat.turns("a", "b"), chat.turns("a", "odd"), chat.turns("c", "d")]
+    results = encoder.encode_batch([conversation_of(row) for row in rows])
+    assert [isinstance(each, ValueError) for each in results] == [False, True, False]
+    assert "cannot encode the text" in str(results[1])
     encoder.close()
 
 
