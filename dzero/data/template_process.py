@@ -84,18 +84,19 @@ class TemplateProcess:
             connection = self._connection or self._start()
             connection.send_bytes(json.dumps(request).encode())
             reply = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError, BrokenPipeError) as error:
+        except (EOFError, ConnectionError) as error:
             raise self._ended() from error
+        except BaseException:  # an interrupt: the reply that is still to come belongs to no later request
+            self.close()
+            raise
         if "error" in reply:
             raise (TemplateSyntaxError if reply["syntax"] else TemplateError)(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["spans"]]
 
     def close(self) -> None:
         """End the process; a later conversation starts a new one."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._connection is not None and self._process is not None:
+            _end(self._connection, self._process)
         self._connection = self._process = None
 
     def _start(self) -> Connection:
@@ -116,21 +117,21 @@ class TemplateProcess:
 
     def _ended(self) -> Exception:
         """Return the error for a process that has ended by itself."""
-        process = self._process
+        code = self._process.wait() if self._process is not None else 0
         self.close()
-        code = process.returncode if process is not None else None
         if code == -signal.SIGXCPU:
             return TemplateError(
                 f"the chat template took more than {self.settings.seconds} s of processor time on one conversation; "
                 "shorten the conversation, or correct the template"
             )
-        if code is not None and code < 0:
+        if code < 0:
             return TemplateError(f"the chat template's process was ended by signal {-code} (out of memory, if it is 9)")
         return RuntimeError(f"the process that renders chat templates failed with exit status {code}")
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
     connection.close()
+    process.kill()  # there is nothing that it has to finish
     process.wait()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,24 @@ def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[Te
     renderer, _ = process
     for _ in range(20):
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
+
+
+def test_after_an_interrupt_a_reply_is_that_of_its_own_request() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    renderer = TemplateProcess(TemplateSettings({"good": GOOD, "slow": SLOW}, {}, ["</s>"]))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        renderer.render("good", MESSAGES, None, None)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("slow", MESSAGES, None, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert renderer.render("good", MESSAGES, None, None)[0] == "Hi</s>Hello</s>and</s>so</s>"
+    renderer.close()
 
 
 def test_an_error_of_syntax_or_no_template_ends_the_batch_and_is_not_skipped(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_turns_of_a_template_that_drops_thinking_count_in_tokens(tmp_path: Path,
     assert found == ([first, last] if loss_on == "assistant" else [last])
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("template", [chat.CHATML, NO_TAGS, chat.THINKING], ids=["tags", "prefixes", "thinking"])
 def test_completion_is_the_last_turn_and_all_is_every_token_but_the_first(tmp_path: Path, template: str) -> None:
     folder = chat.write_model(tmp_path, template)
