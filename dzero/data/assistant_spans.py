@@ -35,6 +35,10 @@ class TemplateError(ValueError):
     """Error of a chat template on a conversation."""
 
 
+class TemplateSyntaxError(TemplateError):
+    """Error in the text of a chat template, which is the same for every conversation."""
+
+
 def assistant_spans(
     render: Render, messages: Sequence[Message], first: int, special: Sequence[str]
 ) -> tuple[str, list[Span]]:
@@ -49,79 +53,109 @@ def assistant_spans(
     Raises:
         TemplateError: The template fails, or the text does not tell where a turn is.
     """
-    full = render(messages, False)
+    rendered = _Rendered(render, messages, special)
     turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
-    before = messages[: turns[0]]
-    prompts = _rendered(render, before, True) != _rendered(render, before, False)
+    prompts = rendered.has_generation_prompt(turns[0])
     spans: list[Span] = []
     for turn in turns:
-        span = _span(render, messages, turn, full, special, prompts)
+        span = rendered.span(turn, has_prompt=prompts)
         if spans and span[0] < spans[-1][1]:
             raise _unclear(turn)
         spans.append(span)
-    return full, spans
+    return rendered.full, spans
 
 
 def prompt_length(render: Render, messages: Sequence[Message], turn: int, full: str) -> int | None:
     """Return the length of what a model is given to answer with message `turn`; None if `full` begins otherwise."""
-    prefix = _rendered(render, messages[:turn], True)
+    prefix = _text(render, messages[:turn], True)
     return len(prefix) if prefix is not None and full.startswith(prefix) else None
 
 
-def _span(
-    render: Render, messages: Sequence[Message], turn: int, full: str, special: Sequence[str], prompts: bool
-) -> Span:
-    start = prompt_length(render, messages, turn, full)
-    if start is not None and not prompts:
-        before, _ = _around_marker(render, messages, turn, len(messages))
-        header = full[start : len(before)] if full.startswith(before) else ""
-        start += len(header) if header.strip() else 0
-    through = full if turn == len(messages) - 1 else _rendered(render, messages[: turn + 1], False)
-    if start is None or through is None or not full.startswith(through) or len(through) < start:
-        return _span_by_marker(render, messages, turn, full, special, start)
-    return _without_space(full, start, len(through), special)
+class _Rendered:
+    """A rendered conversation, in which turns are searched for."""
+
+    def __init__(self, render: Render, messages: Sequence[Message], special: Sequence[str]) -> None:
+        self.full = render(messages, False)
+        self._render, self._messages, self._special = render, messages, special
+
+    def has_generation_prompt(self, turn: int) -> bool:
+        """Return whether the template has one, as far as can be told before message `turn`."""
+        before = self._messages[:turn]
+        prompted = _text(self._render, before, True)
+        return prompted is None or prompted != _text(self._render, before, False)
+
+    def span(self, turn: int, *, has_prompt: bool) -> Span:
+        start = prompt_length(self._render, self._messages, turn, self.full)
+        if start is not None and not has_prompt:
+            before, _ = self._around_marker(turn, self._messages[turn + 1 :])
+            header = self.full[start : len(before)] if self.full.startswith(before) else ""
+            start += len(header) if header.strip() else 0
+        end = self._end(turn)
+        if start is None or end is None or end < start:
+            return self._span_by_marker(turn, start)
+        return self._without_space(start, end)
+
+    def _end(self, turn: int) -> int | None:
+        """Return where the text up to and with a turn ends; None if `full` begins otherwise."""
+        if turn < len(self._messages) - 1:
+            through = _text(self._render, self._messages[: turn + 1], False)
+            return len(through) if through is not None and self.full.startswith(through) else None
+        if not self._ends_in_two_special_tokens():
+            return len(self.full)
+        _, closing = self._around_marker(turn, [])
+        length = self._closing_length(turn, closing)
+        return len(self.full) - len(closing) + length if length and self.full.endswith(closing) else len(self.full)
+
+    def _span_by_marker(self, turn: int, start: int | None) -> Span:
+        before, after = self._around_marker(turn, self._messages[turn + 1 :])
+        length = self._closing_length(turn, after)
+        closing, rest = after[:length], after[length:]
+        begin = len(before) if start is None or start > len(before) else start
+        end = len(self.full) - len(rest)
+        # Text between the content and the closing may differ with the marker, as a newline before a call of a tool.
+        last = next((token for token in self._special if closing.endswith(token)), closing)
+        around = self.full.startswith(before) and self.full.endswith(rest) and self.full[begin:end].endswith(last)
+        if not before or not closing or not around:
+            raise _unclear(turn)
+        return self._without_space(begin, end)
+
+    def _around_marker(self, turn: int, rest: Sequence[Message]) -> tuple[str, str]:
+        """Return the text before and after the content of a turn that `rest` follows; empty if it is not there once."""
+        marked = {**self._messages[turn], "content": MARKER}
+        text = _text(self._render, [*self._messages[:turn], marked, *rest], False)
+        if text is None or text.count(MARKER) != 1:
+            return "", ""
+        before, _, after = text.partition(MARKER)
+        return before, after
+
+    def _closing_length(self, turn: int, after: str) -> int:
+        """Return how much of `after` closes a turn; 0 if that cannot be told.
+
+        It is what the turn has both as the last message and with another behind it, up to the last special token.
+        What only the last message has ends the conversation.
+        """
+        _, closing = self._around_marker(turn, [])
+        if turn == len(self._messages) - 1:
+            after = self._around_marker(turn, [{"role": "user", "content": "x"}])[1] or after
+        pairs = enumerate(zip(closing, after, strict=False))
+        length = next((index for index, (left, right) in pairs if left != right), min(len(closing), len(after)))
+        shared = closing[:length]
+        stops = [shared.rfind(token) + len(token) for token in self._special if token in shared]
+        return max(stops, default=length if shared == closing else 0)
+
+    def _ends_in_two_special_tokens(self) -> bool:
+        text, found = self.full.rstrip(), 0
+        while found < 2 and (last := next((token for token in self._special if text.endswith(token)), None)):
+            text, found = text[: -len(last)].rstrip(), found + 1
+        return found == 2
+
+    def _without_space(self, start: int, end: int) -> Span:
+        """Return a span without the whitespace that follows a special token at its end."""
+        turn = self.full[start:end].rstrip()
+        return (start, start + len(turn)) if turn.endswith(tuple(self._special)) else (start, end)
 
 
-def _span_by_marker(
-    render: Render, messages: Sequence[Message], turn: int, full: str, special: Sequence[str], start: int | None
-) -> Span:
-    before, after = _around_marker(render, messages, turn, len(messages))
-    _, closing = _around_marker(render, messages, turn, turn + 1)
-    around = full.startswith(before) and full.endswith(after) and len(before) + len(after) <= len(full)
-    shared = _common_start(closing, after)
-    stop = max((shared.rfind(token) + len(token) for token in special if token in shared), default=0)
-    if not stop and shared == closing:
-        stop = len(closing)
-    if not around or not before or not stop:
-        raise _unclear(turn)
-    begin = len(before) if start is None or start > len(before) else start
-    return _without_space(full, begin, len(full) - len(after) + stop, special)
-
-
-def _unclear(turn: int) -> TemplateError:
-    return TemplateError(
-        f"the chat template does not tell where message {turn} (assistant) begins and ends; use "
-        "loss_on=completion or loss_on=all, or a chat template with {% generation %} tags"
-    )
-
-
-def _common_start(one: str, other: str) -> str:
-    pairs = enumerate(zip(one, other, strict=False))
-    length = next((index for index, (left, right) in pairs if left != right), min(len(one), len(other)))
-    return one[:length]
-
-
-def _around_marker(render: Render, messages: Sequence[Message], turn: int, end: int) -> tuple[str, str]:
-    """Return the text before and after the content of a turn, of messages[:end]; empty if it does not appear once."""
-    marked = {**messages[turn], "content": MARKER}
-    text = _rendered(render, [*messages[:turn], marked, *messages[turn + 1 : end]], False)
-    if text is None or text.count(MARKER) != 1:
-        return "", ""
-    before, _, after = text.partition(MARKER)
-    return before, after
-
-
-def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str | None:
+def _text(render: Render, messages: Sequence[Message], prompt: bool) -> str | None:
     """Return the text of some of the messages; None if the template refuses them, which says nothing about all."""
     try:
         return render(messages, prompt)
@@ -129,7 +163,8 @@ def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str 
         return None
 
 
-def _without_space(full: str, start: int, end: int, special: Sequence[str]) -> Span:
-    """Return a span without the whitespace that follows a special token at its end."""
-    turn = full[start:end].rstrip()
-    return (start, start + len(turn)) if turn.endswith(tuple(special)) else (start, end)
+def _unclear(turn: int) -> TemplateError:
+    return TemplateError(
+        f"the chat template does not tell where message {turn} (assistant) begins and ends; use "
+        "loss_on=completion or loss_on=all, or a chat template with {% generation %} tags"
+    )

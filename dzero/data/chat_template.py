@@ -10,8 +10,9 @@ turns are what is between them, as `apply_chat_template(..., return_assistant_to
 `data/assistant_spans.py` finds them. A token counts if it overlaps a turn; in plain text, if it begins in the
 completion. The first token is never a target, so it never counts.
 
-A chat template writes its own special tokens. Plain text begins with the tokenizer's bos token if the tokenizer is set
-to add one, and ends with its eos token.
+A chat template writes its own special tokens; one that a message has as text becomes that token too, as in
+transformers. A template that asks for the date gets that of the day on which it is rendered. Plain text begins with the
+tokenizer's bos token if the tokenizer is set to add one, and ends with its eos token.
 """
 
 from __future__ import annotations
@@ -27,17 +28,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dzero.data.assistant_spans import Span, TemplateError
+from dzero.data.assistant_spans import Span, TemplateError, TemplateSyntaxError
 from dzero.data.conversations import Conversation
+from dzero.data.model_tokenizer import TOKENIZER_FILES, read_model_tokenizer
 from dzero.data.template_process import TemplateProcess, TemplateSettings
-from dzero.data.tokenizer import END_TOKENS
-from dzero.errors import converting, import_optional, in_short
+from dzero.errors import in_short
 
 LOSS_ON = ("assistant", "completion", "all")
 FORMAT = 1
 """Version of the encoding: raise it when the same conversation gives other tokens or another mask."""
-TOKENIZER_FILE = "tokenizer.json"
-READ_FILES = ("*.json", "*.jinja", "chat_templates", "chat_templates/*.jinja")
 VERSIONS = ("transformers", "tokenizers", "jinja2")
 
 
@@ -88,17 +87,13 @@ class ChatEncoder:
         if loss_on not in LOSS_ON:
             raise ValueError(f"data.loss_on={loss_on!r}: choose one of {[*LOSS_ON]}")
         folder = folder.expanduser()
-        _check_folder(folder)
+        read = read_model_tokenizer(folder, chat_template)
         self.name, self.loss_on = str(folder), loss_on
-        self._tokenizer = _load(folder)
-        self._templates = _templates(self._tokenizer.chat_template, chat_template, folder)
-        vocab = self._tokenizer.get_vocab()
-        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.vocab_size, self.eos_id = read.vocab_size, read.eos_id
         self.dtype: np.dtype[Any] = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.int32)
-        self.eos_id = _eos_id(self._tokenizer, vocab, folder)
-        self._bos = _added_bos(self._tokenizer)
+        self._tokenizer, self._templates, self._bos = read.tokenizer, read.templates, read.bos_ids
         variables = dict(self._tokenizer.special_tokens_map)
-        self._process = TemplateProcess(TemplateSettings(self._templates, variables, _special(self._tokenizer)))
+        self._process = TemplateProcess(TemplateSettings(self._templates, variables, read.special))
         self.fingerprint = self._fingerprint(folder, variables)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
@@ -116,6 +111,9 @@ class ChatEncoder:
         """Return for each conversation its sample, or the error that keeps it from being encoded.
 
         The batch is tokenized at once, on the tokenizer's own threads.
+
+        Raises:
+            ValueError: The template is missing or has an error of syntax, which no other conversation can change.
         """
         results: list[Any] = [self._text_or_error(conversation) for conversation in conversations]
         where = [index for index, each in enumerate(results) if isinstance(each, _Text)]
@@ -134,6 +132,8 @@ class ChatEncoder:
     def _text_or_error(self, conversation: Conversation) -> _Text | TemplateError:
         try:
             return self._text(conversation)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"{self.name}: {error}") from error
         except TemplateError as error:
             return error
 
@@ -144,11 +144,15 @@ class ChatEncoder:
             text, spans = self._process.render(name, conversation.messages, conversation.tools, first)
             return _Text(text, spans, is_plain=False)
         if conversation.text is None:
-            raise TemplateError(
+            raise ValueError(
                 f"{self.name} has no chat template, which messages need; give one as data.chat_template, or take the "
                 "tokenizer of a chat model"
             )
         prompt, completion = conversation.text
+        if len(prompt) + len(completion) > (most := self._process.settings.characters):
+            raise TemplateError(
+                f"prompt and completion have {len(prompt) + len(completion)} characters, over {most}; cut it"
+            )
         return _Text(prompt + completion, [(len(prompt), len(prompt) + len(completion))], is_plain=True)
 
     def _samples(self, texts: list[_Text]) -> list[EncodedSample | ValueError]:
@@ -188,7 +192,9 @@ class ChatEncoder:
         return EncodedSample(found, counts)
 
     def _fingerprint(self, folder: Path, variables: dict[str, Any]) -> str:
-        digest = hashlib.sha256((folder / TOKENIZER_FILE).read_bytes())
+        digest = hashlib.sha256()
+        for path in sorted(folder.glob(TOKENIZER_FILES)):
+            digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
         versions = {name: version(name) for name in VERSIONS}
         rest = [FORMAT, self.loss_on, self._templates, variables, self.eos_id, self._bos, versions]
         digest.update(json.dumps(rest, sort_keys=True).encode())
@@ -207,69 +213,3 @@ def _overlap(offsets: NDArray[np.int64], spans: list[Span]) -> NDArray[np.bool_]
 
 def _begin_in(offsets: NDArray[np.int64], start: int) -> NDArray[np.bool_]:
     return np.asarray(offsets[:, 0] >= start, np.bool_)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise unless the folder has a tokenizer.json, and all files that are read with it are regular files in it."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data.tokenizer={folder}: no such folder (looked from {Path.cwd()})")
-    if not (folder / TOKENIZER_FILE).exists():
-        raise FileNotFoundError(
-            f"data.tokenizer={folder} has no {TOKENIZER_FILE}; name a folder with one: tokenizers in other files are "
-            "not read (save it again with transformers)"
-        )
-    for path in [each for pattern in READ_FILES for each in folder.glob(pattern)]:
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link, which is not followed; copy the file into the folder")
-        if not path.is_file() and path.name != "chat_templates":
-            raise ValueError(f"{path} is no regular file; replace it by one")
-
-
-def _load(folder: Path) -> Any:
-    """Return the fast tokenizer that tokenizer.json describes, whatever class its configuration names."""
-    transformers = import_optional("transformers", f"data.tokenizer={folder}", "hf")
-    with converting(f"data.tokenizer={folder} cannot be read", Exception, repair="download or save it again"):
-        return transformers.PreTrainedTokenizerFast.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-
-
-def _templates(found: Any, given: str | None, folder: Path) -> dict[str, str]:
-    """Return the chat templates by name, with one that is named `default`; empty if there is none."""
-    if given is not None:
-        return {"default": given if "{" in given else _read_template(Path(given).expanduser())}
-    templates = {"default": found} if isinstance(found, str) else {} if found is None else found
-    if not isinstance(templates, dict):
-        raise ValueError(f"{folder}: its chat template is a {type(templates).__name__}, not text; correct it")
-    if templates and ("default" not in templates or not all(isinstance(each, str) for each in templates.values())):
-        raise ValueError(
-            f"{folder} has chat templates named {sorted(templates)}, and none is the default; give one as "
-            "data.chat_template"
-        )
-    return dict(templates)
-
-
-def _read_template(path: Path) -> str:
-    if not path.is_file():
-        raise FileNotFoundError(f"data.chat_template={path}: no such file, and no template, which has {{{{ }}}} in it")
-    with converting(f"data.chat_template={path} is no text in UTF-8", UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
-
-
-def _eos_id(tokenizer: Any, vocab: dict[str, int], folder: Path) -> int:
-    names = [name for name in (tokenizer.eos_token, *END_TOKENS) if name is not None]
-    found = next((vocab[name] for name in names if name in vocab), None)
-    if found is None:
-        raise ValueError(f"{folder}: none of {names} is in the vocabulary; name an eos_token in tokenizer_config.json")
-    return found
-
-
-def _added_bos(tokenizer: Any) -> list[int]:
-    """Return the bos token as a list if the tokenizer adds it to a text, else an empty list."""
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return [tokenizer.bos_token_id] if ids and ids[0] == tokenizer.bos_token_id else []
-
-
-def _special(tokenizer: Any) -> list[str]:
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return sorted({token for token in (*added, *tokenizer.all_special_tokens) if token})

@@ -15,7 +15,7 @@ from dzero.data.rows import Row, read_rows
 from dzero.data.samples import SamplesMeta, SamplesWriter
 
 BATCH_ROWS = 1024
-BATCH_CHARACTERS = 4 * 2**20
+BATCH_CHARACTERS = 2**20
 REPORT_SECONDS = 5.0
 
 Report = Callable[[str], None]

@@ -5,8 +5,8 @@
     <folder>/<key>.*.part/     private to the process that builds them; removed when its lock is free
 
 The key is a hash of the files (path below the root, size, time of change, sampled content), of the encoder's
-fingerprint, and of the format. The default folder is $XDG_CACHE_HOME/dzero/samples, or ~/.cache/dzero/samples. Nothing
-in it is needed by a running process once it has mapped it, so it may be removed at any time.
+fingerprint, and of the format. The default folder is $XDG_CACHE_HOME/dzero/samples, or ~/.cache/dzero/samples. A
+cache belongs to one user. It may be removed at any time: processes that have mapped it keep it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,11 @@ def build_or_open(
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens={max_tokens}: must be at least 2, because the first token is never a target")
     home = _make_default() if folder is None else _make(folder.expanduser())
-    identity = _identity(found)
-    key = hashlib.sha256(json.dumps([FORMAT, identity, encoder.fingerprint]).encode()).hexdigest()[:32]
+    key = _key(found, encoder)
     meta = _read(home / key)
     if meta is None:
-        with _locked(home / f"{key}.lock", report):
+        with closing(encoder), _locked(home / f"{key}.lock", report):
             meta = _read(home / key) or _build(home, key, found, encoder, on_bad_row, report)
-        encoder.close()
-        if _identity(found) != identity:
-            raise ValueError(f"the files below {found.root} changed while they were tokenized; start again")
     if meta.bad_rows and on_bad_row == "stop":
         raise ValueError(f"{meta.first_bad}; repair that row, or set data.on_bad_row=skip ({meta.bad_rows} bad rows)")
     return Samples(home / key, meta, max_tokens)
@@ -96,6 +92,8 @@ def _build(home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row
             meta = write_samples(found, encoder, writer, on_bad_row, report)
         finally:
             writer.close()
+        if _key(found, encoder) != key:
+            raise ValueError(f"the files below {found.root} changed while they were tokenized; start again")
         with _disk_errors(home):
             part.rename(home / key)
     except BaseException:
@@ -107,7 +105,8 @@ def _build(home: Path, key: str, found: FoundFiles, encoder: Encoder, on_bad_row
 def _remove_left(home: Path, key: str) -> None:
     """Remove a damaged folder of this key, and what killed processes left half-written, of this key and others."""
     if (home / key).exists():
-        shutil.rmtree(home / key)
+        with _disk_errors(home / key):
+            shutil.rmtree(home / key)
     for part in home.glob("*.part"):
         owner = part.name.partition(".")[0]
         if owner == key or _is_free(home / f"{owner}.lock"):
@@ -145,6 +144,8 @@ def _is_free(path: Path) -> bool:
         lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
+    except OSError:  # of another user, in a shared folder
+        return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,9 +155,10 @@ def _is_free(path: Path) -> bool:
     return True
 
 
-def _identity(found: FoundFiles) -> list[Any]:
-    """Return path, size, time of change and a hash of the content of every file."""
-    return [[found.key(path), *_content(path)] for path in found.paths]
+def _key(found: FoundFiles, encoder: Encoder) -> str:
+    """Return the name of the samples: a hash of the files, the encoder and the format."""
+    files = [[found.key(path), *_content(path)] for path in found.paths]
+    return hashlib.sha256(json.dumps([FORMAT, files, encoder.fingerprint]).encode()).hexdigest()[:32]
 
 
 def _content(path: Path) -> list[Any]:

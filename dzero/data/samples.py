@@ -202,7 +202,7 @@ def _hash(ids: NDArray[Any]) -> int:
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
 
 
 def _summary(meta: SamplesMeta, whole: Lengths, lengths: Lengths, counted: Lengths, max_tokens: int | None) -> str:

@@ -12,7 +12,7 @@ Processor time is counted, not time on the clock, so that a busy machine changes
 Requests and replies are JSON over a pair of sockets, one reply for each request:
 
     TemplateSettings                        once, at the start
-    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error"}
+    {"template", "messages", "tools", "first"}   ->   {"text", "spans"} or {"error", "syntax"}
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from dzero.data.assistant_spans import Message, Span, TemplateError, assistant_spans, prompt_length
+from dzero.data.assistant_spans import (
+    Message,
+    Span,
+    TemplateError,
+    TemplateSyntaxError,
+    assistant_spans,
+    prompt_length,
+)
 from dzero.errors import import_optional, in_short
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -40,14 +47,17 @@ GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Chat templates by name, the special tokens that they are given, the text of all special tokens, and limits."""
+    """Chat templates by name, the special tokens that they are given, the text of all special tokens, and limits.
+
+    `characters` also limits what is tokenized at once, which takes about a hundred bytes of memory per character.
+    """
 
     templates: dict[str, str]
     variables: dict[str, Any]
     special: list[str]
     seconds: int = 20
     memory_bytes: int = 4 * 2**30
-    characters: int = 64 * 2**20
+    characters: int = 16 * 2**20
 
 
 class TemplateProcess:
@@ -66,6 +76,7 @@ class TemplateProcess:
         With `first=None` no spans are searched for.
 
         Raises:
+            TemplateSyntaxError: The text of the template has an error.
             TemplateError: The template fails, takes too long, or does not tell where a turn is.
         """
         request = {"template": template, "messages": [*messages], "tools": tools and [*tools], "first": first}
@@ -73,18 +84,19 @@ class TemplateProcess:
             connection = self._connection or self._start()
             connection.send_bytes(json.dumps(request).encode())
             reply = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError, BrokenPipeError) as error:
+        except (EOFError, ConnectionError) as error:
             raise self._ended() from error
+        except BaseException:  # an interrupt: the reply that is still to come belongs to no later request
+            self.close()
+            raise
         if "error" in reply:
-            raise TemplateError(reply["error"])
+            raise (TemplateSyntaxError if reply["syntax"] else TemplateError)(reply["error"])
         return reply["text"], [(start, end) for start, end in reply["spans"]]
 
     def close(self) -> None:
         """End the process; a later conversation starts a new one."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._process is not None:
-            self._process.wait()
+        if self._connection is not None and self._process is not None:
+            _end(self._connection, self._process)
         self._connection = self._process = None
 
     def _start(self) -> Connection:
@@ -105,21 +117,21 @@ class TemplateProcess:
 
     def _ended(self) -> Exception:
         """Return the error for a process that has ended by itself."""
-        process = self._process
+        code = self._process.wait() if self._process is not None else 0
         self.close()
-        code = process.returncode if process is not None else None
         if code == -signal.SIGXCPU:
             return TemplateError(
                 f"the chat template took more than {self.settings.seconds} s of processor time on one conversation; "
                 "shorten the conversation, or correct the template"
             )
-        if code is not None and code < 0:
+        if code < 0:
             return TemplateError(f"the chat template's process was ended by signal {-code} (out of memory, if it is 9)")
         return RuntimeError(f"the process that renders chat templates failed with exit status {code}")
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
     connection.close()
+    process.kill()  # there is nothing that it has to finish
     process.wait()
 
 
@@ -129,6 +141,7 @@ class _Renderer:
     def __init__(self, settings: TemplateSettings) -> None:
         self.settings = settings
         self.library = import_optional("transformers.utils.chat_template_utils", "a chat template", "hf")
+        self.syntax_error = import_optional("jinja2", "a chat template", "hf").TemplateSyntaxError
 
     def answer(self, template: str, messages: list[Message], tools: Any, first: int | None) -> dict[str, Any]:
         source = self.settings.templates[template]
@@ -146,7 +159,7 @@ class _Renderer:
                 spans = _from_turn(render, messages, first, text, spans)
             return {"text": text, "spans": spans}
         except TemplateError as error:
-            return {"error": str(error)}
+            return {"error": str(error), "syntax": isinstance(error, TemplateSyntaxError)}
 
     def _render(
         self, source: str, messages: Sequence[Message], tools: Any, *, prompt: bool = False, tags: bool = False
@@ -160,6 +173,8 @@ class _Renderer:
                 add_generation_prompt=prompt,
                 **self.settings.variables,
             )
+        except self.syntax_error as error:
+            raise TemplateSyntaxError(f"line {error.lineno} of the chat template: {in_short(error)}") from error
         except Exception as error:  # a template is a program: it may raise anything
             raise TemplateError(f"the chat template fails: {in_short(error)}") from error
         if len(texts[0]) > self.settings.characters:
@@ -194,11 +209,18 @@ def main() -> None:
         renderer = _Renderer(settings)
         _limit(resource.RLIMIT_AS, _mapped_bytes() + settings.memory_bytes)
         while True:
-            request = json.loads(connection.recv_bytes())
+            request = connection.recv_bytes()
             _limit(resource.RLIMIT_CPU, int(time.process_time()) + settings.seconds + 1)
-            connection.send_bytes(json.dumps(renderer.answer(**request)).encode())
+            connection.send_bytes(_reply(renderer, request))
     except (EOFError, ConnectionError):
         return
+
+
+def _reply(renderer: _Renderer, request: bytes) -> bytes:
+    try:
+        return json.dumps(renderer.answer(**json.loads(request))).encode()
+    except (MemoryError, RecursionError) as error:
+        return json.dumps({"error": f"the conversation is too large: {in_short(error)}", "syntax": False}).encode()
 
 
 def _limit(what: int, value: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,27 +142,55 @@ def test_the_time_is_limited_for_each_conversation_not_for_all(process: tuple[Te
         assert renderer.render("slow", MESSAGES, None, None) == ("", [])
 
 
-UNCLEAR = {
-    "{% for m in messages | reverse %}{{ m.content }}{% endfor %}": "message 3 (assistant) begins and ends",
-    "{{ messages | length }}": "message 1 (assistant) begins and ends",
-    "{% for m in messages %}{{ m.content | upper }}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}": "1 (a",
-    "{% if messages | length < 4 %}{{ raise_exception('few') }}{% endif %}{% for m in messages %}{{ m.content }} "
-    "{% endfor %}": "message 1 (assistant) begins and ends",
-}
+def test_after_an_interrupt_a_reply_is_that_of_its_own_request() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    renderer = TemplateProcess(TemplateSettings({"good": GOOD, "slow": SLOW}, {}, ["</s>"]))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        renderer.render("good", MESSAGES, None, None)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("slow", MESSAGES, None, None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert renderer.render("good", MESSAGES, None, None)[0] == "Hi</s>Hello</s>and</s>so</s>"
+    renderer.close()
 
 
-@pytest.mark.parametrize("number", range(len(UNCLEAR)))
-def test_turns_that_cannot_be_told_are_refused_and_all_tokens_are_not(tmp_path: Path, number: int) -> None:
-    template, says = [*UNCLEAR.items()][number]
-    folder = chat.write_model(tmp_path, template)
+def test_an_error_of_syntax_or_no_template_ends_the_batch_and_is_not_skipped(tmp_path: Path) -> None:
+    messages, text = conversation_of({"messages": MESSAGES}), conversation_of({"prompt": "a", "completion": "b"})
+    encoder = ChatEncoder(chat.write_model(tmp_path, "{{ bos_token }}\n{% if %}"), "assistant")
+    with pytest.raises(ValueError, match=f"^{tmp_path}: line 2 of the chat template: TemplateSyntaxError: Expected"):
+        encoder.encode_batch([text, messages])
+    encoder.close()
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no chat template"):
+        ChatEncoder(tmp_path, "assistant").encode_batch([text, messages])
+
+
+def test_turns_that_cannot_be_told_are_a_bad_row_and_all_tokens_are_not(tmp_path: Path) -> None:
+    folder = chat.write_model(tmp_path, "{{ messages | length }} messages")
+    conversation = conversation_of({"messages": MESSAGES})
     encoder = ChatEncoder(folder, "assistant")
-    with pytest.raises(ValueError, match="loss_on=all") as error:
-        encoder.encode(conversation_of({"messages": MESSAGES}))
-    assert says in str(error.value)
+    (found,) = encoder.encode_batch([conversation])
+    assert "loss_on=completion or loss_on=all" in str(found)
     encoder.close()
     encoder = ChatEncoder(folder, "all")
-    sample = encoder.encode(conversation_of({"messages": MESSAGES}))
+    sample = encoder.encode(conversation)
     assert sample.counts.tolist() == [False] + [True] * (len(sample.ids) - 1)
+    encoder.close()
+
+
+def test_a_text_that_cannot_be_tokenized_is_a_bad_row_alone(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ '\\ud800' if m.content == 'odd' else m.content }}</s>{% endfor %}"
+    encoder = ChatEncoder(chat.write_model(tmp_path, template), "all")
+    rows = [chat.turns("a", "b"), chat.turns("a", "odd"), chat.turns("c", "d")]
+    results = encoder.encode_batch([conversation_of(row) for row in rows])
+    assert [isinstance(each, ValueError) for each in results] == [False, True, False]
+    assert "cannot encode the text" in str(results[1])
     encoder.close()
 
 

@@ -17,24 +17,6 @@ transformers = pytest.importorskip("transformers")
 ROW = chat.turns("What is 你好?", "It is 🎉 Paris.\n", "hello again", "Hello 日本語 there!", system="Be brief.")
 NO_SYSTEM = chat.turns("What is 你好?", "It is 🎉 Paris.", "hello again", "Hello 日本語 there!")
 THOUGHT = chat.turns("What?", "<think>\nhm\n</think>\n\nParis", "and?", "<think>\nso\n</think>\n\nagain")
-SAME = chat.turns("a", "b", "c", "b", "b<|im_end|>", "b")
-CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": "clock"}'}}
-CALLING = {
-    "messages": [
-        {"role": "user", "content": "What time is it?"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "noon", "tool_call_id": "1"},
-        {"role": "assistant", "content": "It is noon."},
-    ],
-    "tools": '[{"type": "function", "function": {"name": "look"}}]',
-}
-WITH_TOOLS = (
-    "{% for tool in tools or [] %}tool {{ tool | tojson }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}call {{ call.function.arguments | tojson }}{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 NO_TAGS = chat.without_tags(chat.CHATML)
 
 
@@ -67,35 +49,14 @@ def test_the_mask_is_that_of_transformers_with_tags_and_the_same_without(tmp_pat
     encoder.close()
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "spans"),
-    [
-        (chat.LLAMA, ROW, ["It is 🎉 Paris.<|eot|>", "Hello 日本語 there!<|eot|>"]),
-        (chat.MISTRAL, NO_SYSTEM, [" It is 🎉 Paris.</s>", " Hello 日本語 there!</s>"]),
-        (chat.THINKING, THOUGHT, ["Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"]),
-        (chat.THINKING, SAME, ["b<|im_end|>", "b<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"]),
-        (
-            chat.THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
-            THOUGHT,
-            ["Paris<|im_end|>", "so\n</think>\n\nagain<|im_end|>"],
-        ),
-        (PLAIN, NO_SYSTEM, [" It is 🎉 Paris.\n", "Hello 日本語 there!\n"]),
-        (
-            PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}",
-            NO_SYSTEM,
-            [" It is 🎉 Paris.\n", " Hello 日本語 there!\n"],
-        ),
-        (NO_TAGS + "</s>", ROW, ["It is 🎉 Paris.\n<|im_end|>", "Hello 日本語 there!<|im_end|>\n</s>"]),
-        (WITH_TOOLS, CALLING, ['call {"at": "clock"}<|im_end|>', "It is noon.<|im_end|>"]),
-    ],
-    ids=["llama", "mistral", "thinking", "repeats", "thinking-prompt", "header", "plain", "ends", "tools"],
-)
-def test_turns_are_found_by_prefixes_and_markers(
-    tmp_path: Path, template: str, row: dict[str, Any], spans: list[str]
-) -> None:
-    assert encode(chat.write_model(tmp_path, template), row) == spans
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+def test_turns_of_a_template_that_drops_thinking_count_in_tokens(tmp_path: Path, loss_on: str) -> None:
+    first, last = "Paris<|im_end|>", "<think>\nso\n</think>\n\nagain<|im_end|>"
+    found = encode(chat.write_model(tmp_path, chat.THINKING), THOUGHT, loss_on)
+    assert found == ([first, last] if loss_on == "assistant" else [last])
 
 
+@pytest.mark.product(keep=2)
 @pytest.mark.parametrize("template", [chat.CHATML, NO_TAGS, chat.THINKING], ids=["tags", "prefixes", "thinking"])
 def test_completion_is_the_last_turn_and_all_is_every_token_but_the_first(tmp_path: Path, template: str) -> None:
     folder = chat.write_model(tmp_path, template)
@@ -130,6 +91,12 @@ def test_a_token_across_the_border_counts_only_if_it_begins_in_the_completion(tm
     straddling = encoder.encode(conversation_of({"prompt": "Hello th", "completion": "ere!"}))
     assert "there" in [encoder.decode(straddling.ids[i : i + 1]).strip() for i in range(len(straddling.ids))]
     assert counted(encoder, straddling) == ["!</s>"]
+
+
+def test_a_text_that_would_take_too_much_memory_is_refused(tmp_path: Path) -> None:
+    encoder = ChatEncoder(chat.write_model(tmp_path), "all")
+    with pytest.raises(ValueError, match="have 16777217 characters, over 16777216"):
+        encoder.encode(conversation_of({"prompt": "a" * 2**24, "completion": "b"}))
 
 
 def test_a_text_begins_with_bos_where_the_tokenizer_adds_it(tmp_path: Path) -> None:

@@ -161,11 +161,13 @@ def test_files_that_change_while_they_are_tokenized_are_refused(tmp_path: Path) 
     path = write(tmp_path / "chat.jsonl")
 
     class Changing(ByteEncoder):
-        def close(self) -> None:
+        def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedSample | ValueError]:
             os.utime(path, ns=(0, 0))
+            return super().encode_batch(conversations)
 
     with pytest.raises(ValueError, match="changed while they were tokenized"):
         build(path, Changing())
+    assert folders(path) == []
 
 
 @pytest.mark.parametrize("damage", ["shorter", "missing", "no meta", "other meta"])

@@ -38,8 +38,11 @@ THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set said = m.content %}{% set thought = '' %}"
     "{% if '</think>' in said %}{% set thought = said.split('</think>')[0].split('<think>')[-1] | trim %}"
     "{% set said = said.split('</think>')[-1] | trim %}{% endif %}"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
-    "{{ said }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{{ said }}{% for call in m.tool_calls or [] %}{% if said %}{{ '\\n' }}{% endif %}"
+    "call {{ call.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
