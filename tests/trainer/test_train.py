@@ -138,8 +138,8 @@ def test_a_run_that_only_overflows_stops_and_says_what_to_change(pool: Pool, tex
 
 
 def test_too_little_held_out_is_told_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
-    short = write_text(tmp_path / "short.txt", words=100)
-    with pytest.raises(WorkerError, match=r"raise data\.held_out") as stopped:
+    short = write_text(tmp_path / "short.txt", words=40)
+    with pytest.raises(WorkerError, match=r"another data\.held_out") as stopped:
         pool.run(train, 2, settled(short), tmp_path, timeout_s=SECONDS)
     assert "RunError" not in str(
         stopped.value
