@@ -31,7 +31,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import parallel_of
+from dzero.plan.run_layout import loss_tokens, parallel_of
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
@@ -58,7 +58,7 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
-    apply_blocks(model, config.block, "cpu")
+    apply_blocks(model, config.block, "cpu", loss_tokens(config))
     return model
 
 

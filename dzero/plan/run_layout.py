@@ -83,6 +83,12 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
     )
 
 
+def loss_tokens(config: RunConfig) -> int | None:
+    """Return the tokens of a rank's microbatch, by which its loss is tiled; None where the head is on other ranks."""
+    train, mesh = config.train, config.mesh
+    return train.microbatch_sequences * train.sequence_tokens // mesh.cp if mesh.tp == mesh.pp == 1 else None
+
+
 def check_ranks(config: RunConfig, world: int) -> None:
     """Raise ValueError if the settings do not fit a run of `world` ranks."""
     layout_of(config, device_type(config.launch), config.mesh.data_ranks(world))
