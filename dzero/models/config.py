@@ -166,9 +166,9 @@ class ModelConfig:
     balance_rate: float | None = None
     """Rate of the load balancing. null: 1e-3 for auxiliary-loss-free, 1e-2 for loss (moe)."""
     name_or_path: str | None = None
-    """Local folder with config.json, or a model type such as gpt2 with its default sizes (hf)."""
+    """Local folder with config.json, org/name in Hugging Face's local cache, or a type such as gpt2 (hf)."""
     weights: bool | str = False
-    """Folder of safetensors files to start from. true: that of name_or_path. false: random values."""
+    """Folder, or org/name in the cache, of safetensors files to start from. true: name_or_path. false: random."""
 
     def __post_init__(self) -> None:
         if self.kind not in SETTINGS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 from dzero.models.published import FIXED, SETTINGS, llama_config, published_name
 from dzero.models.safetensors_reader import StoredTensor, stored_tensors
+from dzero.utils.hub_cache import local_folder, read_bytes
 
 DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults of transformers' LlamaConfig for settings that a config.json leaves out."""
@@ -28,6 +30,7 @@ def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
     missing. All headers are checked now. Tensors that the model does not use cause a warning. A tensor that is missing
     or has another shape, and the config.json of another llama, are errors.
     """
+    folder = local_folder(folder)
     kind, base = _kind(model)
     if isinstance(model, Llama):
         check_llama(Path(folder), model.shape)
@@ -60,10 +63,11 @@ def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
 def check_llama(folder: Path, shape: LlamaShape) -> None:
     """Raise an error unless config.json in a folder describes a llama of this shape."""
     file = folder / "config.json"
-    if not file.is_file():
+    if not os.path.lexists(file):
         raise FileNotFoundError(f"model.weights={folder}: the folder has no config.json")
+    text = read_bytes(file)
     try:
-        theirs = DEFAULTS | json.loads(file.read_text())
+        theirs = DEFAULTS | json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file}: no configuration of a model ({error})") from error
     if theirs.get("model_type") != "llama":
