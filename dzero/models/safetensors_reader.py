@@ -50,6 +50,16 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Its own name; see `tensor_views.Readable`."""
+        return (self.name,)
+
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+        return f"{self.file}: {self.name}"
+
     def __call__(self) -> Tensor:
         """Return the whole tensor, on the CPU."""
         return self.read((0,) * len(self.shape), self.shape)

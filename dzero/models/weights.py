@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +13,72 @@ from torch import nn
 
 from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
+from dzero.models.hf_conversions import as_loaded
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 from dzero.models.published import FIXED, SETTINGS, llama_config, published_name
-from dzero.models.safetensors_reader import StoredTensor, stored_tensors
+from dzero.models.safetensors_reader import stored_tensors
+from dzero.models.tensor_views import Readable
 from dzero.utils.hub_cache import local_folder, read_bytes
 
+BASE = "model."
+"""Prefix of names that a llama without head leaves out."""
 DEFAULTS = {**FIXED, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """Defaults of transformers' LlamaConfig for settings that a config.json leaves out."""
 
 
-def local_weights(folder: str, model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the stored tensors of a folder, by name in the model; each is read when it is called.
+def local_weights(folder: str, model: nn.Module) -> dict[str, Readable]:
+    """Return the tensors of a folder, by name in the model; each is read when it is called.
 
-    Tensors must have the names and shapes of the published model. Tied tensors may be stored under any of their names,
-    and the prefix of a model without head may be absent. A layout that transformers would convert first counts as
-    missing. All headers are checked now. Tensors that the model does not use cause a warning. A tensor that is missing
-    or has another shape, and the config.json of another llama, are errors.
+    Tensors must have the names and shapes of the published model, or those that transformers converts to them when it
+    loads a folder, such as one tensor per expert. Tied tensors may be stored under any of their names, and the prefix
+    of a model without head may be absent.
+
+    Args:
+        folder: Folder of safetensors files, or `org/name` of a repository in the local cache of Hugging Face.
+        model: Model from `build`.
+
+    Returns:
+        Readers of all tensors, whose headers have been checked. Stored tensors that the model does not use cause a
+        warning.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape, or config.json is that of another llama.
     """
     folder = local_folder(folder)
-    kind, base = _kind(model)
+    kind = _kind(model)
     if isinstance(model, Llama):
         check_llama(Path(folder), model.shape)
     stored = stored_tensors(Path(folder))
+    tensors = model.state_dict(keep_vars=True)
+    published = {name: published_name(kind, name) for name in tensors}
+    loaded = as_loaded(model.model, stored) if isinstance(model, HFDecoder) else _by_name(stored, published.values())
     tied: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
-    found: dict[str, StoredTensor] = {}
-    missing, used = [], set()
-    tensors = model.state_dict()
+    found: dict[str, Readable] = {}
+    missing: list[str] = []
+    used: set[str] = set()
     for names in tied.values():
-        published = [published_name(kind, name) for name in names]
-        spellings = [spelling for name in published for spelling in (name, name.removeprefix(base))]
-        key = next((each for each in spellings if each in stored), None)
-        if key is None:
-            missing.append(published[0])
+        given = [loaded[published[name]] for name in names if published[name] in loaded]
+        if not given:
+            missing.append(published[names[0]])
             continue
-        shape, needed = list(stored[key].shape), list(tensors[names[0]].shape)
+        shape, needed = list(given[0].shape), list(tensors[names[0]].shape)
         if shape != needed:
-            raise ValueError(f"{stored[key].file}: {key} has shape {shape}, the model needs {needed}")
-        used.update(spellings)
-        found |= dict.fromkeys(names, stored[key])
+            raise ValueError(f"{given[0].where} has shape {shape}, the model needs {needed} for {published[names[0]]}")
+        used.update(name for tensor in given for name in tensor.stored)
+        found |= dict.fromkeys(names, given[0])
     if missing:
         raise ValueError(f"{folder}: {len(missing)} tensors of the model are not in its safetensors files: {missing}")
     if unused := sorted(set(stored) - used):
         warnings.warn(f"{folder}: the model has no place for {unused}; they are not loaded", stacklevel=2)
     return found
+
+
+def _by_name(stored: Mapping[str, Readable], needed: Iterable[str]) -> dict[str, Readable]:
+    """Return the stored tensors of a llama, by their whole names; the prefix of one without head may be absent."""
+    return {name: stored[key] for name in needed for key in (name.removeprefix(BASE), name) if key in stored}
 
 
 def check_llama(folder: Path, shape: LlamaShape) -> None:
@@ -94,12 +115,12 @@ def check_llama(folder: Path, shape: LlamaShape) -> None:
         raise ValueError(f"{file}: it is of another model than this; set {' '.join(differ)}")
 
 
-def _kind(model: nn.Module) -> tuple[str, str]:
-    """Return the kind of the model, and the name prefix that a published model without head leaves out."""
+def _kind(model: nn.Module) -> str:
+    """Return the kind of the model in `published.KINDS`."""
     if isinstance(model, HFDecoder):
-        return "hf", f"{model.model.base_model_prefix}."
+        return "hf"
     if isinstance(model, Llama) and not isinstance(model, MoE):
-        return "llama", "model."
+        return "llama"
     raise TypeError(f"weights of {type(model).__name__}: only models that build() made read them")
 
 
