@@ -42,7 +42,7 @@ class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     steps: tuple[Step, ...] = ()
 
 
-def laid_out(conversions: Sequence[Conversion], tensors: Mapping[str, Readable]) -> dict[str, Readable]:
+def convert_all(conversions: Sequence[Conversion], tensors: Mapping[str, Readable]) -> dict[str, Readable]:
     """Return the tensors of the other layout by name, in order; a tensor that no conversion takes keeps its name.
 
     Raise ValueError if a conversion misses one of its sources, does not apply, or makes a name twice.
@@ -105,6 +105,8 @@ def _numbered(name: str) -> tuple[str, tuple[str, ...]]:
 def _filled(pattern: str, numbers: Sequence[str]) -> str:
     """Return a pattern with the numbers in place of its `#`."""
     first, *rest = pattern.split("#")
+    if len(rest) != len(numbers):
+        raise ValueError(f"{pattern}: a name with {len(rest)} numbers from one with {len(numbers)}")
     return first + "".join(number + after for number, after in zip(numbers, rest, strict=True))
 
 

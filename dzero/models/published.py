@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
+from dzero.models.hf_conversions import as_saved
 from dzero.models.llama import Llama
 from dzero.models.moe import MoE
 
@@ -54,13 +56,14 @@ WRAPPED = "model."
 
 
 def describe(model: nn.Module) -> dict[str, Any] | None:
-    """Return the description of a model that an export needs: its `kind`, and the text of `config.json`.
+    """Return the description of a model that an export needs.
 
     Args:
         model: The model as built, or sharded.
 
     Returns:
-        JSON values, or None if Hugging Face has no layout for the model.
+        JSON values: the `kind`, the text of `config.json`, and as `layout` the conversions (conversions.py) of what is
+        published in another layout, if anything is. None if Hugging Face has no layout for the model.
     """
     if isinstance(model, MoE):
         return None
@@ -73,7 +76,9 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     if published is None or not hasattr(inner, "config"):
         return None
     config = json.loads(inner.config.to_json_string())
-    return {"kind": kind, "config": json.dumps(config | {"architectures": [published.__name__]})}
+    described = {"kind": kind, "config": json.dumps(config | {"architectures": [published.__name__]})}
+    layout = as_saved(published, described["config"])
+    return described | ({"layout": json.loads(msgspec.json.encode(layout))} if layout else {})
 
 
 def published_name(kind: str, name: str) -> str:

@@ -7,29 +7,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from counted_tensor import Counted
 from torch import Tensor
 
 from dzero.models.tensor_views import Joined, Narrowed, Readable, Selected, Stacked, Transposed
 
 SHAPE = (3, 4, 5)
-
-
-class Counted:
-    """A tensor in memory that counts the elements that are read."""
-
-    stored, where = ("counted",), "counted"
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.shape, self.elems = tensor, tuple(tensor.shape), 0
-
-    def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-        assert all(o >= 0 and o + n <= whole for o, n, whole in zip(offset, size, self.shape, strict=True))
-        self.elems += self._tensor[box].numel()
-        return self._tensor[box].clone()
-
-    def __call__(self) -> Tensor:
-        return self.read((0,) * len(self.shape), self.shape)
 
 
 def leaves(count: int, shape: tuple[int, ...] = SHAPE) -> list[Counted]:
