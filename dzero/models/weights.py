@@ -124,8 +124,8 @@ def check_config(folder: Path, shape: LlamaShape) -> None:
         ours = mixtral_config(shape)
         if change := settings_to_change(shape):
             raise ValueError(
-                f"model.weights={folder} with model.kind=moe: only Mixtral is read, and it computes something else "
-                f"than these settings; set {' '.join(change)}"
+                f"model.weights={folder}: of mixtures only Mixtral is read, which computes something else than this "
+                f"one; set {' '.join(change)}"
             )
     file = folder / "config.json"
     theirs = _settings_of(file, DEFAULTS[published])

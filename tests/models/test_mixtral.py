@@ -79,7 +79,7 @@ def test_settings_with_which_it_is_no_mixtral_are_named(tmp_path: Path) -> None:
         ({"scores": "sigmoid"}, "model.scores=softmax"),
         ({"shared_experts": 1, "top_k": 1}, "model.top_k=2 model.shared_experts=0"),
     ):
-        with pytest.raises(ValueError, match=f"with model.kind=moe: only Mixtral is read, .*; set {told}$"):
+        with pytest.raises(ValueError, match=f"of mixtures only Mixtral is read, .*; set {told}$"):
             imported(tmp_path, replace(CONFIG, **changes))
     llama = replace(CONFIG, kind="llama", experts=None, top_k=None, balance=None, weights=str(tmp_path))
     with pytest.raises(ValueError, match="is no llama: take model=hf"):

@@ -193,7 +193,7 @@ def test_a_mixture_is_not_published_as_a_llama(tmp_path: Path) -> None:
     shape = replace(SHAPE, scores="sigmoid", top_k=1, shared_experts=2)
     assert describe(MoE(shape)) is None
     change = "model.scores=softmax model.top_k=2 model.shared_experts=0 model.balance=loss"
-    with pytest.raises(ValueError, match=f"only Mixtral is read, and .* set {change}"):
+    with pytest.raises(ValueError, match=f"only Mixtral is read, .* set {change}"):
         local_weights(str(tmp_path), MoE(shape))
 
 
