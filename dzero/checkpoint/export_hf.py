@@ -160,8 +160,8 @@ def _described(checkpoint: Checkpoint) -> _Description:
     if described is None:
         raise CheckpointError(
             str(checkpoint.path),
-            "it does not say which model it is of: only the project's llamas and models of transformers have a layout "
-            f"there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
+            "it does not say which model it is of: only the project's llamas and Mixtrals, and models of transformers, "
+            f"have a layout there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
         )
     with suppress(ValueError, RecursionError):
         found = msgspec.convert(described, _Description)

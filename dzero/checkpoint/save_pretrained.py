@@ -21,7 +21,7 @@ from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import SHARD_BYTES, export, plan_of
 from dzero.checkpoint.format import DTYPES
 from dzero.comm.collectives import gather_json
-from dzero.mesh import AXES, host_mesh
+from dzero.mesh import AXES, EXPERT, host_mesh
 from dzero.models.conversions import Conversion, convert_all
 from dzero.models.published import describe, published_name
 from dzero.zero.sharded import Sharded
@@ -36,23 +36,24 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     Parameters are written in the dtype they are trained in. For another one, save a checkpoint and use `dzero export`.
 
     Args:
-        sharded: A model of transformers, or one of the project's llamas, after `shard`.
+        sharded: A model of transformers, or one of the project's llamas or Mixtrals, after `shard`.
         folder: Folder to create; it gets its name only when all of it is on disk.
         shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: If the model has no published layout, or other axes than the data-parallel ones cut it.
+        ValueError: If the model has no published layout, or tp or pp cut it.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
     described = describe(sharded.model)
     if described is None:
         raise ValueError(
-            f"{type(sharded.model).__name__}: only models of transformers and the project's llamas have a layout that "
-            "transformers loads; save a checkpoint with dzero.Checkpointer instead"
+            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, have "
+            "a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
         )
-    if sharded.stages is not None or any(param.split for unit in sharded.shapes for param in unit.params):
+    splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
+    if sharded.stages is not None or splits - {EXPERT}:
         raise ValueError(
-            "a model that tp, pp or ep cuts is not gathered here: save a checkpoint with "
+            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
             "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
         )
     tensors = dict(_tensors(sharded))
