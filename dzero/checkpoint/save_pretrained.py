@@ -47,8 +47,8 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     described = describe(sharded.model)
     if described is None:
         raise ValueError(
-            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, have "
-            "a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
+            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, "
+            "have a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
         )
     splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
     if sharded.stages is not None or splits - {EXPERT}:
