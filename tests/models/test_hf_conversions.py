@@ -106,7 +106,10 @@ def converted_by(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def convert(operations: list[Any]) -> None:
         def more(model: Any, *args: Any, **options: Any) -> list[Any]:
-            return [*known(model, *args, **options), core.WeightConverter("stored_head", "lm_head", operations)]
+            return [
+                *known(model, *args, **options),
+                core.WeightConverter("stored_head", "lm_head", operations=operations),
+            ]
 
         monkeypatch.setattr(mapping, "get_model_conversion_mapping", more)
 
@@ -115,12 +118,13 @@ def converted_by(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_operation_that_is_unknown_is_named(tmp_path: Path, converted_by: Any) -> None:
     rewritten(tmp_path, lambda tensors: tensors.update({"stored_head.weight": tensors.pop("lm_head.weight")}))
-    converted_by([core.Interleave(dim=0)])
+    converted_by([type("Interleave", (), {})()])
     with pytest.raises(
         ValueError, match=r"stored_head.weight: transformers converts it by Interleave, which dzero does"
     ):
         loaded(tmp_path)
-    converted_by([core.Transpose(0, 1, check_dims=True)])
+    (conditional := core.Transpose(0, 1)).check_dims = True
+    converted_by([conditional])
     with pytest.raises(ValueError, match=r"by Transpose, which .* save_original_format=False"):
         loaded(tmp_path)
 
