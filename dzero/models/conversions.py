@@ -4,7 +4,7 @@
     merge         dim        one tensor of a list, stacked along a new dim                         split
     split         dim        a list of tensors, one for each index along dim                       merge
     concatenate   dim        one tensor of those of all sources, joined along dim                  chunk
-    chunk         dim        one tensor for each target, of equal ranges along dim                 concatenate
+    chunk         dim        one tensor for each target, of equal ranges along dim, or of `sizes`   concatenate
     transpose     dim, dim1  one tensor with two dims exchanged                                    transpose
 
 Nothing is read: a step makes views (tensor_views.py), of which any box is read later.
@@ -13,6 +13,7 @@ Nothing is read: a step makes views (tensor_views.py), of which any box is read 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -29,6 +30,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     operation: str
     dim: int
     dim1: int = 0
+    sizes: tuple[int, ...] = ()
 
 
 class Conversion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -149,10 +151,13 @@ def _concatenate(step: Step, values: Values, sources: Sequence[str], targets: Se
 
 def _chunk(step: Step, values: Values, sources: Sequence[str], targets: Sequence[str]) -> Values:
     part = _single(step, values)
-    rows, rest = divmod(_length(step, part), len(targets))
-    if rest:
-        raise ValueError(f"{part.where}: {list(part.shape)} has no {len(targets)} equal parts along dim {step.dim}")
-    return {name: [Narrowed((part,), step.dim, i * rows, rows)] for i, name in enumerate(targets)}
+    whole, count = _length(step, part), len(targets)
+    sizes = step.sizes or (whole // count,) * count
+    if sum(sizes) != whole or len(sizes) != count or min(sizes) < 0:
+        wanted = f"ranges of {[*sizes]}" if step.sizes else f"{count} equal ranges"
+        raise ValueError(f"{part.where}: {list(part.shape)} does not consist of {wanted} along dim {step.dim}")
+    firsts = [0, *accumulate(sizes)]
+    return {name: [Narrowed((part,), step.dim, firsts[i], sizes[i])] for i, name in enumerate(targets)}
 
 
 def _transpose(step: Step, values: Values, sources: Sequence[str], targets: Sequence[str]) -> Values:

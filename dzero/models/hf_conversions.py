@@ -9,9 +9,9 @@ are refused by name.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -92,7 +92,7 @@ def as_loaded(model: Any, stored: Mapping[str, Readable]) -> dict[str, Readable]
     """
     mapping = import_optional("transformers.conversion_mapping", "model.kind=hf", "hf")
     transforms = _Transforms(mapping.get_model_conversion_mapping(model))
-    needed, base = model.state_dict().keys(), model.base_model_prefix
+    needed, base = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}, model.base_model_prefix
     found: dict[str, Readable] = {}
     groups: dict[str, _Group] = {}
     for key in sorted(stored, key=_in_order):
@@ -109,16 +109,22 @@ def as_loaded(model: Any, stored: Mapping[str, Readable]) -> dict[str, Readable]
         else:
             found[name] = stored[key]
     for name, group in groups.items():
-        made = _converted(name, group, stored)
+        made = _converted(name, group, stored, needed)
         if both := found.keys() & made.keys():
             raise ValueError(f"{made[min(both)].where}: stored as {min(both)} too, as which it would be loaded")
         found |= made
     return found
 
 
-def _converted(name: str, group: _Group, stored: Mapping[str, Readable]) -> dict[str, Readable]:
-    """Return the parameters, by name, that a converter makes of a group of tensors."""
-    steps = _steps(group.converter)
+def _converted(
+    name: str, group: _Group, stored: Mapping[str, Readable], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Readable]:
+    """Return the parameters, by name, that a converter makes of a group of tensors.
+
+    `shapes` has those of all parameters, which some converters look up.
+    """
+    targets = group.targets(name)
+    steps = _steps(group.converter, [shapes.get(target, ()) for target in targets.values()])
     where = stored[group.members[group.sources[0]][0]].where
     for step in steps:
         if step.operation not in STEPS.values():
@@ -128,29 +134,40 @@ def _converted(name: str, group: _Group, stored: Mapping[str, Readable]) -> dict
             )
     for names in group.members.values():
         _check_numbers(names, where)
-    targets = group.targets(name)
     values = {pattern: [stored[key] for key in group.members[pattern]] for pattern in group.sources}
     made = convert(steps, values, group.sources, [*targets])
     return {targets[pattern]: part for pattern, parts in made.items() for part in parts}
 
 
-@lru_cache
-def as_saved(published: Any, config: str) -> tuple[Conversion, ...]:
+def as_saved(published: Any, config: Any) -> tuple[Conversion, ...]:
     """Return the conversions from a model's own layout to that in which transformers saves it.
 
     Operations that dzero does not know become steps of their name, which `convert` refuses.
 
     Args:
         published: Class of transformers.
-        config: Text of its config.json.
+        config: Configuration of the model.
 
     Returns:
         Conversions; parameters that none of them takes keep their names.
     """
+    return _as_saved(published, _Config(config.to_json_string(), config))
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A configuration that equals others with the same text."""
+
+    text: str
+    value: Any = field(compare=False)
+
+
+@lru_cache(maxsize=8)
+def _as_saved(published: Any, config: _Config) -> tuple[Conversion, ...]:
     mapping = import_optional("transformers.conversion_mapping", "the published layout", "hf")
     with torch.device("meta"):
         # The model at hand may be cut or wrapped, which changes its names and classes.
-        model = published(published.config_class.from_dict(json.loads(config)))
+        model = published(deepcopy(config.value))
     transforms = mapping.get_model_conversion_mapping(model, add_legacy=False)
     # Whether a folder had the prefix that such a transform removes is unknown, so transformers adds none either.
     kept = [each for each in transforms if type(each).__name__ != "PrefixChange"]
@@ -189,13 +206,18 @@ def _in_short(exact: Sequence[Conversion]) -> tuple[Conversion, ...]:
     return tuple(dict.fromkeys(each for each in taken if each.steps or each.sources != each.targets))
 
 
-def _steps(converter: Any) -> tuple[Step, ...]:
-    """Return the operations of a converter as steps; an unknown one keeps its name."""
+def _steps(converter: Any, shapes: Sequence[tuple[int, ...]] = ()) -> tuple[Step, ...]:
+    """Return the operations of a converter as steps; an unknown one keeps its name.
+
+    `shapes` are those of the targets, if known.
+    """
     found = []
     for operation in converter.operations:
         kind = type(operation).__name__
         conditional = getattr(operation, "check_dims", False) or getattr(operation, "num_shards_attribute", None)
-        if kind not in STEPS or conditional:
+        if kind == "Split" and shapes and all(len(shape) > operation.dim for shape in shapes):
+            found.append(Step("chunk", operation.dim, sizes=tuple(shape[operation.dim] for shape in shapes)))
+        elif kind not in STEPS or conditional:
             found.append(Step(kind, 0))
         elif kind == "Transpose":
             found.append(Step("transpose", operation.dim0, operation.dim1))

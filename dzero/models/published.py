@@ -86,7 +86,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     if published is None or not hasattr(inner, "config"):
         return None
     config = json.dumps(json.loads(inner.config.to_json_string()) | {"architectures": [published.__name__]})
-    return _described(kind, config, as_saved(published, config))
+    return _described(kind, config, as_saved(published, inner.config))
 
 
 def _described(kind: str, config: str, layout: Sequence[Conversion] = ()) -> dict[str, Any]:

@@ -30,6 +30,15 @@ def test_ranges_become_tensors_of_their_own_in_every_layer_and_come_together_aga
     assert all(torch.equal(together[name](), given[name]()) for name in given)
 
 
+def test_ranges_may_have_sizes_of_their_own() -> None:
+    uneven = Conversion(FUSED.sources, FUSED.targets, (Step("chunk", 0, sizes=(4, 1, 2)),))
+    given = tensors(layers_0_qkv=(7, 2))
+    apart = convert_all([uneven], given)
+    assert torch.equal(apart["layers.0.v"](), given["layers.0.qkv"]()[5:])
+    with pytest.raises(ValueError, match=r"\[8, 2\] does not consist of ranges of \[4, 1, 2\] along dim 0"):
+        convert_all([uneven], tensors(layers_0_qkv=(8, 2)))
+
+
 def test_steps_apply_in_order() -> None:
     given = tensors(layers_3_up=(2, 4, 5))
     split = convert_all([MERGED], given)
@@ -40,7 +49,7 @@ def test_steps_apply_in_order() -> None:
 def test_what_does_not_apply_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layers.0.q is stored together with \['layers.0.v'\], which are not there"):
         convert_all([APART], tensors(layers_0_q=(2, 2), layers_0_k=(2, 2)))
-    with pytest.raises(ValueError, match=r"\[7, 2\] has no 3 equal parts along dim 0"):
+    with pytest.raises(ValueError, match=r"\[7, 2\] does not consist of 3 equal ranges along dim 0"):
         convert_all([FUSED], tensors(layers_0_qkv=(7, 2)))
     with pytest.raises(ValueError, match=r"layers.0.qkv and another tensor both make layers.0.k"):
         convert_all([FUSED], tensors(layers_0_k=(2, 2), layers_0_qkv=(6, 2)))
