@@ -59,6 +59,8 @@ FIXED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bia
 MIXTURE_FIXED: dict[str, Any] = {"hidden_act": "silu", "sliding_window": None}
 """The same for `MoE`."""
 KINDS = ("llama", "hf", "bare")
+MODELS = "transformers.models."
+"""Package of the models of transformers; its base classes for others' are elsewhere."""
 WRAPPED = "model."
 """Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
 
@@ -82,7 +84,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     kind = "hf" if isinstance(model, HFDecoder) else "bare"
     inner: Any = model.model if isinstance(model, HFDecoder) else model
     # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
-    published = next((each for each in type(inner).__mro__ if each.__module__.startswith("transformers.")), None)
+    published = next((each for each in type(inner).__mro__ if each.__module__.startswith(MODELS)), None)
     if published is None or not hasattr(inner, "config"):
         return None
     config = json.dumps(json.loads(inner.config.to_json_string()) | {"architectures": [published.__name__]})

@@ -169,3 +169,12 @@ def test_a_model_tells_how_it_is_published_by_layer() -> None:
     ]
     llama = transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=9)
     assert "layout" not in described(transformers.LlamaForCausalLM(llama))
+
+
+def test_a_model_of_ones_own_has_no_layout_there() -> None:
+    class Own(transformers.PreTrainedModel):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.linear = torch.nn.Linear(2, 2)
+
+    assert dzero.describe(Own(transformers.LlamaConfig())) is None

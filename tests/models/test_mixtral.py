@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from small_mixtures import VOCAB, mixture, tokens
 
 from dzero.models.build import build, materialiser, weights_of
 from dzero.models.config import ModelConfig
 from dzero.models.moe import MoE
+from dzero.models.weights import check_config
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
 
 CONFIG = ModelConfig(
     kind="moe",
@@ -50,6 +54,20 @@ def test_mixtral_gives_the_logits_of_transformers(tmp_path: Path, tied: bool) ->
         assert torch.equal(layer.ffn.router.weight, published.mlp.gate.weight)
     # The same fp32 values; the chosen experts' outputs and products are summed in another order.
     torch.testing.assert_close(ours(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_the_published_mixtral_8x7b_is_that_of_the_configuration(tmp_path: Path) -> None:
+    """Its settings as published in the days of transformers 4, without those that do not change what it computes."""
+    published = {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336}
+    published |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}
+    published |= {"num_experts_per_tok": 2, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None}
+    published |= {"hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    settings = yaml.safe_load((CONF / "mixtral_8x7b.yaml").read_text())
+    shape = ModelConfig(**settings, weights=str(tmp_path)).shape(None)
+    check_config(tmp_path, shape)
+    with pytest.raises(ValueError, match=r"set model.experts=8"):
+        check_config(tmp_path, replace(shape, experts=4))
 
 
 @pytest.mark.parametrize(
