@@ -103,8 +103,9 @@ def same(found: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (3, 2)])
+@pytest.mark.product(keep=5)
 @pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 1), (1, 2), (3, 1), (3, 2)])
 def test_a_mixture_goes_through_training_unchanged(
     pool: Pool, tmp_path: Path, kind: str, stage: int, ranks: int
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_mixture_goes_through_training_unchanged(
         assert torch.equal(again.eval()(tokens()).logits, want)
 
 
+@pytest.mark.product(keep=3)
 @pytest.mark.parametrize(("ep", "stage", "ranks"), [(1, 1, 1), (1, 3, 2), (2, 3, 2), (2, 1, 4), (2, 3, 4), (2, 0, 2)])
 def test_mixtral_goes_through_the_mixture_of_this_project(
     pool: Pool, tmp_path: Path, ep: int, stage: int, ranks: int
