@@ -12,6 +12,7 @@ A box is read with no other bytes of the parts than its own elements.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,7 +43,7 @@ class Readable(Protocol):
         """Read the whole tensor."""
 
 
-class View:
+class View(ABC):
     """Base of tensors that are made of others, `parts`; a subclass gives `shape` and `read`.
 
     A tensor of an impossible shape raises ValueError when it is constructed.
@@ -51,9 +52,9 @@ class View:
     parts: tuple[Readable, ...]
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        raise NotImplementedError
 
     @property
     def stored(self) -> tuple[str, ...]:
@@ -66,9 +67,9 @@ class View:
         count = len(self.stored)
         return self.parts[0].where + (f" with {count - 1} more" if count > 1 else "")
 
+    @abstractmethod
     def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
         """Read the elements [offset, offset + size) along every dim, as a CPU tensor."""
-        raise NotImplementedError
 
     def __call__(self) -> Tensor:
         """Read the whole tensor."""
