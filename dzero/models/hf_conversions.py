@@ -103,7 +103,10 @@ def as_loaded(model: Any, stored: Mapping[str, Readable]) -> dict[str, Readable]
         if name not in needed:
             continue
         if pattern is not None:
-            groups.setdefault(name, _Group(converter)).members.setdefault(pattern, []).append(key)
+            group = groups.setdefault(name, _Group(converter))
+            if group.converter is not converter:
+                raise ValueError(f"{stored[key].where}: {name} of the model is stored in another layout too")
+            group.members.setdefault(pattern, []).append(key)
         elif name in found:
             raise ValueError(f"{stored[key].where}: {key} and {found[name].stored[0]} are both {name} of the model")
         else:
