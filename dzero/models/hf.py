@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
 from dzero.models.config import check_vocabulary
-from dzero.utils.hub_cache import cache_folder, is_repository, local_folder, read_bytes
+from dzero.utils.hub_cache import cache_folder, is_repository, local_folder, private_copies, read_bytes
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 MOST = 2**31 - 1
@@ -97,7 +96,9 @@ def check_folder(name_or_path: str) -> None:
     """Raise FileNotFoundError for a folder that is missing or has no config.json; works without transformers."""
     what, folder = f"model.name_or_path={name_or_path}", Path(local_folder(name_or_path))
     if folder.is_dir():
-        _config_text(what, folder)
+        if not os.path.lexists(folder / CONFIG):
+            raise FileNotFoundError(f"{what}: the folder has no config.json")
+        read_bytes(folder / CONFIG)  # a link that is not followed is told before workers start
     elif is_repository(name_or_path):
         raise FileNotFoundError(
             f"{what}: no such folder, and no such repository in the cache of Hugging Face ({cache_folder()}); nothing "
@@ -127,22 +128,13 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
 
 def _parsed_config(transformers: Any, setting: str, folder: Path) -> Any:
     """Return the configuration in a folder, parsed by transformers from a private copy of its config.json."""
-    text = _config_text(setting, folder)
     what = (
         f"{setting}: transformers {transformers.__version__} itself has no such model or its config.json is broken; "
         "code from the folder is never run"
     )
-    with TemporaryDirectory(prefix="dzero-config-") as private:
-        Path(private, CONFIG).write_bytes(text)
-        with converting(what, Exception):  # for a broken file, transformers may raise any kind of error
-            config = transformers.AutoConfig.from_pretrained(private, local_files_only=True, trust_remote_code=False)
+    # For a broken file, transformers may raise any kind of error.
+    with private_copies(folder, [CONFIG]) as private, converting(what, Exception):
+        config = transformers.AutoConfig.from_pretrained(private, local_files_only=True, trust_remote_code=False)
     config.name_or_path = str(folder)
     _check_sizes(config.get_text_config(), folder)
     return config
-
-
-def _config_text(setting: str, folder: Path) -> bytes:
-    """Return the contents of a folder's config.json."""
-    if not os.path.lexists(folder / CONFIG):
-        raise FileNotFoundError(f"{setting}: the folder has no config.json")
-    return read_bytes(folder / CONFIG)

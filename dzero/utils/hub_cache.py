@@ -17,9 +17,10 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -52,6 +53,19 @@ def read_bytes(file: Path) -> bytes:
         if (size := os.fstat(fd).st_size) > MOST_TEXT_BYTES:
             raise ValueError(f"{file}: {size} bytes, more than such a file has")
         return data.read()
+
+
+@contextmanager
+def private_copies(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Copy files of a folder, read by `read_bytes`, to a private one for a library that opens files by their names.
+
+    Yields:
+        The private folder, which is removed in the end.
+    """
+    with TemporaryDirectory(prefix="dzero-files-") as private:
+        for name in names:
+            Path(private, name).write_bytes(read_bytes(folder / name))
+        yield Path(private)
 
 
 def local_folder(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dzero.utils.hub_cache import cache_folder, local_folder, opened, read_bytes
+from dzero.utils.hub_cache import cache_folder, local_folder, opened, private_copies, read_bytes
 
 HASH = "0f" * 20
 
@@ -32,6 +32,15 @@ def test_files_and_links_to_blobs_are_read(tmp_path: Path) -> None:
     assert read_bytes(snapshot / "file") == b"file"
     (tmp_path / "elsewhere").symlink_to(snapshot)  # the folder itself is the user's choice
     assert read_bytes(tmp_path / "elsewhere" / "config.json") == b"blob"
+
+
+def test_copies_for_other_libraries_are_regular_files_of_a_private_folder(tmp_path: Path) -> None:
+    snapshot = repository(tmp_path, text=b"blob")
+    with private_copies(snapshot, ["config.json"]) as private:
+        assert (private / "config.json").read_bytes() == b"blob"
+        assert not (private / "config.json").is_symlink()
+        assert private.stat().st_mode & 0o077 == 0
+    assert not private.exists()
 
 
 def blobs_are_a_link(repo: Path, secret: Path) -> str:
