@@ -20,6 +20,7 @@ from dzero.models.hf import check_folder
 from dzero.optim.build import check_layout, check_rule_name
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
+from dzero.utils.hub_cache import is_repository
 from dzero.utils.rules import Settings
 from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
@@ -114,5 +115,7 @@ def check_here(config: RunConfig) -> None:
         find(config.data.path)
     if config.model.name_or_path is not None:
         check_folder(config.model.name_or_path)
-    if isinstance(config.model.weights, str) and not Path(config.model.weights).is_dir():
-        raise FileNotFoundError(f"model.weights={config.model.weights}: no such folder; nothing is downloaded")
+    weights = config.model.weights
+    if isinstance(weights, str) and not Path(weights).is_dir():
+        repair = f": run `hf download {weights}` first" if is_repository(weights) else ""
+        raise FileNotFoundError(f"model.weights={weights}: no such folder; nothing is downloaded{repair}")
