@@ -53,7 +53,8 @@ class RankView:
 
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     """Return the model that a run trains, on meta in fp32; the data determine `vocab_size` if it is None."""
-    if vocab_size is None and config.model.vocab_size is None:
+    has_own = config.model.vocab_size is not None or (config.model.kind == "hf" and config.data.kind == "chat")
+    if vocab_size is None and not has_own:
         vocab_size = vocab_size_of(config.data, config.model_folder)
     # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1

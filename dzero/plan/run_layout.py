@@ -113,6 +113,8 @@ def check_here(config: RunConfig) -> None:
         raise ValueError(f"launch.workers={config.launch.workers} has no effect under torchrun; remove it")
     if config.data.path is not None:
         find(config.data.path)
+    elif config.data.kind == "chat":
+        raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
     if config.model.name_or_path is not None:
         check_folder(config.model.name_or_path)
     weights = config.model.weights

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -31,10 +30,11 @@ from dzero.data.batch import IGNORED
 from dzero.models.llama import Llama
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
+from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
 from dzero.utils.torch_internals import fake_tensors
 
-LOGITS_BYTES = 256 << 20
+LOGITS_BYTES = 128 << 20
 """Limit of the fp32 logits of a tile, where the number of tiles is not set."""
 
 
@@ -168,16 +168,9 @@ def _or_losses(losses: Callable[[Forward, nn.Module, Tensor, Tensor], Tensor], f
     return with_losses
 
 
-def _over_tokens(forward: Forward, head: nn.Module, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
+def _over_tokens(_: Forward, head: nn.Linear, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
     """Return the sum of losses of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
-
-    def of_tile(part: Tensor, of_part: Tensor) -> Tensor:
-        return F.cross_entropy(forward(head, part).float(), of_part, reduction="sum", ignore_index=IGNORED)
-
-    total = torch.zeros((), device=features.device)
-    for part, of_part in zip(features.chunk(n), targets.chunk(n), strict=True):
-        total = total + checkpoint(of_tile, part, of_part, use_reentrant=False)
-    return total
+    return sum_of_tiled_losses(features, head.weight, head.bias, targets, n)
 
 
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
