@@ -554,13 +554,7 @@ RUN = (
             f"export.at_end=false, save with checkpoint.every, and run dzero export; or {axis}=1",
             f"export.at_end=true model={model} {axis}=2",
         )
-        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"), ("mesh.ep", "tiny_moe"))
-    ),
-    Rule(
-        "export.at_end=true model.kind=moe",
-        "this model has no published layout",
-        "export.at_end=false",
-        "export.at_end=true model=tiny_moe",
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"))
     ),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
