@@ -614,7 +614,13 @@ RUN = (
                 "monitor.tensorboard=false",
                 "monitor.tensorboard=true",
                 "monitor.tensorboard=false",
-                {"monitor.scalars_every_steps": 2, "monitor.plan": "false"},
+                {"monitor.plan": "false"},
+            ),
+            (
+                "monitor.tensorboard=false monitor.wandb=null",
+                "monitor.tensorboard=true",
+                "monitor.tensorboard=false",
+                {"monitor.scalars_every_steps": 2},
             ),
             (
                 "profile.enabled=false",
