@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,6 +39,7 @@ from dzero.plan.run_layout import check_ranks
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import RunCheckpoints
 from dzero.trainer.export import check_export, export
+from dzero.trainer.isolation import check_isolation
 from dzero.trainer.metrics import MetricsRecorder, SharedLoss
 from dzero.utils.stdout import outlast_readers
 from dzero.utils.terminal import from_here
@@ -93,6 +95,7 @@ class Trainer:
             "ranks": built.readers,
         }
         self.stream = SequenceStream(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        check_isolation(built, train.read(np.zeros(config.train.microbatch_sequences, np.int64)))
         self.batches = BatchPrefetcher(self.stream, device)
         if (most := config.train.evaluate_batches) > 0:
             held_out = self.corpus.held_out_sequences(length, multiple)
