@@ -41,7 +41,7 @@ def check_isolation(built: BuiltModel, batch: Batch) -> None:
         return
     half = time // 2
     other = tokens.clone()
-    other[:, :half] = kinds[(torch.searchsorted(kinds, tokens[:, :half]) + 1) % len(kinds)]
+    other[:, :half] = kinds[(torch.searchsorted(kinds, tokens[:, :half].contiguous()) + 1) % len(kinds)]
     positions = torch.cat([torch.arange(half), torch.arange(time - half)]).expand_as(tokens).contiguous()
     targets = torch.full_like(tokens, IGNORED)
     counted = min(MOST_COUNTED, time - half)
