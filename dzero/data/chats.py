@@ -86,7 +86,14 @@ def encoder_of(config: DataConfig, model_folder: str | None) -> ChatEncoder:
     folder = config.tokenizer or model_folder
     if folder is None:
         raise ValueError("data.kind=chat: the model has no folder with a tokenizer; set data.tokenizer to one")
-    return ChatEncoder(Path(folder), config.loss_on or "assistant", config.chat_template)
+    try:
+        return ChatEncoder(Path(folder), config.loss_on or "assistant", config.chat_template)
+    except FileNotFoundError as error:
+        if config.tokenizer is not None or config.chat_template is not None:
+            raise
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer.json; set data.tokenizer to a folder with the model's tokenizer"
+        ) from error
 
 
 def samples_of(

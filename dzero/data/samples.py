@@ -79,6 +79,7 @@ class Samples:
     Attributes:
         lengths: Number of tokens of each sample, int64 [n], at most `max_tokens`.
         counted: Number of tokens of each sample that are targets and count, int64 [n], at least 1.
+        hashes: Hash of the ids of each whole sample, uint64 [n].
         vocab_size: One more than the largest id.
         summary: One line on what was read, left out and cut.
     """
@@ -108,7 +109,7 @@ class Samples:
         if not kept.any():
             raise ValueError(f"no sample is left: {self.summary}; look at the data, data.loss_on and the length")
         self.lengths, self.counted = lengths[kept], counted[kept]
-        self._starts, self._hashes = starts[kept], np.array(files["hashes"])[kept]
+        self._starts, self.hashes = starts[kept], np.array(files["hashes"])[kept]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -129,7 +130,7 @@ class Samples:
         """
         if not 0 <= fraction < 1:
             raise ValueError(f"fraction={fraction}: must be at least 0 and less than 1")
-        return np.asarray(self._hashes < np.uint64(math.ceil(fraction * 2**64)), np.bool_)
+        return np.asarray(self.hashes < np.uint64(math.ceil(fraction * 2**64)), np.bool_)
 
     def _span(self, array: NDArray[Any], index: int) -> NDArray[Any]:
         if not -len(self) <= index < len(self):

@@ -193,7 +193,7 @@ class BuiltModel:
         if self.pipeline is None:
             total: Tensor | None = local_of(self._sum_of_losses(batch))
         else:
-            self._share = 1.0
+            self._share, self._positions = 1.0, [batch.positions]
             total = self.pipeline.evaluate(batch.tokens, batch.targets)
         if total is None:
             return torch.zeros(2, dtype=torch.float64, device=self.device)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
@@ -40,6 +41,7 @@ from dzero.trainer.answers import answer, answers_of
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import RunCheckpoints
 from dzero.trainer.export import check_export, export
+from dzero.trainer.isolation import check_isolation
 from dzero.trainer.metrics import MetricsRecorder, SharedLoss
 from dzero.utils.stdout import outlast_readers
 from dzero.utils.terminal import from_here
@@ -85,7 +87,6 @@ class Trainer:
         self.config = config = replace(config, train=config.train.over(len(train), readers))
         self.built = built = BuiltModel(config, device, self.corpus.vocab_size)
         self.sharded, self.microbatches = built.sharded, built.microbatches
-        check_export(config, self.sharded.model, run_folder)
         self.sharded.ledger.collective_log.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))
@@ -95,6 +96,7 @@ class Trainer:
             "ranks": built.readers,
         }
         self.stream = SequenceStream(train, seed=config.train.seed, shuffle=config.data.shuffle, **slices)
+        check_isolation(built, train.read(np.zeros(config.train.microbatch_sequences, np.int64)))
         self.batches = BatchPrefetcher(self.stream, device)
         if (most := config.train.evaluate_batches) > 0:
             held_out = self.corpus.held_out_sequences(length, multiple)
@@ -104,6 +106,8 @@ class Trainer:
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
         self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
         self.done_steps = self.saves.resume()
+        if self.done_steps < config.train.steps:
+            check_export(config, self.sharded.model, run_folder)
         self.recorder = MetricsRecorder(config, built, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(
             config.profile, run_folder, rank=self.rank, device=device, run_steps=config.train.steps

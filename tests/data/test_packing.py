@@ -19,6 +19,8 @@ class Drawn:
         self._counts = [drawn.random(length) < 0.5 for length in self.lengths]
         self.counted = np.array([counts[1:].sum() for counts in self._counts])
 
+        self.hashes = np.arange(samples, dtype=np.uint64)
+
     def ids(self, index: int) -> NDArray[np.int32]:
         return np.arange(self.lengths[index], dtype=np.int32) + 100 * index
 
@@ -77,6 +79,17 @@ def test_padded_sequences_are_as_long_as_their_longest_sample_up_to_a_multiple()
     assert 0 <= batch.tokens.shape[1] - (batch.tokens % 100).amax().item() - 1 < 4
     whole = SampleSequences(samples, np.arange(40), 30, pack=False, multiple=0, name="drawn")
     assert whole.read(np.array([0])).tokens.shape[1] == 30
+
+
+def test_other_contents_or_another_mask_of_any_sample_are_other_sequences() -> None:
+    def identity(samples: Drawn) -> dict[str, int]:
+        return SampleSequences(samples, np.arange(4000), 30, pack=True, multiple=0, name="drawn").identity()
+
+    for change in ("hashes", "counted"):
+        samples = Drawn(4000)
+        before = identity(samples)
+        getattr(samples, change)[3777] += 1
+        assert identity(samples) != before
 
 
 def test_groups_fit_and_are_few() -> None:

@@ -20,9 +20,11 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dzero.models.config import LlamaShape
+from dzero.models.hf import HFDecoder
 from dzero.models.llama import SwiGLU
 from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.parallel.tiling.loss import returns_logits_of
 from dzero.parallel.tiling.tile import fill_tiles, tile, tiles_of
 from dzero.zero.units import find_units
 
@@ -198,6 +200,19 @@ def test_mlps_of_transformers_are_tiled() -> None:
     granite = transformers.GraniteForCausalLM(transformers.GraniteConfig(**config.to_dict()))
     with pytest.raises(ValueError, match=r"loss_tiles=2: GraniteForCausalLM changes the logits of its head"):
         apply_blocks(granite, BlockConfig(loss_tiles=2), "cpu")
+
+
+@pytest.mark.parametrize(("kind", "passes_on"), [("mixtral", True), ("granitemoe", False), ("mamba", True)])
+def test_whether_a_model_passes_on_the_logits_of_its_head_is_found_without_its_values(
+    kind: str, passes_on: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 9}
+    heads = {} if kind == "mamba" else {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **sizes, **heads)
+        model = HFDecoder(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert returns_logits_of(model, model.get_output_embeddings()) is passes_on
 
 
 @pytest.mark.parametrize(

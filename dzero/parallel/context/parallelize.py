@@ -5,8 +5,8 @@
     rotary positions             those of the tokens that the rank has
     attention                    the keys of all ranks, or some heads of all ranks (context/attention.py)
 
-Everything else processes one token at a time. The ranks are data-parallel: a loss is the mean over a rank's own tokens.
-All ranks have equally many tokens, so the mean of gradients and losses over ranks is the mean over all tokens.
+Everything else processes one token at a time. The ranks are data-parallel, and their gradients are averaged: a loss is
+the sum over a rank's own tokens, divided by the mean number of tokens that count on a rank.
 
 The model is plain torch: one module has `features(tokens, positions)`, others `attend(query, key, value)` on tensors
 [batch, heads, time, head_dim], and both are replaced in place.

@@ -74,7 +74,8 @@ class Pipeline:
     """The stages of one rank, and their schedule.
 
     Attributes:
-        microbatch: Number of the microbatch that `run` and `loss` now get, within the step; None outside of steps.
+        microbatch: Number of the microbatch that `run` and `loss` now get, within the step, or in evaluation; None
+            outside of them.
 
     Args:
         stages: Stages of this rank.
@@ -141,15 +142,19 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        """Return the loss of one microbatch, without backward; None on ranks without the last stage."""
-        for stage in self._stages.own:
-            x = tokens if stage.index == 0 else self._receive(stage.index - 1)
-            if stage.index == self._stages.count - 1:
-                return self._loss(stage.module, x, targets)
-            x = self._run(stage.module, x)
-            self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
-            with self._ledger.collective_log.waiting():
-                dist.send(x.contiguous(), self._peer(stage.index + 1), group=self._group)
+        """Return the loss of one microbatch, number 0, without backward; None on ranks without the last stage."""
+        self.microbatch = 0
+        try:
+            for stage in self._stages.own:
+                x = tokens if stage.index == 0 else self._receive(stage.index - 1)
+                if stage.index == self._stages.count - 1:
+                    return self._loss(stage.module, x, targets)
+                x = self._run(stage.module, x)
+                self._ledger.record("pipeline", "send", PIPELINE, x.dtype, x.nbytes)
+                with self._ledger.collective_log.waiting():
+                    dist.send(x.contiguous(), self._peer(stage.index + 1), group=self._group)
+        finally:
+            self.microbatch = None
         return None
 
     def run_stage(self, stage: ModelStage, microbatch: int, x: Tensor) -> Tensor:

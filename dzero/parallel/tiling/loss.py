@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
     if not returns_logits_of(model, head):
         raise ValueError(
             f"block.loss_tiles={n}: {type(model).__name__} changes the logits of its head, as by a scale or a cap, "
-            "which tiles of the loss would leave out; take block.loss_tiles=1"
+            "which tiles of the loss would leave out, or cannot be tried; take block.loss_tiles=1"
         )
     others = (m for m in model.modules() if m is not head)
     if by_tokens or n == 1 or any(p is head.weight for m in others for p in m.parameters(recurse=False)):
@@ -99,20 +99,35 @@ def head_of(model: nn.Module) -> nn.Module | None:
 def returns_logits_of(model: nn.Module, head: nn.Module) -> bool:
     """Return whether the logits that `model` returns for two tokens are those that `head` returned.
 
-    A model on meta is run on tensors without values. Llama is known, and its experts may be on other ranks.
+    A model on meta is run on tensors without values: in bf16, which experts of transformers demand there, and in its
+    own dtypes, in which a cast of logits to fp32 changes nothing. One success is enough; a model that cannot be run has
+    none. Llama is known, and its experts may be on other ranks.
     """
     if isinstance(model, Llama):
         return True
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    if not any(each.is_meta for each in tensors.values()):
+        with torch.random.fork_rng(devices=[]):
+            return _passes_on(model, head, {}, next(iter(tensors.values())).device)
+    for dtype in (torch.bfloat16, None):
+        with suppress(Exception), fake_tensors():  # models and fake tensors raise any kind of error
+            floats = {name for name, each in model.named_parameters() if each.is_floating_point()}
+            fake = {
+                name: torch.empty(each.shape, dtype=(dtype if name in floats else None) or each.dtype)
+                for name, each in tensors.items()
+                if each.is_meta
+            }
+            if _passes_on(model, head, fake, torch.device("cpu")):
+                return True
+    return False
+
+
+def _passes_on(model: nn.Module, head: nn.Module, values: dict[str, Tensor], device: torch.device) -> bool:
     made: list[Tensor] = []
     hook = head.register_forward_hook(lambda _module, _inputs, out: made.append(out))
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    is_meta = any(each.is_meta for each in tensors.values())
     try:
-        with fake_tensors() if is_meta else torch.random.fork_rng(devices=[]):
-            device = "cpu" if is_meta else next(iter(tensors.values())).device
-            fake = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in tensors.items() if is_meta}
-            tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
-            logits = _logits(functional_call(model, fake, (tokens,)))
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        logits = _logits(functional_call(model, values, (tokens,)))
     finally:
         hook.remove()
     return len(made) == 1 and logits is made[0]
