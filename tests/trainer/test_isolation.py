@@ -9,6 +9,7 @@ import torch
 from pool import Pool
 from small_runs import CONF
 from test_finetune import CHATS, model
+from test_token_loss import Silent
 
 from dzero.overrides import composed
 from dzero.trainer.trainer import Trainer
@@ -65,7 +66,7 @@ def begun(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[str
 
 def held_out(rank: int, ranks: int, settings: list[str], folder: Path) -> float | None:
     """Loss of the held-out conversations before the first step."""
-    return Trainer(composed(settings, CONF), folder, torch.device("cpu"))._evaluate()
+    return Trainer(composed(settings, CONF), folder, torch.device("cpu"))._evaluate(1, Silent())
 
 
 def written(kind: str, folder: Path) -> Path:
