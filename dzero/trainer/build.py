@@ -25,6 +25,7 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import IGNORED, Batch
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
+from dzero.models.adapters import add_adapters
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
@@ -69,11 +70,17 @@ class BuiltModel:
         torch.manual_seed(config.train.seed + data_rank)  # for dropout; weights and data have their own seeds
 
         model = build(config.model, vocab_size)
+        weights = weights_of(config.model, model)
+        adapters = add_adapters(model, config.adapter, config.model.weights_folder)
+        weights = adapters.by_new_name(weights)
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
         # The initializer uses the names of modules in the model as built, so it is created before any is sharded.
-        weights = weights_of(config.model, model)
         materialise: Materialise = MetaInitializer(
-            model, seed=config.train.seed, device=device, weights=blank(model, weights)
+            model,
+            seed=config.train.seed,
+            device=device,
+            weights=blank(model, weights),
+            initializers=adapters.initializers,
         )
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages

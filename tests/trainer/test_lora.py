@@ -1,0 +1,177 @@
+"""LoRA: the numbers of plain peft, at every stage and tier; only adapters have states, are saved, and are exported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity_cells import whole
+from pool import Pool
+from small_runs import CONF
+from test_finetune import CHATS, words
+from test_finetune import model as model
+from test_token_loss import Silent
+
+from dzero import save_pretrained
+from dzero.overrides import composed
+from dzero.trainer.trainer import Trainer
+from dzero.zero.rounding import to_working
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+STEPS = 3
+LORA = [
+    "adapter=lora",
+    "adapter.r=4",
+    "adapter.target_modules=[q_proj,v_proj,down_proj]",
+    "adapter.rank_pattern={down_proj:2}",
+    "precision=fp32",
+    "optim.max_norm=null",
+    "schedule.kind=constant",
+    "schedule.warmup_fraction=0",
+    "data.held_out=0",
+    "data.shuffle=false",
+    f"train.epochs={STEPS}",
+    "export.at_end=false",
+]
+RULES = {
+    "SGD": ["optim.rule=SGD", "optim.lr=0.5"],
+    "adamw": ["optim.lr=1e-3"],
+}
+
+
+def adapters(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The whole adapters, by the names of peft's own model."""
+    state = {name: whole(value) for name, value in trainer.sharded.model.state_dict().items() if ".lora_" in name}
+    return {f"base_model.model.{name.removeprefix('model.')}": value for name, value in state.items()}
+
+
+def trained(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    """What a few steps do, each over all conversations."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    assert trainer.config.train.steps == STEPS
+    first = adapters(trainer)
+    losses = [trainer.step(step, Silent()).loss for step in range(1, STEPS + 1)]
+    trainer.optim.synchronize()
+    return {"first": first, "losses": losses, "last": adapters(trainer)}
+
+
+def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str) -> dict[str, Any]:
+    """Plain peft in one process, every conversation by itself, from the same adapters."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"down_proj": 2}, task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(base, settings)
+    named = dict(model.named_parameters())
+    assert {name for name, param in named.items() if param.requires_grad} == first.keys()
+    with torch.no_grad():
+        for name, value in first.items():
+            named[name].copy_(value)
+    params = [named[name] for name in first]
+    optim: torch.optim.Optimizer = torch.optim.SGD(params, 0.5)
+    if rule == "adamw":
+        optim = torch.optim.AdamW(params, 1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    tokenizer, losses = transformers.AutoTokenizer.from_pretrained(folder), []
+    for _ in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for line in CHATS.read_text().splitlines():
+            encoded = tokenizer.apply_chat_template(
+                json.loads(line)["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, mask = torch.tensor([encoded["input_ids"]]), torch.tensor(encoded["assistant_masks"]).bool()
+            each = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+            total, count = total + each[mask[1:]].sum(), count + int(mask[1:].sum())
+        optim.zero_grad()
+        (total / count).backward()
+        optim.step()
+        losses.append(float(total / count))
+    return {"losses": losses, "last": {name: named[name].detach() for name in first}}
+
+
+WAYS = {
+    "1 rank": (1, "zero.stage=0 train.microbatch_sequences=32"),
+    "2 ranks": (2, "zero.stage=3 train.microbatch_sequences=16"),
+    "2 ranks, accumulated, recomputed": (
+        2,
+        "zero.stage=2 train.microbatch_sequences=8 train.accumulate=2 block.activation_checkpoint=full",
+    ),
+    "2 ranks, host": (2, "zero.stage=2 train.microbatch_sequences=16 offload=host"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_those_of_plain_peft(pool: Pool, model: Path, tmp_path: Path, way: str, rule: str) -> None:
+    ranks, settings = WAYS[way]
+    line = words(model, tmp_path, *LORA, *RULES[rule], *settings.split())
+    found = pool.run(trained, ranks, line, tmp_path)[0]
+    assert all((value == 0).all() == (".lora_B." in name) for name, value in found["first"].items())
+    want = oracle(model, found["first"], rule)
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-6)
+    for name, value in want["last"].items():
+        torch.testing.assert_close(found["last"][name], value, rtol=0, atol=1e-6)
+
+
+STAGES = [f"zero.stage={stage}" for stage in range(4)]
+
+
+def test_stages_and_tiers_have_the_same_bits(pool: Pool, model: Path, tmp_path: Path) -> None:
+    def run(*settings: str) -> dict[str, Any]:
+        line = words(model, tmp_path, *LORA, *RULES["adamw"], "train.microbatch_sequences=16", *settings)
+        return pool.run(trained, 2, line, tmp_path)[0]
+
+    first, *others = [
+        *(run(stage) for stage in STAGES),
+        *(run("zero.stage=3", f"offload={tier}") for tier in ("host", "host_all", "disk", "infinity")),
+    ]
+    for other in others:
+        assert other["losses"] == first["losses"]
+        assert all(torch.equal(value, first["last"][name]) for name, value in other["last"].items())
+
+
+def exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, torch.Tensor]:
+    """Train, export the adapters and the merged model, and return the adapters."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    trainer.run()
+    save_pretrained(trainer.sharded, folder / "merged", merge=True)
+    return adapters(trainer)
+
+
+EXPORTS = {
+    "fp32": ["precision=fp32", "zero.stage=3"],
+    "bf16": ["precision=bf16", "zero.stage=2"],
+    "parameters on the host": ["precision=fp32", "zero.stage=3", "offload=host_all"],
+}
+
+
+@pytest.mark.parametrize("way", EXPORTS)
+def test_a_run_leaves_a_folder_that_peft_loads_and_the_merged_model_is_that_of_peft(
+    pool: Pool, model: Path, tmp_path: Path, way: str
+) -> None:
+    settings = [each for each in LORA if not each.startswith(("export.", "precision="))]
+    line = words(model, tmp_path, *settings, *EXPORTS[way], "adapter.use_rslora=true", "optim.lr=1e-2")
+    trained = pool.run(exported, 2, line, tmp_path)[0]
+    dtype = torch.bfloat16 if way == "bf16" else torch.float32
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for param in base.parameters():  # ties are rounded away from zero in training
+        param.data = to_working(param.data, dtype)
+    frozen = [param.clone() for param in base.parameters()]
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "model")
+    state = {name: value for name, value in tuned.named_parameters() if ".lora_" in name}
+    assert state.keys() == trained.keys()
+    assert all(torch.equal(value, trained[name].to(value.dtype)) for name, value in state.items())
+    assert tuned.peft_config["default"].base_model_name_or_path == str(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(model).chat_template
+
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    want = tuned.merge_and_unload().state_dict()
+    assert found.state_dict().keys() == want.keys()
+    assert all(torch.equal(value, want[name]) for name, value in found.state_dict().items())
+    changed = sum(not torch.equal(p, q) for p, q in zip(found.parameters(), frozen, strict=True))
+    assert changed == 4 * 3, "three matrices in each block"
