@@ -13,37 +13,50 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dzero.checkpoint.box import Box
-from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import SHARD_BYTES, plan_of, write
+from dzero.checkpoint.first_rank import on_first_rank
 from dzero.checkpoint.format import DTYPES, StoredBox
-from dzero.comm.collectives import gather_json
-from dzero.mesh import AXES, host_mesh
+from dzero.checkpoint.save_adapter import MergedWeight, merged_tensors, save_adapter
+from dzero.models.adapters import has_adapters
 from dzero.models.published import describe, published_name
 from dzero.zero.sharded import Sharded
 
 
-def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    sharded: Sharded, folder: str | Path, *, merge: bool = False, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write a sharded model as safetensors with config.json, for `from_pretrained`. All ranks call this.
 
         dzero.save_pretrained(sharded, "trained")
         AutoModelForCausalLM.from_pretrained("trained")
+
+    Of a model with adapters of peft (LoRA), only these are written, unless they are merged into its weights:
+
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "trained")
 
     Parameters are written in the dtype they are trained in. For another one, save a checkpoint and use `dzero export`.
 
     Args:
         sharded: A model of transformers, or one of the project's llamas, after `shard`.
         folder: Folder to create; it gets its name only when all of it is on disk.
+        merge: Merge the adapters into the weights that they belong to, as peft's `merge_and_unload` does.
         shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: If the model has no published layout, or other axes than the data-parallel ones cut it.
+        ValueError: If the model has no published layout, other axes than the data-parallel ones cut it, or there are no
+            adapters to merge.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
-    described = describe(sharded.model)
+    adapted = has_adapters(sharded.model)
+    if adapted and not merge:
+        save_adapter(sharded, Path(folder))
+        return
+    if merge and not adapted:
+        raise ValueError(f"merge=True: {type(sharded.model).__name__} has no adapters of peft; leave it away")
+    described = describe(sharded.model, merged=merge)
     if described is None:
         raise ValueError(
             f"{type(sharded.model).__name__}: only models of transformers and the project's llamas have a layout that "
@@ -54,7 +67,7 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
             "a model that tp, pp or ep cuts is not gathered here: save a checkpoint with "
             "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
         )
-    tensors = dict(_tensors(sharded))
+    tensors = dict(_tensors(sharded, merge=merge))
     source = {published_name(described["kind"], name): name for name in tensors}
     parts = {
         name: StoredBox.unplaced(None, tensors[own].dtype, tuple(tensors[own].shape)) for name, own in source.items()
@@ -62,24 +75,13 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     planned = plan_of(parts, source, json.loads(described["config"]), sharded.layout.param.dtype, shard_bytes)
     waiting = [own for own in source.values() if tensors[own].numel()]
     gathered = _Gathered(tensors, waiting)
-    ranks, failed = host_mesh(sharded.mesh), None
-    if dist.get_rank() == 0:
-        try:
-            write(Path(folder), planned, gathered.read)
-        except Exception as error:  # raised below, once no rank waits for this one in a gather
-            failed = error
-    gathered.skip_rest()
-    failure = "" if failed is None else str(failed) or type(failed).__name__
-    for axis in AXES:  # from rank 0 along both, so that every rank knows
-        failure = next(filter(None, gather_json(failure, ranks.get_group(axis))), "")
-    if failure:
-        raise failed or CheckpointError("", failure)
+    on_first_rank(sharded, lambda: write(Path(folder), planned, gathered.read), gathered.skip_rest)
 
 
 class _Gathered:
     """Whole tensors, gathered one by one in the order of `names` on all ranks."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor | MergedWeight], names: list[str]) -> None:
         self._tensors, self._names = tensors, names
         self._name, self._tensor = "", torch.empty(0)
 
@@ -100,13 +102,12 @@ class _Gathered:
 
     def _gather(self) -> torch.Tensor:
         tensor = self._tensors[self._names.pop(0)]
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        return (tensor.full_tensor() if isinstance(tensor, (DTensor, MergedWeight)) else tensor).detach()
 
 
-def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(sharded: Sharded, *, merge: bool) -> Iterator[tuple[str, torch.Tensor | MergedWeight]]:
     """Yield the model's tensors that transformers saves, tied ones once: by name, as the state dict has them."""
     state, own = sharded.model.state_dict(), {name for name, _ in sharded.model.named_parameters()}
     aliases = {name for name, _ in sharded.model.named_parameters(remove_duplicate=False)} - own
-    for name, tensor in state.items():
-        if name not in aliases and tensor.dtype in DTYPES.values():
-            yield name, tensor
+    saved = {name: each for name, each in state.items() if name not in aliases and each.dtype in DTYPES.values()}
+    yield from merged_tensors(sharded.model, saved) if merge else saved.items()

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from dzero.models.adapters import base_of, has_adapters
 from dzero.models.config import LlamaShape
 from dzero.models.hf import HFDecoder
 from dzero.models.llama import Llama
@@ -53,21 +54,24 @@ WRAPPED = "model."
 """Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
 
 
-def describe(model: nn.Module) -> dict[str, Any] | None:
+def describe(model: nn.Module, *, merged: bool = False) -> dict[str, Any] | None:
     """Return the description of a model that an export needs: its `kind`, and the text of `config.json`.
 
     Args:
         model: The model as built, or sharded.
+        merged: Describe a model with adapters of peft as it is when they are merged into its weights.
 
     Returns:
-        JSON values, or None if Hugging Face has no layout for the model.
+        JSON values, or None if Hugging Face has no layout for the model, such as for one with adapters.
     """
+    if has_adapters(model) and not merged:
+        return None
     if isinstance(model, MoE):
         return None
     if isinstance(model, Llama):
         return {"kind": "llama", "config": json.dumps(llama_config(model.shape))}
     kind = "hf" if isinstance(model, HFDecoder) else "bare"
-    inner: Any = model.model if isinstance(model, HFDecoder) else model
+    inner = base_of(model)
     # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
     published = next((each for each in type(inner).__mro__ if each.__module__.startswith("transformers.")), None)
     if published is None or not hasattr(inner, "config"):

@@ -26,13 +26,13 @@ TOKENIZER_FILES = (
 
 
 def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
-    """Write the model and its tokenizer into export.folder, and return that folder. All ranks call this.
+    """Write the model or its adapters, and the tokenizer, into export.folder, which is returned. All ranks call this.
 
     Raises:
         CheckpointError: If the folder exists, or cannot be written; on all ranks.
     """
     folder = run_folder / config.export.folder
-    save_pretrained(sharded, folder)
+    save_pretrained(sharded, folder, merge=config.export.merge)
     source = config.data.tokenizer if config.data.kind == "chat" else None
     if dist.get_rank() == 0 and (source := source or config.model_folder) is not None:
         for name in TOKENIZER_FILES:
