@@ -26,6 +26,7 @@ from dzero.config import RunConfig
 from dzero.data.batch import IGNORED, Batch
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
 from dzero.models.adapters import add_adapters
+from dzero.models.base_record import base_record
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
@@ -54,6 +55,7 @@ class BuiltModel:
         balance: Update of the experts' balance, to call after every step.
         reader: Index of the sequences that this rank reads; ranks that share sequences have the same.
         readers: Number of different readers.
+        base: Record of the model that adapters belong to; None without adapters.
         parts: Number of parts of a step's microbatches: those of all readers, each cut by cp.
     """
 
@@ -82,6 +84,7 @@ class BuiltModel:
             weights=blank(model, weights),
             initializers=adapters.initializers,
         )
+        self.base = base_record(model, weights) if config.adapter.kind != "none" else None
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"

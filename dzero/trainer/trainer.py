@@ -100,7 +100,7 @@ class Trainer:
         if held_out is not None:
             self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
-        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
+        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device, built.base)
         self.done_steps = self.saves.resume()
         self.recorder = MetricsRecorder(config, built, self.optim, memory, device, self.done_steps)
         self.profiler = Profiler(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity_cells import whole
-from pool import Pool
+from pool import Pool, WorkerError
+from safetensors.torch import load_file, save_file
 from small_runs import CONF
 from test_finetune import CHATS, words
 from test_finetune import model as model
 from test_token_loss import Silent
 
 from dzero import save_pretrained
+from dzero.checkpoint.reader import Checkpoint
 from dzero.overrides import composed
 from dzero.trainer.trainer import Trainer
 from dzero.zero.rounding import to_working
@@ -175,3 +178,61 @@ def test_a_run_leaves_a_folder_that_peft_loads_and_the_merged_model_is_that_of_p
     assert all(torch.equal(value, want[name]) for name, value in found.state_dict().items())
     changed = sum(not torch.equal(p, q) for p, q in zip(found.parameters(), frozen, strict=True))
     assert changed == 4 * 3, "three matrices in each block"
+
+
+def ran(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, torch.Tensor]:
+    """Run to the last step, and return the adapters."""
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    trainer.run()
+    return adapters(trainer)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(pool: Pool, model: Path, tmp_path: Path) -> None:
+    def run(steps: int, name: str, *settings: str, ranks: int = 2) -> dict[str, torch.Tensor]:
+        kept = [each for each in LORA if not each.startswith(("precision=", "train.epochs", "schedule.warmup"))]
+        line = words(model, tmp_path, *kept, "adapter.lora_dropout=0.2", "optim.lr=1e-2", *settings)
+        line += [
+            "train.epochs=null",
+            f"train.steps={steps}",
+            "checkpoint.every=2",
+            f"checkpoint.folder={tmp_path / name}",
+        ]
+        return pool.run(ran, ranks, line, tmp_path / f"run {name}")[0]
+
+    whole_run = run(4, "whole", "zero.stage=3")
+    run(2, "halves", "zero.stage=3")
+    resumed = run(4, "halves", "zero.stage=1", "resume=auto")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole_run.items())
+
+    (latest,) = (tmp_path / "halves").glob("*4")
+    stored = Checkpoint(latest)
+    rows = {name.partition(".")[0] for name in stored.names}
+    assert rows == {"master", "exp_avg", "exp_avg_sq"}
+    assert {name.partition(".")[2] for name in stored.names} == {
+        name.replace("base_model.model.", "model.") for name in whole_run
+    }
+
+
+def test_a_run_resumes_with_the_same_model_alone(pool: Pool, model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "moved"
+    shutil.copytree(model, folder)
+    every = ["train.epochs=null", "checkpoint.every=1", f"checkpoint.folder={tmp_path / 'saved'}"]
+    line = [
+        *LORA[:3],
+        "optim.lr=1e-2",
+        "train.microbatch_sequences=4",
+        "data.held_out=0",
+        "export.at_end=false",
+        *every,
+    ]
+    pool.run(ran, 1, words(model, tmp_path, *line, "train.steps=1"), tmp_path)
+    pool.run(ran, 1, words(folder, tmp_path, *line, "train.steps=2", "resume=auto"), tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**stored, name: stored[name] + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WorkerError, match=r"belong to another model than .*: its weights have other values; take"):
+        pool.run(ran, 1, words(folder, tmp_path, *line, "train.steps=3", "resume=auto"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    with pytest.raises(WorkerError, match="its rms_norm_eps was"):
+        pool.run(ran, 1, words(folder, tmp_path, *line, "train.steps=3", "resume=auto"), tmp_path)
