@@ -40,6 +40,8 @@ def main() -> None:
         train()
         return
     options = _parser().parse_args()
+    if getattr(options, "config_name", None) is not None:
+        options.settings.insert(0, f"--config-name={options.config_name}")
     _guarded(lambda: _run(options))
 
 
@@ -99,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("explain", help="show what settings come to: units, placements, a step's work in order")
     )
     _verify(commands.add_parser("verify", help="compare a run's first steps with stage 0 on the device, bit by bit"))
+    _tokenize(commands.add_parser("tokenize", help="tokenize conversations ahead of a run, and show what will count"))
     _inspect(commands.add_parser("inspect", help="show what is in a checkpoint, or in a folder of them"))
     _export(commands.add_parser("export", help="write a checkpoint as safetensors that transformers loads"))
     _hardware(commands.add_parser("hardware", help="measure this machine once, for predictions"))
@@ -114,19 +117,27 @@ def _whole(word: str) -> int:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    what = f"{SETTINGS}; mesh.dp=RANKS, hardware=NODE (conf/hardware). Exit code 1 where it does not fit"
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=what)
+    _settings(parser, "; mesh.dp=RANKS, hardware=NODE (conf/hardware). Exit code 1 where it does not fit")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="tiers, the device, and lanes through a step")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="tables and picture, for tensorboard --logdir")
 
 
 def _explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=f"{SETTINGS}; mesh.dp=RANKS")
+    _settings(parser, "; mesh.dp=RANKS")
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
-    what = f"{SETTINGS}, and verify.steps=K (5). Exit code 0: they agree, 1: they differ, 2: not compared"
-    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=what)
+    _settings(parser, ", and verify.steps=K (5). Exit code 0: they agree, 1: they differ, 2: not compared")
+
+
+def _tokenize(parser: argparse.ArgumentParser) -> None:
+    _settings(parser, "; data.path=FILES and the model, or data.tokenizer=FOLDER", config_name="finetune")
+
+
+def _settings(parser: argparse.ArgumentParser, more: str, config_name: str | None = None) -> None:
+    parser.add_argument("settings", nargs="*", metavar="SETTING=VALUE", help=f"{SETTINGS}{more}")
+    what = "file in conf/ with the defaults: config, or finetune"
+    parser.add_argument("--config-name", metavar="NAME", default=config_name, help=what)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ FACTS = {
 """Phrase of each derived fact in messages, with `{}` for its value."""
 OVER_SHARDS, OVER_REPLICAS = "zero.optimizer_shard_axes=[shard]", "zero.optimizer_shard_axes=[replicate,shard]"
 KINDS = ("param", "grad", "master", "moments")
+IMPORT = "model=tiny_moe model.weights=FOLDER"
 ELEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -127,6 +128,20 @@ EXPERTS = (
     ),
     idle(
         "model.balance_rate", "model.balance=none", "", "", "model=tiny_moe model.balance=none model.balance_rate=0.1"
+    ),
+    *(
+        Rule(f"model.weights!=false {where}", f"of mixtures only Mixtral is read, {why}", take, f"{IMPORT} {example}")
+        for where, why, take, example in (
+            ("model.scores=sigmoid", "which scores experts by softmax", "model.scores=softmax", ""),
+            ("model.top_k=1", "which weighs one expert with 1", "model.top_k=2", "model.scores=softmax model.top_k=1"),
+            ("model.shared_experts>0", "which has none", "model.shared_experts=0", "model.scores=softmax"),
+            (
+                "model.kind=moe model.balance=null|auxiliary-loss-free",
+                "which has no bias for the choice of experts",
+                "model.balance=loss",
+                "model.scores=softmax model.shared_experts=0",
+            ),
+        )
     ),
 )
 STATES = (

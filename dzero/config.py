@@ -31,6 +31,7 @@ from dzero.optim.loss_scaler import ScalerConfig
 from dzero.optim.lr_schedule import ScheduleConfig
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.divisibility import check_sizes
+from dzero.utils.hub_cache import local_folder
 from dzero.utils.ranges import check, positive, whole
 from dzero.utils.rules import Settings
 from dzero.zero.config import PrecisionConfig, ZeroConfig
@@ -50,6 +51,8 @@ PLACES = (
     "resume.source",
 )
 """Settings of files and folders, in which `~` is expanded; shells do not expand it in KEY=~/FOLDER."""
+MODELS = ("model.name_or_path", "model.weights")
+"""Settings of folders that may be given as `org/name` of a repository in the local cache of Hugging Face."""
 MOST_SEQUENCES = 10**6
 """Limit of the sequences of a microbatch, and of a step."""
 MOST_EPOCHS = 10**6
@@ -213,8 +216,11 @@ def resolve(composed: DictConfig) -> RunConfig:
         elif isinstance(place, ListConfig):
             OmegaConf.update(composed, key, [os.path.expanduser(each) for each in place])
     try:
+        for key in MODELS:  # once, so that all ranks read the same snapshot
+            if isinstance(name := OmegaConf.select(composed, key), str):
+                OmegaConf.update(composed, key, local_folder(name))
         config = OmegaConf.to_object(composed)
-    except (ValueError, OmegaConfBaseException) as error:
+    except (ValueError, OSError, OmegaConfBaseException) as error:
         raise ConfigError(str(error)) from error
     assert isinstance(config, RunConfig)
     return config

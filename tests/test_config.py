@@ -37,6 +37,20 @@ def settled(*settings: str) -> RunConfig:
         return config.resolve(compose("config", overrides=list(settings)))
 
 
+def test_a_repository_in_the_cache_is_found_once_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--name"
+    (snapshot := repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc\n")
+    assert settled("model=hf", "model.name_or_path=org/name").model.name_or_path == str(snapshot)
+    assert settled("model=tiny", "model.weights=org/name").model.weights == str(snapshot)
+    assert settled("model=hf", "model.name_or_path=org/other").model.name_or_path == "org/other"  # refused later
+    (repository / "refs" / "main").write_text("../abc")
+    with pytest.raises(ConfigError, match=r"refs/main: '../abc' is no name of a snapshot"):
+        settled("model=hf", "model.name_or_path=org/name")
+
+
 MISTAKES = {
     # values outside the allowed set
     "zero.stage=5": "zero.stage=5: choose 0, 1, 2 or 3",

@@ -44,6 +44,12 @@ class Box:
         first = self.offset[0] - within.offset[0]
         return first * row, (first + self.size[0]) * row
 
+    def span(self, within: Box) -> tuple[int, int]:
+        """Return the elements [first, last) of the row-major `within` that this box is; it must be contiguous there."""
+        strides = [math.prod(within.size[dim + 1 :]) for dim in range(len(within.size))]
+        first = sum((o - w) * n for o, w, n in zip(self.offset, within.offset, strides, strict=True))
+        return first, first + self.elems
+
     def narrow(self, first: int, rows: int) -> Box:
         """Return the box of `rows` rows that starts at row `first` of this box."""
         return Box((self.offset[0] + first, *self.offset[1:]), (rows, *self.size[1:]))
@@ -65,3 +71,10 @@ def covered(boxes: list[Box]) -> int:
 def is_slab(box: Box, within: Box) -> bool:
     """Return whether `box` consists of whole rows of `within`, so that its elements are contiguous there."""
     return box.offset[1:] == within.offset[1:] and box.size[1:] == within.size[1:]
+
+
+def is_contiguous(box: Box, within: Box) -> bool:
+    """Return whether the elements of `box` are contiguous in the row-major `within`."""
+    whole = [mine == all_of_it for mine, all_of_it in zip(box.size, within.size, strict=True)]
+    cut = max((dim for dim, is_whole in enumerate(whole) if not is_whole), default=0)
+    return all(count == 1 for count in box.size[:cut])

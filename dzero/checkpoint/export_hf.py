@@ -9,7 +9,8 @@
 An export needs no process group and no device. Tensors are streamed from the ranks' files, at most `PIECE_BYTES` of one
 at a time, and each block is verified before its bytes are used. Parameters are the fp32 masters rounded as in training
 (zero/rounding.py), so bf16 equals the working copy bit for bit. Buffers keep their dtype. A tied parameter is stored in
-a checkpoint once, under the name that transformers keeps as well.
+a checkpoint once, under the name that transformers keeps as well. Parameters that are published in another layout, such
+as one tensor per expert, are written in that one: the description of the model says how (models/conversions.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from dzero.checkpoint.box import Box
@@ -36,14 +38,15 @@ from dzero.checkpoint.states import values_of
 from dzero.checkpoint.store import PARTIAL, Directory
 from dzero.checkpoint.writer import header, laid_out
 from dzero.hardware import dtype_of, format_bytes
+from dzero.models.conversions import Conversion, convert_all
 from dzero.models.published import KINDS, published_name
 from dzero.models.safetensors_reader import INDEX, SINGLE
+from dzero.models.tensor_views import Readable
 from dzero.zero.rounding import to_working
 
 SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Bytes of a tensor, counted in fp32, that are in memory at a time; at least one row is."""
-Read = Callable[[str, Box, torch.dtype], torch.Tensor]
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG = "config.json"
 MODEL = "model"
@@ -52,10 +55,10 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Files to write, with the positions of their tensors; `source` has the checkpoint's name of each."""
+    """Files to write, with the positions of their tensors, and what each tensor is read from."""
 
     files: dict[str, dict[str, StoredBox]]
-    source: dict[str, str]
+    source: Mapping[str, Readable]
     config: str
 
     @property
@@ -73,48 +76,44 @@ def plan(checkpoint: Checkpoint, dtype: str, shard_bytes: int = SHARD_BYTES) -> 
     wanted = dtype_of(dtype, key="--dtype", allowed=EXPORTED)
     if shard_bytes < 1:
         raise ValueError(f"--shard-bytes={shard_bytes}: must be a whole number ≥ 1")
-    kind, config = _described(checkpoint)
-    source: dict[str, str] = {}
-    parts: dict[str, StoredBox] = {}
-    for own, stored in values_of(checkpoint).items():
-        try:
-            name = published_name(kind, own)
-        except ValueError as error:
-            raise CheckpointError(str(checkpoint.path), str(error)) from error
-        if name in source:
-            raise CheckpointError(str(checkpoint.path), f"{stored} and {source[name]} are both {name}")
-        like = checkpoint.part(stored)
-        source[name] = stored
-        kept = stored.startswith(f"{BUFFER}.")
-        parts[name] = StoredBox.unplaced(None, DTYPES[like.dtype] if kept else wanted, like.shape)
-    return plan_of(parts, source, config, wanted, shard_bytes)
+    described = _described(checkpoint)
+    values: dict[str, Readable] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    try:
+        for own, stored in values_of(checkpoint).items():
+            name, like = published_name(described.kind, own), checkpoint.part(stored)
+            if name in values:
+                raise ValueError(f"{stored} and {values[name].where} are both {name}")
+            dtypes[stored] = DTYPES[like.dtype] if stored.startswith(f"{BUFFER}.") else wanted
+            values[name] = _Values(checkpoint, stored, like.shape, dtypes[stored])
+        source = convert_all(described.layout, values)
+    except ValueError as error:
+        raise CheckpointError(str(checkpoint.path), str(error)) from error
+    return plan_of(source, dtypes, json.loads(described.config), wanted, shard_bytes)
 
 
 def plan_of(
-    parts: Mapping[str, StoredBox],
-    source: dict[str, str],
+    source: Mapping[str, Readable],
+    dtypes: Mapping[str, torch.dtype],
     config: Mapping[str, Any],
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> ExportPlan:
-    """Return the plan of files with these tensors, and of a config.json that names their `dtype`."""
+    """Return the plan of files with these tensors, and of a config.json that names their `dtype`.
+
+    `dtypes` has that of each tensor, by the first name that it is stored under.
+    """
     told = {**config, "dtype": str(dtype).removeprefix("torch.")}
+    parts = {name: StoredBox.unplaced(None, dtypes[each.stored[0]], each.shape) for name, each in source.items()}
     return ExportPlan(_into_files(parts, shard_bytes), source, json.dumps(told, indent=2, sort_keys=True) + "\n")
 
 
-def export(
-    checkpoint: Checkpoint, out: Path, planned: ExportPlan, progress: Callable[[int], None] = lambda count: None
-) -> None:
+def export(out: Path, planned: ExportPlan, progress: Callable[[int], None] = lambda count: None) -> None:
     """Write `planned` to the new folder `out`, which gets this name only when all of it is durable.
 
     `progress` is called with the bytes of each piece that was written. If `out` exists, the disk is too small, the
     checkpoint is damaged, or the dtype cannot hold a value, raise `CheckpointError` and leave nothing behind.
     """
-    write(out, planned, partial(_converted, checkpoint), progress)
-
-
-def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], None] = lambda count: None) -> None:
-    """Write `planned` as `export` does, from what `read` returns: by source name, box and dtype, in order."""
     out = out.absolute()
     unfinished = out.with_name(out.name + PARTIAL)
     for path, whose in ((out, ""), (unfinished, ", left by an export that was stopped or is under way")):
@@ -130,7 +129,7 @@ def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], 
     try:
         with Directory(unfinished) as folder:
             for name, parts in planned.files.items():
-                _write_tensors(read, folder, name, parts, planned.source, progress)
+                _write_tensors(folder, name, parts, planned.source, progress)
             if SINGLE not in planned.files:
                 files = {tensor: name for name, parts in planned.files.items() for tensor in parts}
                 index = {"metadata": {"total_size": planned.tensor_bytes}, "weight_map": dict(sorted(files.items()))}
@@ -146,22 +145,30 @@ def write(out: Path, planned: ExportPlan, read: Read, progress: Callable[[int], 
         raise
 
 
-def _described(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
-    """Return kind and config of the checkpoint's model."""
+class _Description(msgspec.Struct):
+    """Model of a checkpoint; see `models.published.describe`."""
+
+    kind: str
+    config: str
+    layout: tuple[Conversion, ...] = ()
+
+
+def _described(checkpoint: Checkpoint) -> _Description:
+    """Return the description of the checkpoint's model."""
     extra = checkpoint.manifest.state.get("extra")
     described = extra.get(MODEL) if isinstance(extra, dict) else None
     if described is None:
         raise CheckpointError(
             str(checkpoint.path),
-            "it does not say which model it is of: only the project's llamas and models of transformers have a layout "
-            f"there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
+            "it does not say which model it is of: only the project's llamas and Mixtrals, and models of transformers, "
+            f"have a layout there. In a loop of your own, save extra={{'{MODEL}': dzero.describe(model)}}",
         )
-    match described:
-        case {"kind": str(kind), "config": str(text)} if kind in KINDS:
-            with suppress(ValueError, RecursionError):
-                if isinstance(config := json.loads(text), dict):
-                    return kind, config
-    raise CheckpointError(str(checkpoint.path), f"its model is {described!r}, no kind of {KINDS} with a config")
+    with suppress(ValueError, RecursionError):
+        found = msgspec.convert(described, _Description)
+        if found.kind in KINDS and isinstance(json.loads(found.config), dict):
+            return found
+    told = textwrap.shorten(repr(described), 200, placeholder=" ...")
+    raise CheckpointError(str(checkpoint.path), f"its model is {told}, no kind of {KINDS} with a config")
 
 
 def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, dict[str, StoredBox]]:
@@ -179,11 +186,10 @@ def _into_files(parts: Mapping[str, StoredBox], shard_bytes: int) -> dict[str, d
 
 
 def _write_tensors(
-    read: Read,
     folder: Directory,
     name: str,
     parts: Mapping[str, StoredBox],
-    source: Mapping[str, str],
+    source: Mapping[str, Readable],
     progress: Callable[[int], None],
 ) -> None:
     """Write one file; it is on disk on return."""
@@ -192,7 +198,8 @@ def _write_tensors(
         _write(file.fileno(), memoryview(header(parts, {"format": "pt"})))
         for tensor, part in parts.items():
             for box in _pieces(part.shape):
-                values = read(source[tensor], box, DTYPES[part.dtype])
+                values = source[tensor].read(box.offset, box.size).contiguous()
+                assert values.dtype == DTYPES[part.dtype]
                 data = values.view(-1).view(torch.uint8).numpy()
                 _write(fd, data.data)
                 progress(data.size)
@@ -211,6 +218,26 @@ def _pieces(shape: tuple[int, ...]) -> list[Box]:
         return [whole] if whole.elems else []
     rows = max(1, PIECE_BYTES // (4 * math.prod(shape[1:])))
     return [whole.narrow(first, min(rows, shape[0] - first)) for first in range(0, shape[0], rows)]
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A parameter or buffer in a checkpoint, read in `dtype`; see `models.tensor_views.Readable`."""
+
+    checkpoint: Checkpoint
+    where: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        return (self.where,)
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
+        return _converted(self.checkpoint, self.where, Box(tuple(offset), tuple(size)), self.dtype)
+
+    def __call__(self) -> torch.Tensor:
+        return self.read((0,) * len(self.shape), self.shape)
 
 
 def _converted(checkpoint: Checkpoint, stored: str, box: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from dzero.checkpoint.shard_boxes import ShardBoxes
-from dzero.models.safetensors_reader import StoredTensor
+from dzero.models.tensor_views import Readable
 from dzero.zero.dtensors import local_of
 from dzero.zero.rounding import to_working
 from dzero.zero.sharded import Sharded
 
 
-def blank(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Callable[[], Tensor]]:
+def blank(model: nn.Module, weights: Mapping[str, Readable]) -> dict[str, Callable[[], Tensor]]:
     """Return readers for a `MetaInitializer`: zeros for parameters, and stored values for buffers.
 
     `fill` reads the parameters later. Every rank reads all buffers.
@@ -33,7 +33,7 @@ def blank(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Ca
 
 
 @torch.no_grad()
-def fill(sharded: Sharded, weights: Mapping[str, StoredTensor]) -> None:
+def fill(sharded: Sharded, weights: Mapping[str, Readable]) -> None:
     """Copy `weights` into the parameters that they name, of a sharded model that has no optimizer yet.
 
     Masters that an optimizer creates later get the values before rounding.

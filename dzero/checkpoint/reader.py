@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dzero.checkpoint.block_reader import BlockReader, Want
-from dzero.checkpoint.box import Box, is_slab
+from dzero.checkpoint.box import Box, is_contiguous
 from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.format import (
     DTYPES,
@@ -114,8 +114,8 @@ class Checkpoint:
             for rank, _, part in self._where[name]:
                 if (common := part.box.common(box)) is None:
                     continue
-                if is_slab(common, part.box) and is_slab(common, box):
-                    first, last = common.rows(box)
+                if is_contiguous(common, part.box) and is_contiguous(common, box):
+                    first, last = common.span(box)
                     data = _bytes(out.view(-1)[first:last])
                     wanted.setdefault(rank, []).append((_start(part, common), data))
                 else:
@@ -139,7 +139,7 @@ class Checkpoint:
             yield from self.files.verify(index.rank)
 
     def _read_columns(self, rank: int, part: StoredBox, common: Box, out: torch.Tensor) -> None:
-        """Read a box that is not whole rows of `part`, through the whole rows that hold it, some at a time."""
+        """Read a box that is not contiguous in `part`, through the whole rows that hold it, some at a time."""
         row_bytes = math.prod(part.size[1:]) * DTYPES[part.dtype].itemsize
         most_rows = max(1, COLUMNS_BYTES // row_bytes)
         for first in range(0, common.size[0], most_rows):
@@ -168,8 +168,8 @@ class Checkpoint:
 
 
 def _start(part: StoredBox, box: Box) -> int:
-    """Return the offset in the file's data section of `box`, which is whole rows of `part`."""
-    return part.start + box.rows(part.box)[0] * DTYPES[part.dtype].itemsize
+    """Return the offset in the file's data section of `box`, which is contiguous in `part`."""
+    return part.start + box.span(part.box)[0] * DTYPES[part.dtype].itemsize
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

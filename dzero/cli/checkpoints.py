@@ -31,6 +31,6 @@ def export(options: argparse.Namespace) -> None:
     with Checkpoint(checkpoint_at(options.checkpoint)) as checkpoint:
         files_of = plan(checkpoint, options.dtype, options.shard_bytes)
         with bar(f"exporting {checkpoint.path}", files_of.tensor_bytes) as progress:
-            write(checkpoint, options.out, files_of, progress)
+            write(options.out, files_of, progress)
     size, files = format_bytes(files_of.tensor_bytes), len(files_of.files)
     print(f"{options.out}: {len(files_of.source)} tensors, {size} of {options.dtype} in {files} files")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
-from dzero.config import CONF
+from dzero.config import CONF, RunConfig
+from dzero.launch.config import launched
 from dzero.monitor.tensorboard import TensorBoardSink, check_folder
 from dzero.optim.build import check_options
 from dzero.overrides import composed, spelt_out
@@ -23,7 +25,7 @@ def plan(options: argparse.Namespace) -> None:
         check_file(options.picture)
     if options.tensorboard is not None:
         check_folder(options.tensorboard)
-    config = composed(options.settings, CONF)
+    config = on_one_node(composed(options.settings, CONF))
     check_options(config.optim)
     if config.auto:
         choice = choose(config, options.settings)
@@ -45,10 +47,17 @@ def plan(options: argparse.Namespace) -> None:
     sys.exit(0 if found.fits else 1)
 
 
+def on_one_node(config: RunConfig) -> RunConfig:
+    """Return the run on all devices of the node that hardware= names, unless mesh.dp says how many there are."""
+    if config.hardware is None or config.mesh.dp is not None or launched():
+        return config
+    return replace(config, mesh=replace(config.mesh, dp=max(1, config.hardware.devices_per_node // config.mesh.inner)))
+
+
 def explain(options: argparse.Namespace) -> None:
     """Print units, placements, and the actions of a step in order."""
     settings = spelt_out(options.settings)
-    config = resolve_auto(composed(settings, CONF), settings)
+    config = resolve_auto(on_one_node(composed(settings, CONF)), settings)
     shown, off_device = explain_run(config, settings, CONF)
     show(shown)
     if off_device:

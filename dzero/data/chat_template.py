@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from dzero.data.assistant_spans import Span, TemplateError, TemplateSyntaxError
 from dzero.data.conversations import Conversation
-from dzero.data.model_tokenizer import TOKENIZER_FILES, read_model_tokenizer
+from dzero.data.model_tokenizer import read_model_tokenizer
 from dzero.data.template_process import TemplateProcess, TemplateSettings
 from dzero.errors import in_short
 
@@ -94,7 +94,7 @@ class ChatEncoder:
         self._tokenizer, self._templates, self._bos = read.tokenizer, read.templates, read.bos_ids
         variables = dict(self._tokenizer.special_tokens_map)
         self._process = TemplateProcess(TemplateSettings(self._templates, variables, read.special))
-        self.fingerprint = self._fingerprint(folder, variables)
+        self.fingerprint = self._fingerprint(read.digest, variables)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return the ids and the mask of a conversation.
@@ -191,10 +191,8 @@ class ChatEncoder:
         counts[:1] = False
         return EncodedSample(found, counts)
 
-    def _fingerprint(self, folder: Path, variables: dict[str, Any]) -> str:
-        digest = hashlib.sha256()
-        for path in sorted(folder.glob(TOKENIZER_FILES)):
-            digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
+    def _fingerprint(self, files: bytes, variables: dict[str, Any]) -> str:
+        digest = hashlib.sha256(files)
         versions = {name: version(name) for name in VERSIONS}
         rest = [FORMAT, self.loss_on, self._templates, variables, self.eos_id, self._bos, versions]
         digest.update(json.dumps(rest, sort_keys=True).encode())

@@ -67,10 +67,20 @@ def encoder_of(config: DataConfig, model_folder: str | None) -> ChatEncoder:
     return ChatEncoder(Path(folder), config.loss_on or "assistant", config.chat_template)
 
 
-def samples_of(config: DataConfig, encoder: ChatEncoder, length: int, report: Callable[[str], None]) -> Samples:
-    """Return the encoded samples of data.path, cut to sequences of `length` tokens and the target of the last."""
-    assert config.path is not None
-    return build_or_open(
+def samples_of(
+    config: DataConfig,
+    encoder: ChatEncoder,
+    length: int,
+    report: Callable[[str], None],
+    make: Callable[..., Samples] = build_or_open,
+) -> Samples:
+    """Return the encoded samples of data.path, cut to sequences of `length` tokens and the target of the last.
+
+    `make` is `build_or_open`, or a function with its arguments.
+    """
+    if config.path is None:
+        raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
+    return make(
         find(config.path),
         encoder,
         folder=None if config.cache is None else Path(config.cache),

@@ -72,8 +72,6 @@ class DataConfig:
         check("data", self, held_out=BELOW_1, vocab_size=whole(1, MOST_IDS))
         if self.kind not in KINDS:
             raise ValueError(f"data.kind={self.kind!r}: choose one of {[*KINDS]}")
-        if self.kind == "chat" and self.path is None:
-            raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
         if self.token_dtype is not None and self.token_dtype not in TOKEN_DTYPES:
             raise ValueError(f"data.token_dtype={self.token_dtype!r}: choose one of {[*TOKEN_DTYPES]}")
         check_compatible(Settings.of(data=self))

@@ -6,17 +6,21 @@ those of tokenizer_config.json. The chat template is chat_template.jinja, or tha
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dzero.data.tokenizer import END_TOKENS
 from dzero.errors import converting, import_optional
+from dzero.utils.hub_cache import private_copies
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = "*token*.json"
 """Pattern of the files that a tokenizer is made of: tokenizer.json, its configuration, and its special tokens."""
-READ_FILES = ("*.json", "*.jinja", "chat_templates", "chat_templates/*.jinja")
+TEMPLATES = "chat_templates"
+READ_FILES = (TOKENIZER_FILES, "*.jinja", f"{TEMPLATES}/*.jinja")
+"""Patterns of all files that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class ModelTokenizer:
         eos_id: Id of the token that ends a text.
         bos_ids: Id of the token that begins a text, in a list that is empty if the tokenizer adds none.
         special: Special tokens, as text.
+        digest: SHA-256 of the files of the tokenizer.
     """
 
     tokenizer: Any
@@ -38,12 +43,18 @@ class ModelTokenizer:
     eos_id: int
     bos_ids: list[int]
     special: list[str]
+    digest: bytes
 
 
 def read_model_tokenizer(folder: Path, chat_template: str | None) -> ModelTokenizer:
     """Read a folder; the arguments and errors are those of `data.chat_template.ChatEncoder`."""
     _check_folder(folder)
-    tokenizer = _load(folder)
+    names = sorted(str(path.relative_to(folder)) for pattern in READ_FILES for path in folder.glob(pattern))
+    with private_copies(folder, names) as private:
+        tokenizer = _load(private, folder)
+        digest = hashlib.sha256()
+        for path in sorted(private.glob(TOKENIZER_FILES)):
+            digest.update(hashlib.sha256(path.name.encode() + b"\0" + path.read_bytes()).digest())
     vocab = tokenizer.get_vocab()
     return ModelTokenizer(
         tokenizer=tokenizer,
@@ -52,11 +63,12 @@ def read_model_tokenizer(folder: Path, chat_template: str | None) -> ModelTokeni
         eos_id=_eos_id(tokenizer, vocab, folder),
         bos_ids=_added_bos(tokenizer),
         special=_special(tokenizer),
+        digest=digest.digest(),
     )
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise unless the folder has a tokenizer.json, and all files that are read with it are regular files in it."""
+    """Raise unless the folder has a tokenizer.json, and no link to a folder of templates."""
     if not folder.is_dir():
         raise FileNotFoundError(f"data.tokenizer={folder}: no such folder (looked from {Path.cwd()})")
     if not (folder / TOKENIZER_FILE).exists():
@@ -64,19 +76,16 @@ def _check_folder(folder: Path) -> None:
             f"data.tokenizer={folder} has no {TOKENIZER_FILE}; name a folder with one: tokenizers in other files are "
             "not read (save it again with transformers)"
         )
-    for path in [each for pattern in READ_FILES for each in folder.glob(pattern)]:
-        if path.is_symlink():
-            raise ValueError(f"{path} is a symbolic link, which is not followed; copy the file into the folder")
-        if not path.is_file() and path.name != "chat_templates":
-            raise ValueError(f"{path} is no regular file; replace it by one")
+    if (folder / TEMPLATES).is_symlink():
+        raise ValueError(f"{folder / TEMPLATES}: a symbolic link, which is not followed; copy the folder")
 
 
-def _load(folder: Path) -> Any:
-    """Return the fast tokenizer that tokenizer.json describes, whatever class its configuration names."""
+def _load(private: Path, folder: Path) -> Any:
+    """Return the fast tokenizer of the copy `private` of a folder, whatever class its configuration names."""
     transformers = import_optional("transformers", f"data.tokenizer={folder}", "hf")
     with converting(f"data.tokenizer={folder} cannot be read", Exception, repair="download or save it again"):
         return transformers.PreTrainedTokenizerFast.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
+            str(private), local_files_only=True, trust_remote_code=False
         )
 
 

@@ -11,13 +11,13 @@ import xxhash
 from torch import nn
 
 from dzero.models.adapters import base_of
-from dzero.models.safetensors_reader import StoredTensor
+from dzero.models.tensor_views import Readable
 
 NO_DIFFERENCE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that do not change the model."""
 
 
-def base_record(model: nn.Module, weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
+def base_record(model: nn.Module, weights: Mapping[str, Readable]) -> dict[str, Any]:
     """Return the config.json of a model of transformers, and a checksum of its stored weights, as JSON values.
 
     The checksum is of the names and shapes of all tensors, and of one row of each, so that few bytes are read.

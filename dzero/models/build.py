@@ -13,7 +13,7 @@ from dzero.models.hf import build_hf
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
 from dzero.models.moe import MoE
-from dzero.models.safetensors_reader import StoredTensor
+from dzero.models.tensor_views import Readable
 from dzero.models.weights import local_weights
 
 
@@ -39,7 +39,7 @@ def materialiser(config: ModelConfig, model: nn.Module, *, seed: int, device: to
     return MetaInitializer(model, seed=seed, device=device, weights=weights_of(config, model))
 
 
-def weights_of(config: ModelConfig, model: nn.Module) -> dict[str, StoredTensor]:
+def weights_of(config: ModelConfig, model: nn.Module) -> dict[str, Readable]:
     """Return the stored tensors that `model` starts from, by name in the model; empty for random values."""
     return {} if config.weights_folder is None else local_weights(config.weights_folder, model)
 

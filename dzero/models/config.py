@@ -5,7 +5,7 @@
     moe    `moe.MoE`, llama with a mixture of experts           also those of experts; experts and top_k are required
     hf     any causal LM of transformers (extra `hf`), offline  name_or_path
 
-`llama` and `hf` also take `weights`. A setting that has no effect on the chosen kind is an error.
+All take `weights`, of which `moe` reads those of Mixtral. A setting that has no effect on the chosen kind is an error.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class MoEShape(LlamaShape):
 
 SHAPES: dict[str, type[LlamaShape]] = {"llama": LlamaShape, "moe": MoEShape}
 SIZES = {kind: {field.name for field in fields(shape)} for kind, shape in SHAPES.items()}
-SETTINGS = {"llama": SIZES["llama"] | {"weights"}, "moe": SIZES["moe"], "hf": {"name_or_path", "weights"}}
+SETTINGS = {"llama": SIZES["llama"] | {"weights"}, "moe": SIZES["moe"] | {"weights"}, "hf": {"name_or_path", "weights"}}
 DENSE = ("hidden_size", "layers", "heads", "ffn_size")
 REQUIRED = {"llama": DENSE, "moe": (*DENSE, "experts", "top_k"), "hf": ("name_or_path",)}
 
@@ -166,9 +166,9 @@ class ModelConfig:
     balance_rate: float | None = None
     """Rate of the load balancing. null: 1e-3 for auxiliary-loss-free, 1e-2 for loss (moe)."""
     name_or_path: str | None = None
-    """Local folder with config.json, or a model type such as gpt2 with its default sizes (hf)."""
+    """Local folder with config.json, org/name in Hugging Face's local cache, or a type such as gpt2 (hf)."""
     weights: bool | str = False
-    """Folder of safetensors files to start from. true: that of name_or_path. false: random values."""
+    """Folder, or org/name in the cache, of safetensors files to start from. true: name_or_path. false: random."""
 
     def __post_init__(self) -> None:
         if self.kind not in SETTINGS:
@@ -188,7 +188,7 @@ class ModelConfig:
             self.shape(vocab_size=1)
             if self.weights is True:
                 raise ValueError(
-                    "model.weights=true: model.kind=llama has no folder of its own; name one, or take false"
+                    f"model.weights=true: model.kind={self.kind} has no folder of its own; name one, or take false"
                 )
 
     @property

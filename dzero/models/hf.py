@@ -5,6 +5,7 @@ Only the configuration file is read. No code from the folder runs, and nothing i
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 from dzero.errors import converting, import_optional
 from dzero.models.config import check_vocabulary
+from dzero.utils.hub_cache import cache_folder, is_repository, local_folder, private_copies, read_bytes
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 MOST = 2**31 - 1
+CONFIG = "config.json"
 
 
 class HFDecoder(nn.Module):
@@ -59,6 +62,7 @@ class HFDecoder(nn.Module):
 def build_hf(name_or_path: str, vocab_size: int | None = None) -> HFDecoder:
     """Return the model on the meta device, in fp32, from a folder with config.json, or a type with its default sizes.
 
+    `name_or_path` may also be `org/name` of a repository in the local cache of Hugging Face.
     Raise ValueError if it is no causal LM, or its vocabulary is smaller than that of the data, `vocab_size`.
     """
     transformers = import_optional("transformers", "model.kind=hf", "hf")
@@ -94,28 +98,29 @@ def _check_sizes(config: Any, folder: Path) -> None:
 
 def check_folder(name_or_path: str) -> None:
     """Raise FileNotFoundError for a folder that is missing or has no config.json; works without transformers."""
-    folder = Path(name_or_path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"model.name_or_path={name_or_path}: the folder has no config.json")
-    if not folder.is_dir() and len(folder.parts) > 1:
+    what, folder = f"model.name_or_path={name_or_path}", Path(local_folder(name_or_path))
+    if folder.is_dir():
+        if not os.path.lexists(folder / CONFIG):
+            raise FileNotFoundError(f"{what}: the folder has no config.json")
+        read_bytes(folder / CONFIG)  # a link that is not followed is told before workers start
+    elif is_repository(name_or_path):
         raise FileNotFoundError(
-            f"model.name_or_path={name_or_path}: no such folder; give a local one with config.json, or a model type of "
-            "transformers such as gpt2 (nothing is downloaded)"
+            f"{what}: no such folder, and no such repository in the cache of Hugging Face ({cache_folder()}); nothing "
+            f"is downloaded: run `hf download {name_or_path}` first, or give a local folder with config.json"
+        )
+    elif len(folder.parts) > 1:
+        raise FileNotFoundError(
+            f"{what}: no such folder; give a local one with config.json, or a model type of transformers such as gpt2 "
+            "(nothing is downloaded)"
         )
 
 
 def _read_config(transformers: Any, name_or_path: str) -> Any:
+    """Return the configuration of transformers that a folder, or a model type, has."""
     check_folder(name_or_path)
-    folder = Path(name_or_path)
+    folder = Path(local_folder(name_or_path))
     if folder.is_dir():
-        what = (
-            f"model.name_or_path={name_or_path}: transformers {transformers.__version__} itself has no such model "
-            "or its config.json is broken; code from the folder is never run"
-        )
-        with converting(what, Exception):  # for a broken file, transformers may raise any kind of error
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _check_sizes(config.get_text_config(), folder)
-        return config
+        return _parsed_config(transformers, f"model.name_or_path={name_or_path}", folder)
     types = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if name_or_path not in types:
         raise FileNotFoundError(
@@ -123,3 +128,17 @@ def _read_config(transformers: Any, name_or_path: str) -> Any:
             f"transformers; nothing is downloaded. Allowed types: {', '.join(types)}"
         )
     return transformers.AutoConfig.for_model(name_or_path)
+
+
+def _parsed_config(transformers: Any, setting: str, folder: Path) -> Any:
+    """Return the configuration in a folder, parsed by transformers from a private copy of its config.json."""
+    what = (
+        f"{setting}: transformers {transformers.__version__} itself has no such model or its config.json is broken; "
+        "code from the folder is never run"
+    )
+    # For a broken file, transformers may raise any kind of error.
+    with private_copies(folder, [CONFIG]) as private, converting(what, Exception):
+        config = transformers.AutoConfig.from_pretrained(private, local_files_only=True, trust_remote_code=False)
+    config.name_or_path = str(folder)
+    _check_sizes(config.get_text_config(), folder)
+    return config

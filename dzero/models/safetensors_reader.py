@@ -1,7 +1,8 @@
 """Reader for tensors, or any box of them, in the safetensors files of a folder.
 
 Headers are untrusted: sizes, offsets and shapes must agree with each other and with the file before any data is read.
-Files must be in the folder itself. Symbolic links in it are not followed.
+Files must be in the folder itself; of symbolic links, only those of Hugging Face's cache are followed
+(utils/hub_cache.py).
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from dzero.hardware import FILE_DTYPES
+from dzero.utils.hub_cache import opened, read_bytes
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MOST_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library itself."""
-MOST_INDEX_BYTES = 256 << 20
 
 
 T = TypeVar("T")
@@ -50,6 +50,16 @@ class StoredTensor:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Its own name; see `tensor_views.Readable`."""
+        return (self.name,)
+
+    @property
+    def where(self) -> str:
+        """File and name, for messages."""
+        return f"{self.file}: {self.name}"
+
     def __call__(self) -> Tensor:
         """Return the whole tensor, on the CPU."""
         return self.read((0,) * len(self.shape), self.shape)
@@ -70,7 +80,7 @@ class StoredTensor:
         run = math.prod(size[last:]) * found.element_size()
         first = sum(o * stride for o, stride in zip(offset, strides, strict=True))
         out = found.view(-1).view(torch.uint8).numpy().data
-        with _opened(self.file) as fd:
+        with opened(self.file) as fd:
             for number, at in enumerate(itertools.product(*(range(n) for n in size[:last]))):
                 elems = first + sum(o * stride for o, stride in zip(at, strides, strict=False))
                 self._fill(fd, out[number * run : (number + 1) * run], self.start + elems * found.element_size())
@@ -87,14 +97,11 @@ class StoredTensor:
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of all files in the index, or of the single file, by name; read only headers.
 
-    A file that is missing, damaged, or a symbolic link is an error.
+    A file that is missing, damaged, or a symbolic link out of the repository is an error.
     """
     files = [SINGLE]
     if os.path.lexists(folder / INDEX):
-        with _opened(folder / INDEX) as fd:
-            if (size := os.fstat(fd).st_size) > MOST_INDEX_BYTES:
-                raise ValueError(f"{folder / INDEX}: {size} bytes, more than any index has")
-            index = _decode(os.pread(fd, size, 0), _Index, folder / INDEX)
+        index = _decode(read_bytes(folder / INDEX), _Index, folder / INDEX)
         files = sorted(set(index.weight_map.values()))
     found: dict[str, StoredTensor] = {}
     for name in files:
@@ -107,7 +114,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _tensors(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file, by name."""
-    with _opened(file) as fd:
+    with opened(file) as fd:
         size = os.fstat(fd).st_size
         length = int.from_bytes(os.pread(fd, 8, 0), "little")
         if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
@@ -136,20 +143,3 @@ def _decode(data: bytes, kind: type[T], file: Path) -> T:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not a whole file of its kind ({error})") from error
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[int]:
-    """Open a regular file, never through a link."""
-    if file.is_symlink():
-        raise OSError(
-            f"{file}: a symbolic link, as in the Hub's cache, is not followed: name a folder that holds the files "
-            "themselves (`cp -rL`, or `hf download --local-dir`)"
-        )
-    if file.exists() and not file.is_file():
-        raise OSError(f"{file}: a folder, a pipe or a device, not a file of weights")
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)

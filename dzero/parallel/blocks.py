@@ -22,7 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from dzero.parallel.config import BlockConfig
 from dzero.parallel.forward_wrapping import checkpointed, wrap_method
-from dzero.parallel.tiling.loss import tile_loss
+from dzero.parallel.tiling.loss import tile_large_loss, tile_loss
 from dzero.parallel.tiling.tile import MLPS, find_tiles, is_mlp, tile_all
 from dzero.utils.torch_internals import attention_operators
 
@@ -35,15 +35,24 @@ KEPT = [
 ]
 
 
-def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str) -> None:
+def apply_blocks(model: nn.Module, config: BlockConfig, device_type: str, tokens: int | None = None) -> None:
     """Wrap the forward of each block of `model` in place; without tiles, gradients on CPU do not change by a bit.
+
+    Args:
+        model: Model, before it is sharded.
+        config: Transformations.
+        device_type: Type of the device that the model runs on.
+        tokens: Tokens of a microbatch, by which large logits are tiled where `config` leaves that open. None: they are
+            not.
 
     Raises:
         ValueError: If a setting needs blocks or modules to tile and the model has none.
     """
     if config.tiles > 1:
         _tile_mlps(model, config)
-    if config.loss_tiles > 1:
+    if config.loss_tiles is None and tokens is not None:
+        tile_large_loss(model, tokens)
+    elif config.loss_tiles is not None and config.loss_tiles > 1:
         tile_loss(model, config.loss_tiles)
     blocks = [block for _, block in find_blocks(model)]
     compiles = config.compiles(device_type)

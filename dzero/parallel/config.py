@@ -22,8 +22,9 @@ class BlockConfig:
     """Apply torch.compile to each block. null: only on CUDA, without tiles and without mesh.ep."""
     tiles: int = 1
     """Tiles of each block's MLPs, gathered and freed one after the other. 1: no tiling."""
-    loss_tiles: int = 1
-    """Tiles of the logits and their loss. 1: no tiling."""
+    loss_tiles: int | None = None
+    """Tiles of the logits and their loss, along the vocabulary. 1: no tiling. null: as many along tokens as keep the
+    logits of a tile within 128 MiB in fp32, without mesh.tp and mesh.pp."""
 
     def __post_init__(self) -> None:
         if self.activation_checkpoint not in ACTIVATIONS:

@@ -32,7 +32,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.schedule import HiddenStates, expected_pipeline, order_of
 from dzero.parallel.pipeline.split import ModelStages
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import parallel_of
+from dzero.plan.run_layout import loss_tokens, parallel_of
 from dzero.zero.unit_shapes import UnitShape
 from dzero.zero.units import ROOT, find_units, shapes_of, slots_by_unit
 
@@ -54,13 +54,14 @@ class RankView:
 
 def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     """Return the model that a run trains, on meta in fp32; the data determine `vocab_size` if it is None."""
-    if vocab_size is None and config.model.vocab_size is None:
+    has_own = config.model.vocab_size is not None or (config.model.kind == "hf" and config.data.kind == "chat")
+    if vocab_size is None and not has_own:
         vocab_size = vocab_size_of(config.data, config.model_folder)
     # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
     add_adapters(model, config.adapter)
-    apply_blocks(model, config.block, "cpu")
+    apply_blocks(model, config.block, "cpu", loss_tokens(config))
     return model
 
 

@@ -20,6 +20,7 @@ from dzero.models.hf import check_folder
 from dzero.optim.build import check_layout, check_rule_name
 from dzero.parallel.divisibility import check_microbatches
 from dzero.parallel.parallelize import ParallelConfig
+from dzero.utils.hub_cache import is_repository
 from dzero.utils.rules import Settings
 from dzero.zero.config import is_exact
 from dzero.zero.layout import Layout
@@ -83,6 +84,12 @@ def parallel_of(config: RunConfig) -> ParallelConfig:
     )
 
 
+def loss_tokens(config: RunConfig) -> int | None:
+    """Return the tokens of a rank's microbatch, by which its loss is tiled; None where the head is on other ranks."""
+    train, mesh = config.train, config.mesh
+    return train.microbatch_sequences * train.sequence_tokens // mesh.cp if mesh.tp == mesh.pp == 1 else None
+
+
 def check_ranks(config: RunConfig, world: int) -> None:
     """Raise ValueError if the settings do not fit a run of `world` ranks."""
     layout_of(config, device_type(config.launch), config.mesh.data_ranks(world))
@@ -106,7 +113,11 @@ def check_here(config: RunConfig) -> None:
         raise ValueError(f"launch.workers={config.launch.workers} has no effect under torchrun; remove it")
     if config.data.path is not None:
         find(config.data.path)
+    elif config.data.kind == "chat":
+        raise ValueError("data.kind=chat: set data.path to a .jsonl or .parquet file of conversations, or a folder")
     if config.model.name_or_path is not None:
         check_folder(config.model.name_or_path)
-    if isinstance(config.model.weights, str) and not Path(config.model.weights).is_dir():
-        raise FileNotFoundError(f"model.weights={config.model.weights}: no such folder; nothing is downloaded")
+    weights = config.model.weights
+    if isinstance(weights, str) and not Path(weights).is_dir():
+        repair = f": run `hf download {weights}` first" if is_repository(weights) else ""
+        raise FileNotFoundError(f"model.weights={weights}: no such folder; nothing is downloaded{repair}")

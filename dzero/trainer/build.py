@@ -38,7 +38,7 @@ from dzero.parallel.parallelize import parallelize
 from dzero.parallel.pipeline.run import Pipeline
 from dzero.parallel.pipeline.schedule import HiddenStates
 from dzero.parallel.tiling.loss import losses_of
-from dzero.plan.run_layout import parallel_of
+from dzero.plan.run_layout import loss_tokens, parallel_of
 from dzero.zero.dtensors import local_of
 from dzero.zero.init_params import Materialise
 from dzero.zero.shard import shard
@@ -89,7 +89,7 @@ class BuiltModel:
         self.experts, stages = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"
         block = config.block if compiles else replace(config.block, compile=False)
-        apply_blocks(model, block, device.type)
+        apply_blocks(model, block, device.type, loss_tokens(config))
         self.counts_tensor = mesh.tp > 1 and not block.compiles(device.type)
         self.sharded = shard(
             self._parallel,

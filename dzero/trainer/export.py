@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.config import RunConfig
 from dzero.errors import RunError
+from dzero.utils.hub_cache import read_bytes
 from dzero.zero.sharded import Sharded
 
 TOKENIZER_FILES = (
@@ -37,8 +37,8 @@ def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
     if dist.get_rank() == 0 and (source := source or config.model_folder) is not None:
         for name in TOKENIZER_FILES:
             file = Path(source) / name
-            if file.is_file() and not (folder / name).exists():
-                shutil.copyfile(file, folder / name)
+            if file.exists() and not (folder / name).exists():
+                (folder / name).write_bytes(read_bytes(file))
     return folder
 
 

@@ -99,7 +99,7 @@ def ladder(run: VerifyRun, ranks: int) -> list[Rung]:
         zero=replace(config.zero, stage=0, reshard_after_forward=True, optimizer_shard_axes=["shard"]),
         mesh=whole,
         offload=OffloadConfig(),
-        block=replace(config.block, tiles=1, loss_tiles=1),
+        block=replace(config.block, tiles=1, loss_tiles=config.block.loss_tiles and 1),
     )
     rounding = _rounding(layout)
     rungs = [Rung(BASELINE, base, None, "the same run again")]

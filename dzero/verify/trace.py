@@ -112,7 +112,7 @@ class Followed(Trainer):
     ) -> None:
         super().__init__(config, folder, device)
         self._rows, self._keep, self._at = AnsweredRows(self.sharded, layout), keep, 0
-        mesh, tiles = replace(config.mesh, dp=None, replicate=1), (config.block.tiles, config.block.loss_tiles)
+        mesh, tiles = replace(config.mesh, dp=None, replicate=1), (config.block.tiles, config.block.loss_tiles or 1)
         self.trace = Trace(mesh, tiles, self._rows.placed)
         self._slots = {
             param: (module, attribute)

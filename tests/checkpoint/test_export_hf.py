@@ -81,7 +81,7 @@ def config_of(kind: str, folder: Path) -> ModelConfig:
 
 def exported(checkpoints: Path, out: Path, dtype: str, **options: Any) -> Path:
     with Checkpoint(checkpoint_at(checkpoints)) as checkpoint:
-        export(checkpoint, out, plan(checkpoint, dtype, **options))
+        export(out, plan(checkpoint, dtype, **options))
     return out
 
 
@@ -214,7 +214,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path: P
         huge = {name: exports.StoredBox(None, "F32", (1 << 48,), (0,), (1 << 48,), 0, 1 << 50) for name in parts}
         planned = exports.ExportPlan({"model.safetensors": huge}, planned.source, planned.config)
         with pytest.raises(CheckpointError, match=r"1.00 PiB to write, .* free: free space, or choose another disk"):
-            export(checkpoint, tmp_path / "out", planned)
+            export(tmp_path / "out", planned)
     assert {entry.name for entry in tmp_path.iterdir()} == {"ck"}
 
 
@@ -247,6 +247,14 @@ def test_an_export_that_is_killed_never_has_the_name_of_a_whole_one(tmp_path: Pa
         exported(path, tmp_path / "out", "bf16")
 
 
+def layout(source: str, target: str, *operations: Any) -> dict[str, Any]:
+    """A description of a bare model that publishes one tensor in another layout, with one step or none."""
+    operation, dim = (*operations, 0)[:2] if operations else (None, 0)
+    steps = [] if operation is None else [{"operation": operation, "dim": dim}]
+    conversion = {"sources": [source], "targets": [target], "steps": steps}
+    return {"model": {"kind": "bare", "config": "{}", "layout": [conversion]}}
+
+
 def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) -> None:
     tensors = {"master.weight": torch.ones(3)}
     for number, (extra, what) in enumerate(
@@ -257,6 +265,11 @@ def test_a_checkpoint_that_tells_no_model_or_another_is_refused(tmp_path: Path) 
             ({"model": {"kind": "llama", "config": "[" * 100_000}}, "no kind of"),
             ({"model": {"kind": "hf", "config": "{}"}}, "weight is no parameter of a model of transformers"),
             ({"model": {"kind": "llama", "config": "{}"}}, "weight is no parameter of a llama"),
+            (layout("weight", "a", "Interleave"), "'Interleave' is no step of a conversion; known are merge, split"),
+            (layout("weight", "a", "chunk", 1), "master.weight: chunk along dim 1 of a tensor with 1 dims"),
+            (layout("weight", "a.#"), "a.#: a name with 1 numbers from one with 0"),
+            (layout("weight", "a", "split"), "3 tensors all named a"),
+            ({"model": {"kind": "bare", "config": "{}", "layout": [{"sources": 3}]}}, "no kind of"),
         ]
     ):
         path = by_hand.write(tmp_path / str(number), tensors, extra=extra)
@@ -273,7 +286,7 @@ from dzero.hardware import peak_rss_bytes, reset_peak_rss, rss_bytes
 reset_peak_rss()
 before = rss_bytes()
 with Checkpoint(sys.argv[1]) as checkpoint:
-    export(checkpoint, Path(sys.argv[2]), plan(checkpoint, "bf16"))
+    export(Path(sys.argv[2]), plan(checkpoint, "bf16"))
 print(peak_rss_bytes() - before)
 """
 

@@ -200,7 +200,7 @@ def test_absent_broken_and_outside_files_are_refused(tmp_path: Path) -> None:
 def test_names_that_are_no_causal_lm_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"neither a local folder .* Allowed types: .*gpt2"):
         build(ModelConfig(kind="hf", name_or_path="some-model"))
-    with pytest.raises(FileNotFoundError, match=r"someone/some-model: no such folder; .*nothing is downloaded"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder, .*run `hf download someone/some-model`"):
         build(ModelConfig(kind="hf", name_or_path="someone/some-model"))
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"ViTConfig is no causal LM"):

@@ -180,7 +180,7 @@ def test_the_sizes_are_those_that_are_written(name: str, params: int, active: in
             {"experts": 4, "top_k": 2, "balance_rate": -1.0},
             "model.balance_rate=-1.0: must be a number in ",
         ),
-        ({"experts": 4, "top_k": 2, "weights": "x"}, "model.weights=x has no effect with model.kind=moe"),
+        ({"experts": 4, "top_k": 2, "weights": True}, "model.weights=true: model.kind=moe has no folder of its own"),
         ({"kind": "llama", "experts": 4}, "model.experts=4 has no effect with model.kind=llama"),
     ],
 )
@@ -190,9 +190,11 @@ def test_sizes_that_make_no_sense_are_refused(settings: dict[str, Any], told: st
 
 
 def test_a_mixture_is_not_published_as_a_llama(tmp_path: Path) -> None:
-    assert describe(MoE(SHAPE)) is None
-    with pytest.raises(TypeError, match="weights of MoE: only models that"):
-        local_weights(str(tmp_path), MoE(SHAPE))
+    shape = replace(SHAPE, scores="sigmoid", top_k=1, shared_experts=2)
+    assert describe(MoE(shape)) is None
+    change = "model.scores=softmax model.top_k=2 model.shared_experts=0 model.balance=loss"
+    with pytest.raises(ValueError, match=f"only Mixtral is read, .* set {change}"):
+        local_weights(str(tmp_path), MoE(shape))
 
 
 def test_a_mixture_learns_which_expert_a_token_needs() -> None:

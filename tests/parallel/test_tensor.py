@@ -142,7 +142,7 @@ def test_fused_projections_are_whole_in_a_checkpoint(
         apart = [key for key in moments if not torch.equal(held[key].to(got[key].dtype).float(), got[key].float())]
         assert apart == [], GPT2[target]
     with Checkpoint(checkpoint_at(tmp_path)) as checkpoint:
-        export(checkpoint, tmp_path / "out", plan(checkpoint, "fp32"))
+        export(tmp_path / "out", plan(checkpoint, "fp32"))
     published = load_file(tmp_path / "out" / "model.safetensors")
     masters = {key.removeprefix("master model."): held[key] for key in held if key.startswith("master")}
     assert masters.keys() <= published.keys()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from allocated_peak import allocated_peak_bytes
 from tiled_models import VOCAB, assert_close, batch, grads_of, llama, reference_loss
-from torch import nn
+from torch import Tensor, nn
 
 from dzero.models.config import LlamaShape
 from dzero.models.llama import Llama
+from dzero.parallel.blocks import apply_blocks
 from dzero.parallel.config import BlockConfig
+from dzero.parallel.tiling import loss as tiling_loss
 from dzero.parallel.tiling.loss import tile_loss
 
 
@@ -86,3 +92,34 @@ def test_logits_exist_one_tile_at_a_time(tied: bool) -> None:
     logits_bytes = 4 * tokens * vocab
     assert peaks[0] > 2 * logits_bytes
     assert peaks[1] < peaks[0] / n + 0.2 * logits_bytes
+
+
+def test_large_logits_are_tiled_by_themselves_and_the_head_stays_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, targets = batch()
+    plain, small, large = llama(), llama(), llama()
+    apply_blocks(small, BlockConfig(), "cpu", tokens.numel())
+    assert not hasattr(small.head, "loss_targets")
+    monkeypatch.setattr(tiling_loss, "LOGITS_BYTES", 7 * VOCAB * 4)
+    apply_blocks(large, BlockConfig(), "cpu", tokens.numel())
+    assert [name for name, _ in large.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    rows: list[int] = []
+    monkeypatch.setattr(F, "cross_entropy", counted(rows, F.cross_entropy))
+    losses = [reference_loss(plain, tokens, targets), large(tokens, targets)]
+    assert rows == [24, 6, 6, 6, 6]
+    for each in losses:
+        each.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    assert_close(grads_of(large), grads_of(plain), rtol=1e-5, atol=1e-7)
+    whole = llama()
+    apply_blocks(whole, BlockConfig(loss_tiles=1), "cpu", tokens.numel())
+    assert not hasattr(whole.head, "loss_targets")
+
+
+def counted(rows: list[int], run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Run as `run` does, and note the rows of the logits; recomputations in backward come after the test has looked."""
+
+    def cross_entropy(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        rows.append(len(logits))
+        return run(logits, *args, **kwargs)
+
+    return cross_entropy

@@ -33,7 +33,7 @@ def steps(sharded: Sharded, block: BlockConfig) -> list[float]:
         for index in range(layout.microbatches):
             drawn = torch.randint(VOCAB, (2, 9), generator=generator)
             with sharded.microbatch(is_last=index == layout.microbatches - 1):
-                of_model = nn.Module.__call__ if block.loss_tiles > 1 else reference_loss
+                of_model = nn.Module.__call__ if (block.loss_tiles or 1) > 1 else reference_loss
                 loss = of_model(sharded.model, drawn[:, :-1], drawn[:, 1:])
                 optim.scale_loss(loss / layout.microbatches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())

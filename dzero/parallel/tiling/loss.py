@@ -10,27 +10,32 @@ it stays whole and is tiled along tokens. Logits have the working dtype; log-sum
 untiled head.
 
 A head that is given targets returns the sum of losses in place of logits. So any model whose output is what its head
-returns can be tiled, without knowledge of its forward; `check_output` tries that with two tokens.
+returns can be tiled, without knowledge of its forward; `returns_logits_of` tries that with two tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from dzero.data.batch import IGNORED
+from dzero.models.llama import Llama
 from dzero.parallel.forward_wrapping import Forward, wrap_method
 from dzero.parallel.loss import sum_of_losses
+from dzero.parallel.tiling.head_loss import sum_of_tiled_losses
 from dzero.parallel.tiling.tile import tile_all, tiles_of
 from dzero.utils.torch_internals import fake_tensors
+
+LOGITS_BYTES = 128 << 20
+"""Limit of the fp32 logits of a tile, where the number of tiles is not set."""
 
 
 def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
@@ -54,7 +59,11 @@ def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
             f"loss_tiles={n}: {type(model).__name__} has no nn.Linear as its head to make its loss from; "
             "take block.loss_tiles=1"
         )
-    check_output(model, head, n)
+    if not returns_logits_of(model, head):
+        raise ValueError(
+            f"block.loss_tiles={n}: {type(model).__name__} changes the logits of its head, as by a scale or a cap, "
+            "which tiles of the loss would leave out; take block.loss_tiles=1"
+        )
     others = (m for m in model.modules() if m is not head)
     if by_tokens or n == 1 or any(p is head.weight for m in others for p in m.parameters(recurse=False)):
         wrap_method([head], "forward", partial(_or_losses, partial(_over_tokens, n=n)))
@@ -66,6 +75,19 @@ def tile_loss(model: nn.Module, n: int, *, by_tokens: bool = False) -> None:
     wrap_method([model], "forward", _or_loss)
 
 
+def tile_large_loss(model: nn.Module, tokens: int) -> None:
+    """Tile the loss of a microbatch of `tokens` along tokens, so that the fp32 logits of a tile take `LOGITS_BYTES`.
+
+    Models whose logits are smaller stay as they are, and so do those whose loss cannot be tiled.
+    """
+    head = head_of(model)
+    if not isinstance(head, nn.Linear):
+        return
+    n = math.ceil(tokens * head.out_features * torch.float32.itemsize / LOGITS_BYTES)
+    if n > 1 and returns_logits_of(model, head):
+        tile_loss(model, min(n, tokens), by_tokens=True)
+
+
 def head_of(model: nn.Module) -> nn.Module | None:
     """Return the module that makes the logits of a language model; None if it has none."""
     output = getattr(model, "get_output_embeddings", None)
@@ -74,11 +96,13 @@ def head_of(model: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def check_output(model: nn.Module, head: nn.Module, n: int) -> None:
-    """Raise ValueError if the logits that `model` returns for two tokens are not those that `head` returned.
+def returns_logits_of(model: nn.Module, head: nn.Module) -> bool:
+    """Return whether the logits that `model` returns for two tokens are those that `head` returned.
 
-    A model on meta is run on tensors without values.
+    A model on meta is run on tensors without values. Llama is known, and its experts may be on other ranks.
     """
+    if isinstance(model, Llama):
+        return True
     made: list[Tensor] = []
     hook = head.register_forward_hook(lambda _module, _inputs, out: made.append(out))
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -91,11 +115,7 @@ def check_output(model: nn.Module, head: nn.Module, n: int) -> None:
             logits = _logits(functional_call(model, fake, (tokens,)))
     finally:
         hook.remove()
-    if len(made) != 1 or logits is not made[0]:
-        raise ValueError(
-            f"block.loss_tiles={n}: {type(model).__name__} changes the logits of its head, as "
-            "by a scale or a cap, which tiles of the loss would leave out; take block.loss_tiles=1"
-        )
+    return len(made) == 1 and logits is made[0]
 
 
 def losses_of(model: nn.Module, targets: Tensor, run: Callable[[], Any]) -> Tensor:
@@ -148,16 +168,9 @@ def _or_losses(losses: Callable[[Forward, nn.Module, Tensor, Tensor], Tensor], f
     return with_losses
 
 
-def _over_tokens(forward: Forward, head: nn.Module, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
+def _over_tokens(_: Forward, head: nn.Linear, features: Tensor, targets: Tensor, *, n: int) -> Tensor:
     """Return the sum of losses of features [tokens, hidden] and targets [tokens], in tiles of tokens."""
-
-    def of_tile(part: Tensor, of_part: Tensor) -> Tensor:
-        return F.cross_entropy(forward(head, part).float(), of_part, reduction="sum", ignore_index=IGNORED)
-
-    total = torch.zeros((), device=features.device)
-    for part, of_part in zip(features.chunk(n), targets.chunk(n), strict=True):
-        total = total + checkpoint(of_tile, part, of_part, use_reentrant=False)
-    return total
+    return sum_of_tiled_losses(features, head.weight, head.bias, targets, n)
 
 
 def _over_vocabulary(head: nn.Module, features: Tensor, targets: Tensor) -> Tensor:
