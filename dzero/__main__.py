@@ -39,10 +39,16 @@ def main() -> None:
         sys.argv = [f"{sys.argv[0]} train", *sys.argv[2:]]
         train()
         return
-    options = _parser().parse_args()
+    options = parsed(sys.argv[1:])
+    _guarded(lambda: _run(options))
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Return the options of a command; `settings` begin with the configuration that --config-name selects."""
+    options = _parser().parse_args(words)
     if getattr(options, "config_name", None) is not None:
         options.settings.insert(0, f"--config-name={options.config_name}")
-    _guarded(lambda: _run(options))
+    return options
 
 
 def _run(options: argparse.Namespace) -> None:

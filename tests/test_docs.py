@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor, nn
 
-from dzero.__main__ import _parser
+from dzero.__main__ import parsed
 from dzero.config import CONF
 from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.llama import Llama
 from dzero.models.moe import Experts, MoE
-from dzero.overrides import composed
+from dzero.overrides import CONFIG_NAME, composed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -100,9 +100,9 @@ def test_a_command_has_settings_that_exist(page: str, command: str) -> None:
     words = shlex.split(command.replace("...", ""))
     words = words[1:] if words[0] == "dzero" else words[2:] if words[1] == "train.py" else words[3:]
     if "train.py" not in command and not command.startswith("dzero train"):
-        options = _parser().parse_args(words)
+        options = parsed(words)
         words = list(getattr(options, "settings", []))
     else:
-        words = [word for word in words if word != "train" and not word.startswith("-")]
+        words = [word for word in words if word != "train" and (not word.startswith("-") or word in CONFIG_NAME)]
     verify = [word for word in words if word.startswith("verify.")]
     composed([word for word in words if word not in verify], CONF)

@@ -18,6 +18,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -35,6 +36,7 @@ FORMAT = 1
 ON_BAD_ROW = ("stop", "skip")
 BLOCK_BYTES = 64 * 2**10
 MOST_BLOCKS = 64
+QUIET_S = 2.0
 
 
 def build_or_open(
@@ -125,18 +127,28 @@ def _read(place: Path) -> SamplesMeta | None:
 
 @contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold a lock file; say so if another process holds it, and wait."""
+    """Hold a lock file; wait for another process that holds it, and say so after `QUIET_S` seconds."""
     with _disk_errors(path):
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        until_s = time.monotonic() + QUIET_S
+        while not (held := _try(lock)) and time.monotonic() < until_s:
+            time.sleep(QUIET_S / 100)
+        if not held:
             report(f"waiting for another process that tokenizes the same data (it holds {path})")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)
+
+
+def _try(lock: int) -> bool:
+    """Take a lock that no other process holds, and return whether that was so."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_free(path: Path) -> bool:
@@ -147,12 +159,9 @@ def _is_free(path: Path) -> bool:
     except OSError:  # of another user, in a shared folder
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        return _try(lock)
     finally:
         os.close(lock)
-    return True
 
 
 def _key(found: FoundFiles, encoder: Encoder) -> str:

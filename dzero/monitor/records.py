@@ -49,6 +49,8 @@ class RunSummary:
     """Results of the whole run, for the closing table.
 
     Attributes:
+        tokens: Number of tokens of all sequences.
+        counted_tokens: Number of those whose targets count; None if all do.
         seconds: Duration of all steps.
         counted_steps: Number of steps that `speed` is measured over.
         first_loss: Train loss of the first step, in nats.
@@ -84,6 +86,7 @@ class RunSummary:
     routed: Mapping[Entry, Traffic] = field(default_factory=dict)
     lanes: Mapping[str, LaneUse] = field(default_factory=dict)
     host_bytes: int = 0
+    counted_tokens: int | None = None
     step_flops: float | None = None
     planned_bytes: int | None = None
     places: Sequence[str] = ()

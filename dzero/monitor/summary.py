@@ -30,8 +30,11 @@ def result_table(summary: RunSummary) -> Table:
     mfu = "unknown peak" if summary.peak_flops is None else "unknown"
     if speed.mfu is not None and summary.peak_flops is not None:
         mfu = f"{speed.mfu:.1%} of {summary.peak_flops / 1e12:.4g} TFLOP/s per device"
+    tokens = f"{format_count(summary.tokens)} tokens"
+    if summary.counted_tokens is not None:
+        tokens += f" ({format_count(summary.counted_tokens)} of them counted)"
     rows = [
-        ("steps", f"{summary.steps}, {format_count(summary.tokens)} tokens in {format_seconds(summary.seconds)}"),
+        ("steps", f"{summary.steps}, {tokens} in {format_seconds(summary.seconds)}"),
         ("loss", f"{summary.loss:.4f} (first step {summary.first_loss:.4f})"),
         ("held-out loss", "not evaluated" if held_out is None else f"{held_out:.4f}"),
         ("tokens/s", rate),

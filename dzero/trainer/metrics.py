@@ -48,7 +48,8 @@ READING_STEPS = 10
 class MetricsRecorder:
     """Recorder of one worker's metrics; `done_steps` were made before the run was resumed.
 
-    `losses` has the mean loss of every step, and `planned_bytes` the planned peak of this rank, or None.
+    `losses` has the mean loss of every step, `counted_tokens` the number of targets that counted, and `planned_bytes`
+    the planned peak of this rank, or None.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class MetricsRecorder:
         self._traffic: dict[Entry, Traffic] = {}
         self._lanes: dict[str, LaneUse] = {}
         self.losses: list[float] = []
+        self.counted_tokens = 0
         self.planned_bytes: int | None = None
         self._grad_bytes, self._state_bytes = 0, dict[str, int]()
         self._memory_read: Mapping[str, int] = {}
@@ -169,6 +171,7 @@ class MetricsRecorder:
         return RunSummary(
             steps=self.meter.steps,
             tokens=self.meter.tokens,
+            counted_tokens=None if self.counted_tokens == self.meter.tokens else self.counted_tokens,
             seconds=self.meter.seconds,
             counted_steps=self.meter.counted_steps,
             first_loss=self.losses[0],

@@ -175,7 +175,9 @@ class Trainer:
         The mean over all ranks is the mean over the tokens of the step that count. Every rank knows their number before
         the step, because the stream knows it of all ranks' sequences.
         """
-        share = self.stream.counted(self.microbatches) / self.built.parts
+        counted = self.stream.counted(self.microbatches)
+        self.recorder.counted_tokens += counted
+        share = counted / self.built.parts
         if self.built.pipeline is not None:
             batches = [self.batches.next() for _ in range(self.microbatches)]
             return self.built.pipelined(batches, share, self.optim.scale_loss)
