@@ -177,6 +177,9 @@ def _initializers(peft: Any, model: nn.Module) -> dict[nn.Module, Initialise]:
         layer.reset_lora_parameters(NAME, True)
 
     known = peft.tuners.lora.Linear, peft.tuners.lora.Embedding
+    users: dict[Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        users.setdefault(param, []).append(name)
     found: dict[nn.Module, Initialise] = {}
     for name, layer in lora_layers(model).items():
         own: Any = layer.base_layer
@@ -184,6 +187,11 @@ def _initializers(peft: Any, model: nn.Module) -> dict[nn.Module, Initialise]:
             raise ValueError(
                 f"adapter.target_modules: {name} is a {type(own).__name__}; only linear layers and embeddings get "
                 "adapters, so name others"
+            )
+        if other := next((each for each in users[own.weight] if not each.startswith(f"{name}.")), None):
+            raise ValueError(
+                f"adapter.target_modules: the weight of {name} is that of {other} too, which an adapter would leave as "
+                "it is; name others"
             )
         inside = {*own.modules()}
         found |= {module: _nothing for module in layer.modules() if module not in inside}

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dzero.checkpoint.checkpointer import Checkpointer, Resumed
 from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.export_hf import BASE
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
 from dzero.config import RunConfig
@@ -122,7 +123,7 @@ class RunCheckpoints:
             "step_sequences": self._config.train.sequences(self._readers),
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
             "model": describe(self._model),
-            **({} if self._base is None else {"base": self._base}),
+            **({} if self._base is None else {BASE: self._base}),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._checkpoints.save(step, extra, self._generators())
@@ -184,7 +185,7 @@ class RunCheckpoints:
         """Raise CheckpointError if the checkpoint's adapters belong to another model than that of this run."""
         if self._base is None:
             return
-        was = resumed.extra.get("base")
+        was = resumed.extra.get(BASE)
         other = "it holds no adapters" if was is None else base_difference(was, self._base)
         if other:
             what = f"its adapters belong to another model than that in {self._config.model.weights_folder}: {other}"

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from in_process import dzero as command
 from parity_cells import whole
 from pool import Pool, WorkerError
 from safetensors.torch import load_file, save_file
-from small_runs import CONF
+from small_runs import CONF, ROOT, agrees
 from test_finetune import CHATS, words
 from test_finetune import model as model
 from test_token_loss import Silent
 
 from dzero import save_pretrained
 from dzero.checkpoint.reader import Checkpoint
+from dzero.errors import RunError, user_errors
+from dzero.models.adapter_config import AdapterConfig
+from dzero.models.adapters import add_adapters
+from dzero.models.build import build
+from dzero.models.config import ModelConfig
 from dzero.overrides import composed
+from dzero.plan.meta_model import model_of, units_of
 from dzero.trainer.trainer import Trainer
+from dzero.zero.cost_model import resting_bytes
 from dzero.zero.rounding import to_working
 
 transformers = pytest.importorskip("transformers")
@@ -236,3 +246,84 @@ def test_a_run_resumes_with_the_same_model_alone(pool: Pool, model: Path, tmp_pa
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(WorkerError, match="its rms_norm_eps was"):
         pool.run(ran, 1, words(folder, tmp_path, *line, "train.steps=3", "resume=auto"), tmp_path)
+
+
+def rested(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[str, Any]:
+    """What a rank holds between steps, what its layout foresees, and whether its traffic was the theory's."""
+    config = composed(settings, CONF)
+    trainer = Trainer(config, folder, torch.device("cpu"))
+    summary = trainer.run()
+    reduced = {entry: each for entry, each in summary.traffic.items() if entry.phase == "reduce"}
+    return {
+        "held": trainer.optim.state_bytes(),
+        "foreseen": resting_bytes(trainer.sharded.layout, units_of(config, model_of(config))),
+        "agrees": agrees(summary),
+        "reduced": sum(each.sent_bytes for each in reduced.values()) // summary.steps,
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_weights_take_two_bytes_and_no_traffic(pool: Pool, model: Path, tmp_path: Path, stage: int) -> None:
+    settings = [each for each in LORA if not each.startswith("precision=")]
+    line = words(model, tmp_path, *settings, "precision=bf16", f"zero.stage={stage}", "train.microbatch_sequences=16")
+    frozen = sum(param.numel() for param in transformers.AutoModelForCausalLM.from_pretrained(model).parameters())
+    width, ffn, kv, layers = 128, 256, 64, 4
+    added = layers * (4 * (width + width) + 4 * (width + kv) + 2 * (ffn + width))  # query, value, down
+    shards = 1 if stage == 0 else 2
+    for found in pool.run(rested, 2, line, tmp_path):
+        held, foreseen = found["held"], found["foreseen"]
+        assert held["param"] == foreseen.param == 2 * (frozen + added) // shards
+        assert held["master"] == foreseen.master == 4 * added // shards
+        assert held["moments"] == foreseen.moments == 8 * added // shards
+        assert found["agrees"]
+        # Half of each gradient goes to the other rank; at stage 0 sums come back too.
+        assert found["reduced"] == 2 * added // 2 * (2 if stage == 0 else 1)
+
+
+REFUSED = [
+    ("adapter=lora adapter.target_modules=[q_prj]", "adapter.target_modules=\\['q_prj'\\]: peft finds no such modules"),
+    ("adapter=lora adapter.target_modules=[norm]", "norm"),
+    ("adapter=lora adapter.target_modules=[]", "must be null, all-linear or a list of names"),
+    ("adapter=lora adapter.r=0", "adapter.r=0: must be a whole number"),
+    ("adapter=lora adapter.lora_dropout=1", "adapter.lora_dropout=1.*: must be a number in"),
+    ("adapter=lora adapter.rank_pattern={q_proj:0}", "adapter.rank_pattern="),
+    ("adapter=lora adapter.layers_to_transform=[-1]", "must be indices of blocks"),
+    ("adapter=lor", "adapter=lor: choose one of"),
+    ("adapter.r=4", "adapter.r=4 has no effect with adapter.kind=none"),
+    ("adapter=lora mesh.pp=2", "adapter.kind=lora with mesh.pp=2"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(model: Path, tmp_path: Path, settings: str, message: str) -> None:
+    with pytest.raises(RunError, match=message) as told, user_errors():
+        model_of(composed([*words(model, tmp_path), "data.pack=false", *settings.split()], CONF))
+    assert "\n" not in str(told.value)
+
+
+def test_an_adapter_on_tied_weights_is_refused() -> None:
+    config = ModelConfig(kind="hf", name_or_path="gpt2")
+    with pytest.raises(ValueError, match=r"weight of model\.transformer\.wte is that of model\.lm_head\.weight too"):
+        add_adapters(build(config), AdapterConfig(kind="lora", target_modules=["wte"]))
+
+
+def test_adapters_have_their_own_learning_rate_unless_one_is_given(model: Path, tmp_path: Path) -> None:
+    found = [
+        composed([*words(model, tmp_path), *more], CONF).optim.lr
+        for more in ([], ["adapter=lora"], ["adapter=lora", "optim.lr=3e-3"])
+    ]
+    assert found == [1e-5, 2e-4, 3e-3]
+
+
+def test_the_command_trains_adapters_that_a_checkpoint_alone_cannot_export(model: Path, tmp_path: Path) -> None:
+    settings = ["adapter=lora", "train.epochs=4", "optim.lr=1e-2", "checkpoint.every=1000", "export.merge=true"]
+    line = [sys.executable, str(ROOT / "train.py"), *words(model, tmp_path, *settings)]
+    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "736 k parameters, 14.3 k of them trained, in 5 units" in ended.stdout
+    (folder,) = tmp_path.glob("outputs/*/*/model")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert merged.num_parameters() == transformers.AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    exported = command("export", tmp_path / "checkpoints", tmp_path / "out", "--dtype", "bf16")
+    assert exported.returncode != 0
+    assert "it holds adapters, without the model that they belong to" in exported.stderr
