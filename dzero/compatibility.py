@@ -533,6 +533,7 @@ OPTIMIZER = (
         )
     ),
 )
+CHATS = "data.kind=chat data.path=x.jsonl"
 RUN = (
     idle(
         "schedule.warmup_fraction",
@@ -561,6 +562,30 @@ RUN = (
         "data.kind=chat data.path=x.jsonl mesh.pp=2 model=hf model.name_or_path=gpt2",
     ),
     idle("export.merge", "export.at_end=false", "", "export.at_end=true", "export.merge=true"),
+    idle("train.answers", "data.kind!=chat", "", "data.kind=chat", "train.answers=2"),
+    idle(
+        "train.answers",
+        "train.evaluate_batches=0",
+        "",
+        "train.evaluate_batches=8",
+        f"{CHATS} train.answers=2 train.evaluate_batches=0",
+    ),
+    idle(
+        "train.answer_tokens",
+        "train.answers=0",
+        "",
+        "train.answers=2",
+        f"{CHATS} train.answers=0 train.answer_tokens=9",
+    ),
+    *(
+        Rule(
+            f"train.answers>0 {axis}>1",
+            "answers are made from whole logits of whole sequences",
+            "train.answers=0",
+            f"{CHATS} train.answers=2 {axis}=2 model.vocab_size=512 data.pack=false",
+        )
+        for axis in ("mesh.tp", "mesh.pp", "mesh.cp")
+    ),
     idle("export.folder", "export.at_end=false", "", "export.at_end=true", "export.folder=x"),
     *(
         Rule(

@@ -87,6 +87,13 @@ class TrainConfig:
     """Steps between two evaluations of the held-out loss."""
     evaluate_batches: int = 8
     """Microbatches per rank in each evaluation. 0: no evaluation."""
+    patience: int | None = None
+    """Evaluations in a row without a lower held-out loss after which the run ends. null: it goes on to its end."""
+    answers: int | None = None
+    """Held-out conversations that the model answers at each evaluation, into log and TensorBoard. null: 2 for
+    data.kind=chat, with parameters on the device and whole sequences and layers on each rank."""
+    answer_tokens: int = 32
+    """Tokens of each answer."""
     max_skipped_steps: int = 20
     """Number of consecutive steps that may be skipped for non-finite gradients before the run stops."""
     on_nan: str = "skip"
@@ -99,6 +106,8 @@ class TrainConfig:
             raise ValueError("train.accumulate=null: set train.global_sequences, from which it then follows")
         sequences = whole(1, MOST_SEQUENCES)
         check("train", self, microbatch_sequences=sequences, accumulate=sequences, global_sequences=sequences)
+        check("train", self, patience=whole())
+        check("train", self, answers=whole(0, MOST_SEQUENCES), answer_tokens=whole(1, MOST_SEQUENCES))
         check("train", self, epochs=positive(MOST_EPOCHS))
         check("train", self, steps=whole(), sequence_tokens=whole(), seed=whole(0, 2**63 - 1))
         check("train", self, evaluate_every_steps=whole(), evaluate_batches=whole(0), max_skipped_steps=whole(0))

@@ -14,6 +14,9 @@ from dzero.data.files import find
 from dzero.data.packing import SampleSequences
 from dzero.data.sample_cache import build_or_open
 from dzero.data.samples import Samples
+from dzero.data.tokens import Array
+
+SHOWN_CHARACTERS = 120
 
 
 class ChatCorpus:
@@ -37,7 +40,7 @@ class ChatCorpus:
             ValueError: If a row or the template cannot be used, or no sample is left.
         """
         encoder = encoder_of(config, model_folder)
-        self._samples = samples_of(config, encoder, length, tell)
+        self._samples, self._encoder, self._length = samples_of(config, encoder, length, tell), encoder, length
         self._pack, self._name = config.pack is not False, str(config.path)
         held_out = self._samples.is_held_out(config.held_out)
         if config.held_out and not held_out.any() and len(held_out) > 1:
@@ -53,6 +56,25 @@ class ChatCorpus:
     def held_out_sequences(self, length: int, multiple: int) -> SampleSequences | None:
         """Return the sequences to evaluate; None if there are none."""
         return self._sequences(self._held_out, length, multiple, "held out") if len(self._held_out) else None
+
+    def prompts(self, count: int, room: int) -> list[Array]:
+        """Return the ids [tokens] of `count` held-out samples up to what counts first, at most `room` below the length.
+
+        Without held-out samples, they are of the samples to train on.
+        """
+        chosen = self._held_out if len(self._held_out) else self._train
+        found = []
+        for index in chosen[:count].tolist():
+            first = int(np.argmax(self._samples.counts(index)))
+            found.append(self._samples.ids(index)[max(0, first - max(1, self._length - room)) : max(1, first)])
+        return found
+
+    def shown(self, prompt: Array, answer: Array) -> str:
+        """Return a line with the end of a prompt, and the answer up to the end of the turn."""
+        ends = np.flatnonzero(answer == self._encoder.eos_id)
+        said = self._encoder.decode(answer[: ends[0]] if len(ends) else answer)
+        asked = self._encoder.decode(prompt)[-SHOWN_CHARACTERS:]
+        return f"answers {asked!r} with {said!r}"
 
     def _sequences(self, chosen: np.ndarray, length: int, multiple: int, side: str) -> SampleSequences:
         name = f"{self._name} ({side})"

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from dzero.comm.collectives import gather_json
 from dzero.config import RunConfig, as_yaml
+from dzero.data.chats import ChatCorpus
 from dzero.data.corpus import load
 from dzero.data.prefetch import BatchPrefetcher
 from dzero.data.stream import SequenceStream, evaluation_batches
@@ -35,6 +36,7 @@ from dzero.monitor.sinks import Monitor
 from dzero.optim.build import build_optimizer
 from dzero.plan.plan_run import log_plan
 from dzero.plan.run_layout import check_ranks
+from dzero.trainer.answers import answer, answers_of
 from dzero.trainer.build import BuiltModel
 from dzero.trainer.checkpointing import RunCheckpoints
 from dzero.trainer.export import check_export, export
@@ -96,7 +98,7 @@ class Trainer:
         self.batches = BatchPrefetcher(self.stream, device)
         if (most := config.train.evaluate_batches) > 0:
             held_out = self.corpus.held_out_sequences(length, multiple)
-        self._evaluates = held_out is not None
+        self._evaluates, self.held_out_losses = held_out is not None, list[float]()
         if held_out is not None:
             self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
@@ -135,21 +137,32 @@ class Trainer:
             for step in range(self.done_steps + 1, steps + 1):
                 shared = self.step(step, monitor, stop=stop.asked is not None)
                 self.profiler.step()
-                saved = self.saves.after(step, monitor, stop=shared.stop)
+                due = step == steps or step % config.train.evaluate_every_steps == 0
+                if due and (step == steps or not shared.stop):
+                    held_out = self._evaluate(step, monitor)
+                ends = self._has_no_patience()
+                saved = self.saves.after(step, monitor, stop=shared.stop or ends)
                 if shared.stop and step < steps:
                     self._stop(step, monitor, stop, saved=saved)
                 if saved:
                     stop.saved()  # the last step is saved, so later signals need no reaction
-                if step == steps or step % config.train.evaluate_every_steps == 0:
-                    held_out = self._evaluate()
-                    if held_out is not None:
-                        monitor.held_out(step, held_out)
+                if ends:
+                    worse = f"no lower held-out loss in {config.train.patience} evaluations: the run ends here"
+                    monitor.note(step, worse)
+                    break
             self.optim.synchronize()  # raises errors of the last update
             if config.export.at_end:
-                monitor.note(steps, f"exported to {from_here(export(config, self.sharded, self.run_folder))}")
+                monitor.note(step, f"exported to {from_here(export(config, self.sharded, self.run_folder))}")
             summary = self.recorder.summarise(held_out)
             monitor.summary(summary)
         return summary
+
+    def _has_no_patience(self) -> bool:
+        """Return whether the last `train.patience` held-out losses are no lower than the lowest before them."""
+        patience = self.config.train.patience
+        if patience is None or len(self.held_out_losses) <= patience:
+            return False
+        return min(self.held_out_losses[-patience:]) >= min(self.held_out_losses[:-patience])
 
     def step(self, step: int, monitor: Monitor, *, stop: bool = False) -> SharedLoss:
         """Make one optimizer step, numbered from 1; `stop` means that this rank was asked to stop after it."""
@@ -231,17 +244,27 @@ class Trainer:
             )
 
     @torch.no_grad()
-    def _evaluate(self) -> float | None:
-        """Return the mean loss of the held-out tokens that count, in nats; None if nothing is held out."""
+    def _evaluate(self, step: int, monitor: Monitor) -> float | None:
+        """Report and return the mean loss of the held-out tokens that count, in nats; None if nothing is held out.
+
+        The model then answers some held-out conversations.
+        """
         if not self._evaluates:
             return None
         self.sharded.train(False)
         with self.built.losses():
             sums = torch.stack([self.built.held_out(batch) for batch in self.evaluation()]).sum(0)
+        said, answers = list[str](), answers_of(self.config)
+        if answers and isinstance(self.corpus, ChatCorpus):
+            said = answer(self.sharded.model, self.corpus, answers, self.config.train.answer_tokens, self.device)
         self.sharded.train(True)
         self.sharded.reshard()
         total, counted = self.recorder.sum_over_ranks(sums)
         self.sharded.ledger.take()  # discard the traffic of evaluation
+        self.held_out_losses.append(total / counted)
+        monitor.held_out(step, total / counted)
+        for line in said:
+            monitor.note(step, line)
         return total / counted
 
     def _plan(self, step: int, monitor: Monitor) -> None:

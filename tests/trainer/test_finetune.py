@@ -141,6 +141,8 @@ def test_the_command_trains_and_leaves_a_model_that_transformers_loads_with_its_
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"^step=\d+ loss=(\S+)", ended.stdout, re.MULTILINE)]
     assert losses[-1] < losses[0] / 3
+    assert re.search(r"answers '<\|im_start\|>user.*' with '", ended.stdout)
+    assert re.search(r"steps +[0-9]+, .* tokens \(.* of them counted\) in", ended.stdout)
     (folder,) = tmp_path.glob("outputs/*/*/model")
     trained = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -153,6 +155,24 @@ def test_the_command_trains_and_leaves_a_model_that_transformers_loads_with_its_
     )
     answer = trained.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
     assert tokenizer.decode(answer).startswith("The capital of")
+
+
+def losses_until_the_end(rank: int, ranks: int, settings: list[str], folder: Path) -> tuple[int, list[float]]:
+    trainer = Trainer(composed(settings, CONF), folder, torch.device("cpu"))
+    return trainer.run().steps, trainer.held_out_losses
+
+
+def test_a_run_whose_held_out_loss_falls_no_more_ends_and_is_saved_and_exported(
+    pool: Pool, model: Path, tmp_path: Path
+) -> None:
+    settings = words(model, tmp_path, "optim.lr=0.5", "train.epochs=20", "train.patience=2")
+    settings += ["train.evaluate_every_steps=3", f"checkpoint.folder={tmp_path / 'saved'}", "checkpoint.every=100"]
+    steps, losses = pool.run(losses_until_the_end, 2, settings, tmp_path)[0]
+    assert steps == 3 * len(losses) < 60
+    assert min(losses[-2:]) >= min(losses[:-2])
+    assert all(min(losses[at - 2 : at]) < min(losses[: at - 2]) for at in range(3, len(losses)))
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert [path.name for path in (tmp_path / "saved").glob("step*")] == [f"step_{steps:08d}"]
 
 
 @pytest.mark.parametrize(

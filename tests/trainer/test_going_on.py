@@ -14,6 +14,7 @@ from small_runs import settled, write_text
 
 from dzero.checkpoint.format import MANIFEST, Manifest, seal, unseal
 from dzero.config import RunConfig
+from dzero.data.batch import Batch
 from dzero.monitor.sinks import Monitor
 from dzero.trainer.trainer import Trainer
 
@@ -42,23 +43,21 @@ class Observed(Trainer):
         super().__init__(run, folder, torch.device("cpu"))
         self.went = Went([], self.recorder.losses, 0, {}, [])
         self.nan_step, self.forwards = nan_step, self.done_steps * self.microbatches
-        windows_of = self.stream._windows_of
+        read = self.stream.sequences.read
 
-        def observed(samples: Any) -> Any:
-            found = windows_of(samples)
-            self.went.samples.append(found.tolist())
-            return found
+        def observed(indices: Any) -> Batch:
+            self.went.samples.append(indices.tolist())
+            return read(indices)
 
-        self.stream._windows_of = observed  # type: ignore[method-assign]
+        self.stream.sequences.read = observed  # type: ignore[method-assign]
         self._loss_of = self.built.loss
         self.built.loss = self._loss  # type: ignore[method-assign]
 
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = self._loss_of(tokens, targets)
-        if torch.is_grad_enabled():
-            self.forwards += 1
-            if self.rank == 1 and self.forwards == self.nan_step:
-                return loss + torch.tensor(torch.nan)
+    def _loss(self, batch: Batch, share: float) -> torch.Tensor:
+        loss = self._loss_of(batch, share)
+        self.forwards += 1
+        if self.rank == 1 and self.forwards == self.nan_step:
+            return loss + torch.tensor(torch.nan)
         return loss
 
 

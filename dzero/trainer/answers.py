@@ -1,0 +1,46 @@
+"""Answers of the model to held-out conversations, shown at each evaluation.
+
+All conversations are one batch, padded at the right, and every token takes one forward over the whole batch: no
+key-value cache is kept, so a model of any kind and stage answers. All ranks make the same number of forwards, because
+each of them gathers parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dzero.config import RunConfig
+from dzero.data.chats import ChatCorpus
+
+DEFAULT = 2
+
+
+def answers_of(config: RunConfig) -> int:
+    """Return the number of conversations that a run answers at each evaluation."""
+    if config.train.answers is not None:
+        return config.train.answers
+    mesh = config.mesh
+    answers = config.data.kind == "chat" and config.offload.param == "device" and mesh.inner == 1
+    return DEFAULT if answers else 0
+
+
+@torch.no_grad()
+def answer(model: nn.Module, corpus: ChatCorpus, count: int, tokens: int, device: torch.device) -> list[str]:
+    """Return one line for each of `count` held-out conversations, with at most `tokens` tokens of the likeliest answer.
+
+    All ranks call this, with the model in evaluation.
+    """
+    prompts = corpus.prompts(count, tokens)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    batch = torch.zeros(len(prompts), int(lengths.max()) + tokens, dtype=torch.int64, device=device)
+    for row, prompt in zip(batch, prompts, strict=True):
+        row[: len(prompt)] = torch.from_numpy(prompt.astype("int64"))
+    rows = torch.arange(len(prompts), device=device)
+    for made in range(tokens):
+        logits = model(batch[:, : int(lengths.max()) + made])
+        batch[rows, lengths + made] = logits[rows, lengths + made - 1].argmax(-1)
+    return [
+        corpus.shown(prompt, found[len(prompt) : len(prompt) + tokens].cpu().numpy())
+        for prompt, found in zip(prompts, batch, strict=True)
+    ]
