@@ -399,6 +399,7 @@ ADAPTERS = (
             ("exclude_modules", "[q_proj]"),
             ("layers_to_transform", "[0]"),
             ("use_rslora", "true"),
+            ("use_dora", "true"),
             ("rank_pattern", "{q_proj:4}"),
             ("alpha_pattern", "{q_proj:4}"),
         )

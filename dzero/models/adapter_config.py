@@ -38,6 +38,8 @@ class AdapterConfig:
     """Indices of the blocks that get adapters. null: all."""
     use_rslora: bool = False
     """Divide lora_alpha by sqrt(r) rather than by r."""
+    use_dora: bool = False
+    """Also train the norm of each row of a weight (DoRA), which starts from that of the model's own weight."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
     """Ranks other than r, by name of module, such as {q_proj: 16}."""
     alpha_pattern: dict[str, float] = field(default_factory=dict)

@@ -4,6 +4,7 @@
     q_proj.weight          q_proj.base_layer.weight              no        those of the folder
                            q_proj.lora_A.default.weight          yes       drawn by peft's own initializer
                            q_proj.lora_B.default.weight          yes       zeros
+                           q_proj.lora_magnitude_vector...       yes       with use_dora: norms of the folder's rows
 
 All other parameters of the model keep their names, and are not trained either.
 """
@@ -14,7 +15,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from dzero.errors import converting, import_optional
 from dzero.models.adapter_config import AdapterConfig
 from dzero.models.hf import HFDecoder
 from dzero.models.meta_init import Initialise
+from dzero.models.tensor_views import Readable, RowNorms
 
 NAME = "default"
 """Name of the adapter in the model, which peft's own `get_peft_model` gives it too."""
@@ -30,9 +32,10 @@ INSIDE = "base_model.model."
 """Prefix of the names of a model's tensors inside of a `PeftModel`."""
 BASE = "base_layer."
 """Prefix of the names of a layer's own tensors, beside its adapter."""
+MAGNITUDE = "lora_magnitude_vector."
+"""Prefix of the name of the parameter that DoRA adds to a layer."""
 INITIAL = (True, False, "gaussian", "orthogonal", "eva")
 """Values of peft's `init_lora_weights` that leave the model's own weights as they are."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,17 @@ class Adapters:
     Attributes:
         renamed: Names of the model's own tensors after the injection, by their names before.
         initializers: Initializer of each module of an adapter.
+        magnitudes: Name of the weight whose row norms a parameter starts from, by its name.
     """
 
     renamed: Mapping[str, str]
     initializers: Mapping[nn.Module, Initialise]
+    magnitudes: Mapping[str, str]
 
-    def by_new_name(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Return `values`, which are by name before the injection, by name after it."""
-        return {self.renamed[name]: value for name, value in values.items()}
+    def first_values(self, weights: Mapping[str, Readable]) -> dict[str, Readable]:
+        """Return the tensors that parameters start from, by name, for `weights` by name before the injection."""
+        own = {self.renamed[name]: value for name, value in weights.items()}
+        return own | {name: RowNorms((own[weight],)) for name, weight in self.magnitudes.items()}
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = None) -> Adapters:
@@ -64,7 +70,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = Non
         ValueError: If no module of the model has the names that the settings ask for.
     """
     if config.kind == "none":
-        return Adapters({name: name for name in model.state_dict()}, {})
+        return Adapters({name: name for name in model.state_dict()}, {}, {})
     assert isinstance(model, HFDecoder)
     peft = import_optional("peft", f"adapter={config.kind}", "peft")
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -76,7 +82,10 @@ def add_adapters(model: nn.Module, config: AdapterConfig, base: str | None = Non
     for name, tensor in model.state_dict(keep_vars=True).items():
         after.setdefault(id(tensor), []).append(name)
     renamed = {name: after[tensor].pop(0) for name, tensor in before.items()}
-    return Adapters(renamed, _initializers(peft, model))
+    magnitudes = {
+        f"{name}.{MAGNITUDE}{NAME}.weight": f"{name}.{BASE}weight" for name in lora_layers(model) if config.use_dora
+    }
+    return Adapters(renamed, _initializers(peft, model, config), magnitudes)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -155,6 +164,7 @@ def _lora_config(peft: Any, config: AdapterConfig, base: str | None) -> Any:
         exclude_modules=config.exclude_modules,
         layers_to_transform=config.layers_to_transform,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         rank_pattern=dict(config.rank_pattern),
         alpha_pattern=dict(config.alpha_pattern),
     )
@@ -170,7 +180,7 @@ def _linear_names(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
 
 
-def _initializers(peft: Any, model: nn.Module) -> dict[nn.Module, Initialise]:
+def _initializers(peft: Any, model: nn.Module, config: AdapterConfig) -> dict[nn.Module, Initialise]:
     """Return peft's initializer for each layer with an adapter, and none for the modules of the adapter inside it."""
 
     def draw(layer: Any) -> None:
@@ -187,6 +197,11 @@ def _initializers(peft: Any, model: nn.Module) -> dict[nn.Module, Initialise]:
             raise ValueError(
                 f"adapter.target_modules: {name} is a {type(own).__name__}; only linear layers and embeddings get "
                 "adapters, so name others"
+            )
+        if config.use_dora and not isinstance(own, nn.Linear):
+            raise ValueError(
+                f"adapter.use_dora=true: {name} is a {type(own).__name__}, whose norms are not those of rows; name "
+                "other adapter.target_modules, or take adapter.use_dora=false"
             )
         if other := next((each for each in users[own.weight] if not each.startswith(f"{name}.")), None):
             raise ValueError(

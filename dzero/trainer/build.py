@@ -74,7 +74,8 @@ class BuiltModel:
         model = build(config.model, vocab_size)
         weights = weights_of(config.model, model)
         adapters = add_adapters(model, config.adapter, config.model.weights_folder)
-        weights = adapters.by_new_name(weights)
+        self.base = base_record(model, weights) if config.adapter.kind != "none" else None
+        weights = adapters.first_values(weights)
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
         # The initializer uses the names of modules in the model as built, so it is created before any is sharded.
         materialise: Materialise = MetaInitializer(
@@ -84,7 +85,6 @@ class BuiltModel:
             weights=blank(model, weights),
             initializers=adapters.initializers,
         )
-        self.base = base_record(model, weights) if config.adapter.kind != "none" else None
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages
         compiles = mesh.ep == 1 and mesh.pp_schedule != "zero_bubble"

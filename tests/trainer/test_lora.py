@@ -73,17 +73,23 @@ def trained(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[st
     return {"first": first, "losses": losses, "last": adapters(trainer)}
 
 
-def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str) -> dict[str, Any]:
+def oracle(folder: Path, first: dict[str, torch.Tensor], rule: str, **more: bool) -> dict[str, Any]:
     """Plain peft in one process, every conversation by itself, from the same adapters."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], rank_pattern={"down_proj": 2}, task_type="CAUSAL_LM"
+        r=4,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        rank_pattern={"down_proj": 2},
+        task_type="CAUSAL_LM",
+        **more,
     )
     model = peft.get_peft_model(base, settings)
     named = dict(model.named_parameters())
     assert {name for name, param in named.items() if param.requires_grad} == first.keys()
     with torch.no_grad():
         for name, value in first.items():
+            if ".lora_magnitude_" in name:
+                torch.testing.assert_close(value, named[name], rtol=1e-6, atol=0)
             named[name].copy_(value)
     params = [named[name] for name in first]
     optim: torch.optim.Optimizer = torch.optim.SGD(params, 0.5)
@@ -130,6 +136,16 @@ def test_steps_are_those_of_plain_peft(pool: Pool, model: Path, tmp_path: Path, 
         torch.testing.assert_close(found["last"][name], value, rtol=0, atol=1e-6)
 
 
+def test_dora_trains_the_norms_of_rows_as_peft_does(pool: Pool, model: Path, tmp_path: Path) -> None:
+    settings = [*RULES["SGD"], "adapter.use_dora=true", "train.microbatch_sequences=16", "zero.stage=3", "offload=host"]
+    found = pool.run(trained, 2, words(model, tmp_path, *LORA, *settings), tmp_path)[0]
+    want = oracle(model, found["first"], "SGD", use_dora=True)
+    assert found["losses"] == pytest.approx(want["losses"], rel=1e-6)
+    for name, value in want["last"].items():
+        torch.testing.assert_close(found["last"][name], value, rtol=1e-6, atol=1e-6)
+    assert sum(".lora_magnitude_" in name for name in want["last"]) == 4 * 3
+
+
 STAGES = [f"zero.stage={stage}" for stage in range(4)]
 
 
@@ -158,6 +174,7 @@ def exported(rank: int, ranks: int, settings: list[str], folder: Path) -> dict[s
 EXPORTS = {
     "fp32": ["precision=fp32", "zero.stage=3"],
     "bf16": ["precision=bf16", "zero.stage=2"],
+    "norms of rows": ["precision=fp32", "zero.stage=3", "adapter.use_dora=true"],
     "parameters on the host": ["precision=fp32", "zero.stage=3", "offload=host_all"],
 }
 
