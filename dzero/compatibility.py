@@ -551,10 +551,10 @@ RUN = (
         "train.epochs=1 train.steps=5",
     ),
     Rule(
-        "mesh.cp>1 data.pack=true|null data.kind=chat",
-        "attention over sequences that are cut along cp does not stay inside of packed conversations yet",
-        "data.pack=false, or mesh.cp=1",
-        "data.kind=chat data.path=x.jsonl mesh.cp=2",
+        "mesh.cp_attention=ring mesh.cp>1 data.pack=true|null data.kind=chat",
+        "torch's ring attention takes no masks, which keep attention inside of packed conversations",
+        "mesh.cp_attention=all_gather or ulysses, or data.pack=false",
+        "data.kind=chat data.path=x.jsonl mesh.cp=2 mesh.cp_attention=ring model.vocab_size=512",
     ),
     Rule(
         "mesh.pp>1 data.pack=true|null data.kind=chat model.kind=hf",
@@ -595,13 +595,7 @@ RUN = (
             f"export.at_end=false, save with checkpoint.every, and run dzero export; or {axis}=1",
             f"export.at_end=true model={model} {axis}=2",
         )
-        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"), ("mesh.ep", "tiny_moe"))
-    ),
-    Rule(
-        "export.at_end=true model.kind=moe",
-        "this model has no published layout",
-        "export.at_end=false",
-        "export.at_end=true model=tiny_moe",
+        for axis, model in (("mesh.tp", "tiny"), ("mesh.pp", "tiny"))
     ),
     idle("schedule.final", "schedule.kind=constant", "", "", "schedule.kind=constant schedule.final=0.5"),
     Rule(
@@ -661,7 +655,13 @@ RUN = (
                 "monitor.tensorboard=false",
                 "monitor.tensorboard=true",
                 "monitor.tensorboard=false",
-                {"monitor.scalars_every_steps": 2, "monitor.plan": "false"},
+                {"monitor.plan": "false"},
+            ),
+            (
+                "monitor.tensorboard=false monitor.wandb=null",
+                "monitor.tensorboard=true",
+                "monitor.tensorboard=false",
+                {"monitor.scalars_every_steps": 2},
             ),
             (
                 "profile.enabled=false",

@@ -8,6 +8,7 @@
     help.png           `dzero --help`, as a terminal shows it               chromium
     run.txt            the first command of README.md                       (a minute on two idle cores)
     tensorboard.png    TensorBoard on that run                              chromium
+    finetune.png       TensorBoard on the run of tutorials/finetune.md      chromium
 
 A browser is used without network but for TensorBoard on this machine. tests/plan/test_picture.py fails where plan.png
 does not show what its command plans.
@@ -95,6 +96,16 @@ def run_and_board() -> None:
         told = f"$ {shlex.join(words)}     # two CPU cores; paths shortened\n{without_paths(written)}"
         (FOLDER / "run.txt").write_text(told)
         board(Path(folder) / "outputs", FOLDER / "tensorboard.png")
+
+
+def finetune() -> None:
+    """Fine-tune as the tutorial does; keep TensorBoard's page."""
+    with tempfile.TemporaryDirectory() as folder:
+        for has in ("make_model.py my-model", "optim.lr=2e-3"):
+            words = [str(ROOT / word) if word.startswith("examples/") else word for word in command_of(has)]
+            words = [word.replace("=examples/", f"={ROOT}/examples/") for word in words]
+            run(words, Path(folder))
+        board(Path(folder) / "outputs", FOLDER / "finetune.png")
 
 
 def without_paths(written: str) -> str:
@@ -197,7 +208,7 @@ def screenshot(address: str, path: Path, width: int, height: int) -> None:
         shutil.copyfile(made, path)
 
 
-PICTURES: dict[str, Callable[[], None]] = {"plan": plan, "help": help_, "run": run_and_board}
+PICTURES: dict[str, Callable[[], None]] = {"plan": plan, "help": help_, "run": run_and_board, "finetune": finetune}
 
 
 def main() -> None:

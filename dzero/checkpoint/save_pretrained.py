@@ -51,6 +51,12 @@ def save_pretrained(
         ValueError: If the model has no published layout, tp or pp cut it, or there are no adapters to merge.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
+    splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
+    if sharded.stages is not None or splits - {EXPERT}:
+        raise ValueError(
+            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
+            "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
+        )
     adapted = has_adapters(sharded.model)
     if adapted and not merge:
         save_adapter(sharded, Path(folder))
@@ -62,12 +68,6 @@ def save_pretrained(
         raise ValueError(
             f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, "
             "have a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
-        )
-    splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
-    if sharded.stages is not None or splits - {EXPERT}:
-        raise ValueError(
-            "a model that tp or pp cuts is not gathered here: save a checkpoint with "
-            "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
         )
     tensors = dict(_tensors(sharded, merge=merge))
     gathered = _Gathered(tensors)

@@ -60,7 +60,7 @@ class Llama(nn.Module):
         logits: Tensor = self.head(self.features(tokens, positions))
         return logits
 
-    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def features(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the input of the head [batch, time, hidden]; call it only inside the model's forward.
 
         Args:
@@ -68,6 +68,8 @@ class Llama(nn.Module):
             positions: Positions of the tokens in their sequences, int64 [time]. None: 0, 1, 2, ... With `max_tokens`
                 they should be on the CPU, since the largest is read. Or int64 [batch, time], where sequences hold
                 several documents: each begins at position 0, and tokens attend only within their document.
+            mask: Keys that each query attends to, bool, in a shape that goes with [batch, heads, queries, keys]. None:
+                those that follow from `positions`.
 
         Raises:
             ValueError: If a sequence is longer than `max_tokens`.
@@ -81,7 +83,8 @@ class Llama(nn.Module):
                 )
         positions = torch.arange(time, device=tokens.device) if positions is None else positions.to(tokens.device)
         cos, sin = rotary_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-        mask = None if positions.ndim == 1 else within_documents(positions)
+        if mask is None and positions.ndim == 2:
+            mask = within_documents(positions)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, cos, sin, mask=mask)

@@ -42,11 +42,11 @@ class MoE(Llama):
     def __init__(self, shape: MoEShape) -> None:
         super().__init__(shape, lambda: Mixture(shape))
 
-    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def features(self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the input of the head as `Llama.features` does; `balance_loss` then refers to these tokens."""
         for mixture in self._mixtures():
             mixture.loss = None
-        return super().features(tokens, positions)
+        return super().features(tokens, positions, mask)
 
     def balance_loss(self) -> Tensor | None:
         """Return the balancing loss of the last forward, fp32 scalar, summed over the layers; None if there is none."""

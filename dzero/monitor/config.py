@@ -19,8 +19,10 @@ class MonitorConfig:
     """Steps between two lines of the plain log. A terminal shows a live line instead."""
     tensorboard: bool = True
     """Write TensorBoard event files to <run folder>/tensorboard."""
+    wandb: str | None = None
+    """Project of Weights & Biases to send the scalars to (extra wandb). null: none."""
     scalars_every_steps: int = 1
-    """Steps between two points in the event files."""
+    """Steps between two points in the event files and in Weights & Biases."""
     plan: bool = True
     """Add this run's plan to TensorBoard. Rank 0 computes it after the first step, in a second or two."""
 

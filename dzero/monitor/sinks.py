@@ -17,6 +17,7 @@ from dzero.monitor.console import Console
 from dzero.monitor.profile import SNAPSHOTS, TRACES
 from dzero.monitor.records import RunSummary, StepRecord
 from dzero.monitor.tensorboard import TensorBoardSink
+from dzero.monitor.wandb import WandbSink
 from dzero.utils.terminal import from_here
 
 BOARD = "tensorboard"
@@ -72,6 +73,15 @@ class Monitor:
                 self.sinks.append(self.board)
             except OSError as error:
                 self.note(0, f"no TensorBoard: nothing can be written to {folder}: {error}")
+
+        if config.wandb is not None:
+            try:
+                every = config.scalars_every_steps
+                self.sinks.append(
+                    WandbSink(config.wandb, run_folder, resolved_config=resolved_config, scalars_every_steps=every)
+                )
+            except Exception as error:  # of the network, the account or the disk: the run does not depend on them
+                self.note(0, f"monitor.wandb={config.wandb}: nothing is sent: {type(error).__name__}: {error}")
 
     def step(self, record: StepRecord) -> None:
         """Send the record of one optimizer step to all sinks."""

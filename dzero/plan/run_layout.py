@@ -13,7 +13,7 @@ from pathlib import Path
 from dzero.compatibility import check_compatible
 from dzero.config import RunConfig
 from dzero.data.files import find
-from dzero.errors import user_errors
+from dzero.errors import import_optional, user_errors
 from dzero.launch.config import check_group, launched
 from dzero.launch.devices import check_workers, device_type, worker_count
 from dzero.models.hf import check_folder
@@ -111,6 +111,8 @@ def check_here(config: RunConfig) -> None:
         check_ranks(config, workers_of(config))
     elif config.launch.workers is not None:
         raise ValueError(f"launch.workers={config.launch.workers} has no effect under torchrun; remove it")
+    if config.monitor.wandb is not None:
+        import_optional("wandb", f"monitor.wandb={config.monitor.wandb}", "wandb")
     if config.data.path is not None:
         find(config.data.path)
     elif config.data.kind == "chat":

@@ -231,10 +231,11 @@ class BuiltModel:
         return total
 
     def _mine(self, batch: Batch) -> Batch:
-        """Return this rank's part of the sequences, on its device."""
-        return (batch if self._context is None else batch.map(self._context.part)).map(
-            lambda each: each.to(self.device)
-        )
+        """Return this rank's part of the sequences, on its device; positions are those of whole sequences."""
+        if self._context is not None:
+            part = self._context.part
+            batch = Batch(part(batch.tokens), part(batch.targets), batch.positions)
+        return batch.map(lambda each: each.to(self.device))
 
 
 def _counted(batch: Batch) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import nn
 
 from dzero.checkpoint.save_pretrained import save_pretrained
 from dzero.config import RunConfig
 from dzero.errors import RunError
+from dzero.models.published import describe
 from dzero.utils.hub_cache import read_bytes
 from dzero.zero.sharded import Sharded
 
@@ -42,8 +44,15 @@ def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
     return folder
 
 
-def check_export(config: RunConfig, run_folder: Path) -> None:
-    """Raise RunError before training if the folder of the export exists already."""
+def check_export(config: RunConfig, model: nn.Module, run_folder: Path) -> None:
+    """Raise RunError before training if the model has no published layout, or the folder of the export exists."""
+    if not config.export.at_end:
+        return
+    if describe(model) is None:
+        raise RunError(
+            f"export.at_end=true: this model of model.kind={config.model.kind} has no layout that transformers loads; "
+            "take export.at_end=false"
+        )
     folder = run_folder / config.export.folder
-    if config.export.at_end and folder.exists():
+    if folder.exists():
         raise RunError(f"export.folder={config.export.folder}: {folder} exists; name another, or move it away")

@@ -77,7 +77,6 @@ class Trainer:
         self.device, self.run_folder = device, run_folder
         self.rank, world = dist.get_rank(), dist.get_world_size()
         check_ranks(config, world)
-        check_export(config, run_folder)
         memory = MemoryMeter(device)
         length, multiple = config.train.sequence_tokens, config.mesh.token_multiple if config.mesh.pp == 1 else 0
         self.corpus = load(config.data, config.model_folder, length)
@@ -86,6 +85,7 @@ class Trainer:
         self.config = config = replace(config, train=config.train.over(len(train), readers))
         self.built = built = BuiltModel(config, device, self.corpus.vocab_size)
         self.sharded, self.microbatches = built.sharded, built.microbatches
+        check_export(config, self.sharded.model, run_folder)
         self.sharded.ledger.collective_log.check = config.launch.check_collectives
         self.optim = build_optimizer(self.sharded, config.optim, config.scaler)
         self.schedule = LambdaLR(self.optim, config.schedule.factor(config.train.steps))

@@ -123,6 +123,35 @@ def test_a_step_is_that_of_plain_torch_over_the_same_conversations(
         torch.testing.assert_close(found["params"][name], want["params"][name], rtol=1e-5, atol=1e-6)
 
 
+SIZES = "model.hidden_size=64 model.heads=4 model.kv_heads=2 model.layers=2 model.ffn_size=96"
+LLAMA = f"model=tiny model.weights=false {SIZES}"
+
+
+@pytest.mark.product(keep=2)
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "mesh.cp=2 zero.stage=1",
+        "mesh.cp=2 mesh.cp_attention=ulysses block.activation_checkpoint=full",
+        "mesh.pp=2 train.microbatch_sequences=8 train.accumulate=4",
+        "mesh.tp=2 zero.stage=2",
+        "data.pack=false mesh.cp=2 train.microbatch_sequences=64",
+    ],
+)
+def test_packed_sequences_that_ranks_share_have_the_numbers_of_one_process(
+    pool: Pool, model: Path, tmp_path: Path, axis: str
+) -> None:
+    settings = [*LLAMA.split(), f"data.tokenizer={model}", *ONE_STEP, "train.microbatch_sequences=32"]
+    settings = [word for word in words(model, tmp_path, *settings) if not word.startswith("model.name")]
+    one = pool.run(stepped, 1, settings, tmp_path)[0]
+    ranks = pool.run(stepped, 2, [*settings, *axis.split()], tmp_path)
+    for found in ranks:
+        assert found["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert found["norm"] == pytest.approx(one["norm"], rel=1e-5)
+        for name, param in found["params"].items():
+            torch.testing.assert_close(param, one["params"][name], rtol=1e-5, atol=1e-6)
+
+
 def test_stages_have_the_same_bits(pool: Pool, model: Path, tmp_path: Path) -> None:
     made = [
         pool.run(stepped, 2, words(model, tmp_path, *ONE_STEP, "train.microbatch_sequences=16", stage), tmp_path)[0]

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from dzero.comm.context_exchange import ContextExchange
+from dzero.models.llama import within_documents
 from dzero.parallel.context.ring import Ring
 from dzero.parallel.context.zigzag import chunks_of, cut, joined
 from dzero.parallel.divisibility import check_heads
@@ -43,8 +44,14 @@ class ContextAttention(Protocol):
     The result has the shape of query.
     """
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Compute attention; all ranks of the axis call it, in the same order."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute attention; all ranks of the axis call it, in the same order. `mask` is what `mask_of` returned."""
+
+    def mask_of(self, positions: Tensor) -> Tensor:
+        """Return the mask for sequences that hold several documents, from the positions of all of their tokens.
+
+        Positions are int64 [batch, time]; a document begins at each 0.
+        """
 
 
 class AllGather:
@@ -53,9 +60,20 @@ class AllGather:
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange, self._masks = exchange, Masks()
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def mask_of(self, positions: Tensor) -> Tensor:
+        """Return which keys of the sequence each query of this rank attends to, bool [batch, 1, part, time]."""
+        return within_documents(positions)[:, :, self._own(positions.shape[1], positions.device)]
+
+    def _own(self, time: int, device: torch.device) -> Tensor:
+        """Return the places in a sequence of `time` tokens that this rank has, int64 [part]."""
+        chunks = torch.arange(time, device=device).chunk(2 * self._exchange.ranks)
+        return torch.cat([chunks[chunk] for chunk in chunks_of(self._exchange.rank, self._exchange.ranks)])
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Implement `ContextAttention`."""
         keys, values = _Gathered.apply(key, value, self._exchange)  # type: ignore[no-untyped-call]
+        if mask is not None:
+            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=_grouped(query, keys))
         ours = chunks_of(self._exchange.rank, self._exchange.ranks)
         mixed: list[Tensor] = []
         self._masks.tokens = keys.shape[2]
@@ -71,7 +89,11 @@ class Ulysses:
     def __init__(self, exchange: ContextExchange) -> None:
         self._exchange = exchange
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def mask_of(self, positions: Tensor) -> Tensor:
+        """Return which keys each query attends to, bool [batch, 1, time, time]."""
+        return within_documents(positions)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Implement `ContextAttention`; raise ValueError if the ranks do not divide the heads."""
         ranks = self._exchange.ranks
         check_heads(query.shape[1], key.shape[1], ranks)
@@ -79,7 +101,8 @@ class Ulysses:
         sizes = [each.shape[2] for each in ours]
         whole = _ToHeads.apply(torch.cat(ours, dim=2).transpose(0, 1), self._exchange)  # type: ignore[no-untyped-call]
         query, key, value = whole.split(sizes, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=_grouped(query, key))
+        grouped, causal = _grouped(query, key), mask is None
+        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=grouped)
         back: Tensor = _ToSequence.apply(mixed, self._exchange)  # type: ignore[no-untyped-call]
         return back.transpose(0, 1).flatten(1, 2)
 

@@ -54,9 +54,10 @@ class ContextParallel:
             raise ValueError(f"mesh.cp_attention={attention!r}: choose one of {[*ATTENTIONS]}")
         self._zigzag = Zigzag(group.rank(), group.size())
         exchange = ContextExchange((ExactReduction if exact else NativeReduction)(group), group.rank(), CONTEXT, ledger)
+        attends = ATTENTIONS[attention](exchange)
         for method, wrap, key, needs in (
-            ("attend", _attending, "context_attention", _eager(ATTENTIONS[attention](exchange))),
-            ("features", _positioned, "context_part", self._zigzag),
+            ("attend", _attending, "context_attention", _eager(attends)),
+            ("features", _positioned, "context_part", (self._zigzag, attends.mask_of)),
         ):
             owners = [module for module in model.modules() if callable(getattr(module, method, None))]
             if not owners:
@@ -80,18 +81,21 @@ class ContextParallel:
 def _attending(_: Forward) -> Forward:
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map query [batch, heads, time, head_dim] of this rank's tokens to the same shape."""
-        if mask is not None:
-            raise ValueError("sequences that hold several documents are not cut along cp; take mesh.cp=1")
         attention: ContextAttention = self.context_attention
-        return attention(query, key, value)
+        return attention(query, key, value) if mask is None else attention(query, key, value, mask)
 
     return attend
 
 
 def _positioned(features: Forward) -> Forward:
     def of_part(self: Any, tokens: Tensor, positions: Tensor | None = None) -> Any:
-        """Map tokens [batch, time] of this rank to [batch, time, hidden]."""
-        zigzag: Zigzag = self.context_part
+        """Map tokens [batch, part] of this rank to [batch, part, hidden].
+
+        Positions of sequences that hold several documents are those of all tokens, [batch, time].
+        """
+        zigzag, mask_of = self.context_part
+        if positions is not None and positions.ndim == 2:
+            return features(self, tokens, zigzag.part(positions), mask_of(positions))
         return features(self, tokens, zigzag.positions(tokens.shape[1]) if positions is None else positions)
 
     return of_part

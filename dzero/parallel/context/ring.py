@@ -62,7 +62,14 @@ class Ring:
         # For the whole process; torch's other method gathers all keys at once.
         self._loops.set_rotate_method("alltoall")
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def mask_of(self, positions: Tensor) -> Tensor:
+        """Raise ValueError: torch's ring attention takes no masks."""
+        raise ValueError(
+            f"mesh.cp_attention=ring: sequences of {positions.shape[1]} tokens hold several documents, which it does "
+            "not tell apart; take all_gather or ulysses"
+        )
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Implement `ContextAttention`; raise ValueError on CUDA for inputs that flash attention does not take."""
         if query.is_cuda and (query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8):
             raise ValueError(
