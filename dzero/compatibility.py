@@ -386,6 +386,46 @@ BLOCKS = (
         )
     ),
 )
+LORA, NO_ADAPTERS = "adapter.kind=lora", "adapter.kind=none"
+OF_A_FOLDER = "adapter=lora model=hf model.name_or_path=gpt2 model.weights=true"
+ADAPTERS = (
+    *(
+        idle(f"adapter.{key}", NO_ADAPTERS, "", "adapter=lora", f"adapter.{key}={value}")
+        for key, value in (
+            ("r", "16"),
+            ("lora_alpha", "16"),
+            ("lora_dropout", "0.1"),
+            ("target_modules", "all-linear"),
+            ("exclude_modules", "[q_proj]"),
+            ("layers_to_transform", "[0]"),
+            ("use_rslora", "true"),
+            ("use_dora", "true"),
+            ("rank_pattern", "{q_proj:4}"),
+            ("alpha_pattern", "{q_proj:4}"),
+        )
+    ),
+    idle("export.merge", NO_ADAPTERS, "", "adapter=lora", "export.at_end=true export.merge=true"),
+    Rule(
+        f"{LORA} model.kind!=hf",
+        "peft puts adapters into models of transformers",
+        "model=hf with model.name_or_path, which loads a published llama as well",
+        "adapter=lora model.weights=x",
+    ),
+    Rule(
+        f"{LORA} model.weights=false",
+        "adapters belong to weights that stay as they are, and random ones would be lost with the run",
+        "model.weights=true, or a folder",
+        "adapter=lora model=hf model.name_or_path=gpt2",
+    ),
+    *(
+        Rule(f"{LORA} {axis}>1", why, f"{axis}=1, or {NO_ADAPTERS}", f"{OF_A_FOLDER} {axis}=2")
+        for axis, why in (
+            ("mesh.tp", "adapters are not cut along with the matrices beside them"),
+            ("mesh.pp", "pipeline stages were never tried with weights that are not trained"),
+            ("block.tiles", "tiles are cut out of matrices without adapters"),
+        )
+    ),
+)
 ADAMW = "optim.rule=adamw"
 OPTIMIZER = (
     idle("optim.muon", "optim.rule!=muon", "", "optim.rule=muon", "optim.muon.momentum=0.5"),
@@ -522,6 +562,7 @@ RUN = (
         "data.pack=false, mesh.pp=1, or model.kind=llama",
         "data.kind=chat data.path=x.jsonl mesh.pp=2 model=hf model.name_or_path=gpt2",
     ),
+    idle("export.merge", "export.at_end=false", "", "export.at_end=true", "export.merge=true"),
     idle("train.answers", "data.kind!=chat", "", "data.kind=chat", "train.answers=2"),
     idle(
         "train.answers",
@@ -644,7 +685,7 @@ RUN = (
         "data.path=texts data.name=texts",
     ),
 )
-RULES = (*MESH, *EXPERTS, *STATES, *OFFLOAD, *BLOCKS, *OPTIMIZER, *RUN)
+RULES = (*MESH, *EXPERTS, *STATES, *OFFLOAD, *BLOCKS, *ADAPTERS, *OPTIMIZER, *RUN)
 
 
 def check_compatible(settings: Settings) -> None:

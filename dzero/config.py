@@ -22,6 +22,7 @@ from dzero.errors import RunError
 from dzero.estimate.hardware_spec import HardwareConfig
 from dzero.launch.config import LauncherConfig
 from dzero.mesh_config import MeshConfig
+from dzero.models.adapter_config import AdapterConfig
 from dzero.models.config import ModelConfig
 from dzero.monitor import run_names
 from dzero.monitor.config import MonitorConfig, ProfileConfig
@@ -149,6 +150,7 @@ class RunConfig:
     """All settings of a run, one config group per package."""
 
     model: ModelConfig
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     zero: ZeroConfig = field(default_factory=ZeroConfig)

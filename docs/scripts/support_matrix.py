@@ -35,6 +35,7 @@ FEATURES: dict[str, Mapping[str, Any]] = {
     "Muon": {"optim.rule": "muon", "optim.takes_whole": True},
     "torch's SGD": {"optim.rule": "SGD", "optim.takes_whole": False},
     "transformers": {"model.kind": "hf"},
+    "LoRA": {"adapter.kind": "lora", "model.kind": "hf", "model.weights": True},
 }
 """Settings of each feature of the matrix."""
 HIDDEN = tuple(key for key, phrase in FACTS.items() if not phrase)

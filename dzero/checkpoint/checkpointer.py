@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,13 @@ class Checkpointer:
 
     Collective: every rank constructs one and calls the same methods.
 
+    Args:
+        config: Settings of the checkpoints.
+        sharded: Sharded model.
+        optim: Its optimizer.
+        left_out: Names of frozen parameters that checkpoints do not hold, because the run that resumes loads them from
+            where this one did.
+
     Example:
         with Checkpointer(CheckpointConfig(folder="checkpoints"), sharded, optim) as checkpoints:
             resumed = checkpoints.resume("auto")          # None if there is no checkpoint
@@ -61,9 +68,11 @@ class Checkpointer:
             checkpoints.finish()                          # the last checkpoint is complete and verified
     """
 
-    def __init__(self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer) -> None:
+    def __init__(
+        self, config: CheckpointConfig, sharded: Sharded, optim: MasterOptimizer, *, left_out: Collection[str] = ()
+    ) -> None:
         self.config, self._optim, self._replica_shards = config, optim, sharded.layout.replica_shards > 1
-        self._states = CheckpointStates(sharded, optim)
+        self._states = CheckpointStates(sharded, optim, left_out)
         self._device = this_device(torch.device(sharded.mesh.device_type))
         self._saver: Saver | None = None
         self._lineage, self._begun = Lineage().resumed(0), False

@@ -61,6 +61,8 @@ class ExportConfig:
     """Export after the last step."""
     folder: str = "model"
     """Folder to create, inside the run's output folder unless it is absolute."""
+    merge: bool = False
+    """Write the whole model with the adapters merged into its weights. false: a folder of the adapters alone."""
 
     def __post_init__(self) -> None:
         if not self.folder:

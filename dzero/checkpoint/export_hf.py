@@ -47,6 +47,8 @@ from dzero.zero.rounding import to_working
 SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 4 << 20
 """Bytes of a tensor, counted in fp32, that are in memory at a time; at least one row is."""
+BASE = "base"
+"""Key in a checkpoint's `extra` for the result of `models.base_record.base_record`."""
 EXPORTED = ("bf16", "fp16", "fp32")
 CONFIG = "config.json"
 MODEL = "model"
@@ -157,6 +159,12 @@ def _described(checkpoint: Checkpoint) -> _Description:
     """Return the description of the checkpoint's model."""
     extra = checkpoint.manifest.state.get("extra")
     described = extra.get(MODEL) if isinstance(extra, dict) else None
+    if isinstance(extra, dict) and BASE in extra:
+        raise CheckpointError(
+            str(checkpoint.path),
+            "it holds adapters, without the model that they belong to: resume the run with export.at_end=true, which "
+            "writes a folder that peft loads",
+        )
     if described is None:
         raise CheckpointError(
             str(checkpoint.path),

@@ -34,7 +34,7 @@ def blank(model: nn.Module, weights: Mapping[str, Readable]) -> dict[str, Callab
 
 @torch.no_grad()
 def fill(sharded: Sharded, weights: Mapping[str, Readable]) -> None:
-    """Copy `weights` into the parameters of a sharded model that has no optimizer yet.
+    """Copy `weights` into the parameters that they name, of a sharded model that has no optimizer yet.
 
     Masters that an optimizer creates later get the values before rounding.
     """
@@ -43,6 +43,8 @@ def fill(sharded: Sharded, weights: Mapping[str, Readable]) -> None:
         if unit.consumer is not None:
             raise RuntimeError("the model has an optimizer, whose masters would not follow: fill it before making one")
         for place in shard_boxes.of(unit):
+            if place.name not in weights:
+                continue
             values = place.together([weights[place.name].read(box.offset, box.size).float() for box in place.boxes])
             if (origin := unit.origin.get(place.own_name)) is not None:
                 origin.put(values if unit.replica_shards is None else values[unit.replica_shards.rows(place.own_name)])

@@ -42,12 +42,20 @@ class SavedConfig(TypedDict, total=False):
     mesh: dict[str, Any]
 
 
+class SavedBase(TypedDict):
+    """The model that adapters belong to (models/base_record.py)."""
+
+    config: dict[str, Any]
+    checksum: str
+
+
 class SavedExtra(TypedDict):
     """The `extra` that train.py saves."""
 
     stream: dict[str, int]
     step_sequences: int
     config: SavedConfig
+    base: NotRequired[SavedBase]
 
 
 def check_state(path: str, state: dict[str, Any]) -> None:

@@ -14,49 +14,62 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dzero.checkpoint.errors import CheckpointError
 from dzero.checkpoint.export_hf import SHARD_BYTES, export, plan_of
+from dzero.checkpoint.first_rank import on_first_rank
 from dzero.checkpoint.format import DTYPES
-from dzero.comm.collectives import gather_json
-from dzero.mesh import AXES, EXPERT, host_mesh
+from dzero.checkpoint.save_adapter import MergedWeight, merged_tensors, save_adapter
+from dzero.mesh import EXPERT
+from dzero.models.adapters import has_adapters
 from dzero.models.conversions import Conversion, convert_all
 from dzero.models.published import describe, published_name
 from dzero.zero.sharded import Sharded
 
 
-def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    sharded: Sharded, folder: str | Path, *, merge: bool = False, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write a sharded model as safetensors with config.json, for `from_pretrained`. All ranks call this.
 
         dzero.save_pretrained(sharded, "trained")
         AutoModelForCausalLM.from_pretrained("trained")
+
+    Of a model with adapters of peft (LoRA), only these are written, unless they are merged into its weights:
+
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "trained")
 
     Parameters are written in the dtype they are trained in. For another one, save a checkpoint and use `dzero export`.
 
     Args:
         sharded: A model of transformers, or one of the project's llamas or Mixtrals, after `shard`.
         folder: Folder to create; it gets its name only when all of it is on disk.
+        merge: Merge the adapters into the weights that they belong to, as peft's `merge_and_unload` does.
         shard_bytes: Maximum bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Raises:
-        ValueError: If the model has no published layout, or tp or pp cut it.
+        ValueError: If the model has no published layout, tp or pp cut it, or there are no adapters to merge.
         CheckpointError: If the folder exists, or the disk is too small or fails; on all ranks.
     """
-    described = describe(sharded.model)
-    if described is None:
-        raise ValueError(
-            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, "
-            "have a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
-        )
     splits = {param.split.axis for unit in sharded.shapes for param in unit.params if param.split is not None}
     if sharded.stages is not None or splits - {EXPERT}:
         raise ValueError(
             "a model that tp or pp cuts is not gathered here: save a checkpoint with "
             "dzero.Checkpointer(...).save(step, {'model': dzero.describe(model)}), then run `dzero export`"
         )
-    tensors = dict(_tensors(sharded))
+    adapted = has_adapters(sharded.model)
+    if adapted and not merge:
+        save_adapter(sharded, Path(folder))
+        return
+    if merge and not adapted:
+        raise ValueError(f"merge=True: {type(sharded.model).__name__} has no adapters of peft; leave it away")
+    described = describe(sharded.model, merged=merge)
+    if described is None:
+        raise ValueError(
+            f"{type(sharded.model).__name__}: only models of transformers, and llamas and Mixtrals of the project, "
+            "have a layout that transformers loads; save a checkpoint with dzero.Checkpointer instead"
+        )
+    tensors = dict(_tensors(sharded, merge=merge))
     gathered = _Gathered(tensors)
     values = {
         published_name(described["kind"], name): _Tensor(gathered, name, tuple(tensor.shape))
@@ -66,18 +79,7 @@ def save_pretrained(sharded: Sharded, folder: str | Path, *, shard_bytes: int = 
     gathered.expect([each.stored for each in source.values()])
     dtypes, config = {name: tensor.dtype for name, tensor in tensors.items()}, json.loads(described["config"])
     planned = plan_of(source, dtypes, config, sharded.layout.param.dtype, shard_bytes)
-    ranks, failed = host_mesh(sharded.mesh), None
-    if dist.get_rank() == 0:
-        try:
-            export(Path(folder), planned)
-        except Exception as error:  # raised below, once no rank waits for this one in a gather
-            failed = error
-    gathered.skip_rest()
-    failure = "" if failed is None else str(failed) or type(failed).__name__
-    for axis in AXES:  # from rank 0 along both, so that every rank knows
-        failure = next(filter(None, gather_json(failure, ranks.get_group(axis))), "")
-    if failure:
-        raise failed or CheckpointError("", failure)
+    on_first_rank(sharded, lambda: export(Path(folder), planned), gathered.skip_rest)
 
 
 class _Gathered:
@@ -86,7 +88,7 @@ class _Gathered:
     Rank 0 holds those that one tensor of a file is made of, and drops them when it asks for others.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor | MergedWeight]) -> None:
         self._tensors = tensors
         self._waiting: list[str] = []
         self._together: dict[str, tuple[str, ...]] = {}
@@ -116,7 +118,7 @@ class _Gathered:
 
     def _gather(self) -> torch.Tensor:
         tensor = self._tensors[self._waiting.pop(0)]
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        return (tensor.full_tensor() if isinstance(tensor, (DTensor, MergedWeight)) else tensor).detach()
 
 
 class _Tensor:
@@ -133,10 +135,9 @@ class _Tensor:
         return self._gathered.whole(self.where)
 
 
-def _tensors(sharded: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(sharded: Sharded, *, merge: bool) -> Iterator[tuple[str, torch.Tensor | MergedWeight]]:
     """Yield the model's tensors that transformers saves, tied ones once: by name, as the state dict has them."""
     state, own = sharded.model.state_dict(), {name for name, _ in sharded.model.named_parameters()}
     aliases = {name for name, _ in sharded.model.named_parameters(remove_duplicate=False)} - own
-    for name, tensor in state.items():
-        if name not in aliases and tensor.dtype in DTYPES.values():
-            yield name, tensor
+    saved = {name: each for name, each in state.items() if name not in aliases and each.dtype in DTYPES.values()}
+    yield from merged_tensors(sharded.model, saved) if merge else saved.items()

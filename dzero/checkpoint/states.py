@@ -4,7 +4,8 @@
     master.<parameter>                  fp32           every trained parameter
     exp_avg.<parameter>, exp_avg_sq…    fp32 or bf16   moments, in the dtype in which they are kept
     exp_avg_codes… and exp_avg_scale…   uint8, fp32    8-bit moments; scales are separate on every rank
-    param.<parameter>                   working dtype  parameters without a master; overlap=delayed: those of forward
+    param.<parameter>                   working dtype  parameters without a master, unless the run that goes on has them
+                                                       from elsewhere (frozen); overlap=delayed: those of forward
     buffer.<name>                       its own        persistent buffers, which are equal on every rank
 
 The master determines its other forms: the working copy is the rounded master (zero/rounding.py), and a remainder is the
@@ -14,7 +15,7 @@ difference. A checkpoint can therefore be loaded with any stage, tier, kind of m
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -38,10 +39,13 @@ Put = Callable[[str, torch.Tensor], None]
 
 
 class CheckpointStates:
-    """States of `optim` over `sharded` that this rank saves to a checkpoint and loads from it."""
+    """States of `optim` over `sharded` that this rank saves to a checkpoint and loads from it.
 
-    def __init__(self, sharded: Sharded, optim: MasterOptimizer) -> None:
-        self._sharded, self._optim = sharded, optim
+    Those of the frozen parameters in `left_out`, by name in the sharded model, are neither saved nor loaded.
+    """
+
+    def __init__(self, sharded: Sharded, optim: MasterOptimizer, left_out: Collection[str] = ()) -> None:
+        self._sharded, self._optim, self._left_out = sharded, optim, frozenset(left_out)
         along_model = [group for axis, group in sharded.model_groups.items() if axis != PIPELINE]
         self._groups = [*(sharded.mesh.get_group(axis) for axis in AXES), *along_model]
         self._owned = frozenset(optim.scalars()["states"])
@@ -115,7 +119,7 @@ class CheckpointStates:
         self._check_optimizers()
         self._optim.take_scalars(scalars)
         taking = UnitLoader(checkpoint, self._owned, scalars["states"], self._delayed)
-        shard_boxes = [[*self._shard_boxes.of(unit)] for unit in self._sharded.units]
+        shard_boxes = [self._boxes(unit) for unit in self._sharded.units]
         for unit, (portable_states, without_master) in zip(self._sharded.units, taking.units(shard_boxes), strict=True):
             for place, values in without_master:
                 local_of(place.param).view(-1).copy_(values.view(-1))
@@ -131,7 +135,11 @@ class CheckpointStates:
 
     def _saved(self, unit: Unit) -> dict[str, ShardBox]:
         """Return the shard boxes of a unit that this rank saves, by name in the sharded model."""
-        return {place.own_name: place for place in self._shard_boxes.of(unit) if place.saves and place.elems}
+        return {place.own_name: place for place in self._boxes(unit) if place.saves and place.elems}
+
+    def _boxes(self, unit: Unit) -> list[ShardBox]:
+        """Return the shard boxes of a unit's parameters that a checkpoint holds."""
+        return [place for place in self._shard_boxes.of(unit) if place.own_name not in self._left_out]
 
     def _without_master(self, saved: dict[str, ShardBox]) -> list[ShardBox]:
         return [place for name, place in saved.items() if name not in self._owned]

@@ -55,8 +55,9 @@ def flops_per_token(model: nn.Module, sequence_tokens: int) -> float | None:
         6 * matmul_elems + 12 * attention_width * sequence_tokens
 
     matmul_elems: Elements of the parameters with at least 2 dims, except lookup tables (`nn.Embedding`). A tied head
-    counts. Each element costs 2 FLOPs in forward and 4 in backward. Expert parameters count in proportion to the
-    experts that a token uses (`active_share` of their module).
+    counts. Each element costs 2 FLOPs in forward and 4 in backward, 2 of them for the parameter's gradient, which a
+    frozen parameter does not have. Expert parameters count in proportion to the experts that a token uses
+    (`active_share` of their module).
     attention_width: heads * head_dim, summed over the layers. Queries times keys and scores times values cost
     4 * attention_width * sequence_tokens in forward and twice that in backward.
 
@@ -75,5 +76,9 @@ def flops_per_token(model: nn.Module, sequence_tokens: int) -> float | None:
         if not isinstance(module, nn.Embedding)
         for param in module.parameters(recurse=False)
     }
-    matmul_elems = sum(share * param.numel() for param, share in multiplied.items() if param.ndim >= 2)
-    return 6.0 * matmul_elems + 12.0 * int(attention_width) * sequence_tokens
+    of_params = sum(
+        share * param.numel() * (6.0 if param.requires_grad else 4.0)
+        for param, share in multiplied.items()
+        if param.ndim >= 2
+    )
+    return of_params + 12.0 * int(attention_width) * sequence_tokens

@@ -51,15 +51,21 @@ class MetaInitializer:
 
     Names and ties of `model`, which is whole and on the meta device, are recorded at construction. Floating-point
     parameters are allocated in fp32. `weights` are functions that read tensors, by name in the model; all other tensors
-    are drawn.
+    are drawn. `initializers` are used instead of the modules' own, for the modules that they name.
     """
 
     def __init__(
-        self, model: nn.Module, *, seed: int, device: torch.device | str, weights: Weights | None = None
+        self,
+        model: nn.Module,
+        *,
+        seed: int,
+        device: torch.device | str,
+        weights: Weights | None = None,
+        initializers: Mapping[nn.Module, Initialise] | None = None,
     ) -> None:
         self.seed, self.device, self.weights = seed, torch.device(device), weights or {}
         self.names = {module: name for name, module in model.named_modules()}
-        self.sweeps = dict(_sweeps(model, None))
+        self.sweeps = {**dict(_sweeps(model, None)), **(initializers or {})}
         self.places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in self.names:
             for attribute, tensor in _own(module):

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
+from dzero.models.adapters import base_of, has_adapters
 from dzero.models.config import LlamaShape, MoEShape
 from dzero.models.conversions import Conversion
 from dzero.models.hf import HFDecoder
@@ -65,16 +66,20 @@ WRAPPED = "model."
 """Prefix of parameter names in `HFDecoder`, which wraps a transformers model."""
 
 
-def describe(model: nn.Module) -> dict[str, Any] | None:
+def describe(model: nn.Module, *, merged: bool = False) -> dict[str, Any] | None:
     """Return the description of a model that an export needs.
 
     Args:
         model: The model as built, or sharded.
+        merged: Describe a model with adapters of peft as it is when they are merged into its weights.
 
     Returns:
         JSON values: the `kind`, the text of `config.json`, and as `layout` the conversions (conversions.py) of what is
-        published in another layout, if anything is. None if Hugging Face has no layout for the model.
+        published in another layout, if anything is. None if Hugging Face has no layout for the model, such as for one
+        with adapters.
     """
+    if has_adapters(model) and not merged:
+        return None
     if isinstance(model, MoE):
         if settings_to_change(model.shape):
             return None
@@ -82,7 +87,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     if isinstance(model, Llama):
         return _described("llama", json.dumps(llama_config(model.shape)))
     kind = "hf" if isinstance(model, HFDecoder) else "bare"
-    inner: Any = model.model if isinstance(model, HFDecoder) else model
+    inner = base_of(model)
     # fully_shard gives the module a new subclass; transformers can only load the class that it derives from.
     published = next((each for each in type(inner).__mro__ if each.__module__.startswith(MODELS)), None)
     if published is None or not hasattr(inner, "config"):

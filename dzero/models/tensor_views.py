@@ -6,6 +6,7 @@
     Narrowed((part,), dim, first, rows) one box of the part
     Selected((part,), dim, index)       one box of the part
     Transposed((part,), dim0, dim1)     one box of the part
+    RowNorms((part,))                   the rows of the part, whole
 
 A box is read with no other bytes of the parts than its own elements.
 """
@@ -209,6 +210,24 @@ def _put(values: Sequence[int], at: int, value: int) -> tuple[int, ...]:
 def _check_dim(dim: int, dims: int, where: str) -> None:
     if not 0 <= dim < dims:
         raise ValueError(f"{where}: dim {dim} of a tensor with {dims} dims")
+
+
+@dataclass(frozen=True)
+class RowNorms(View):
+    """Euclidean norms of the rows of a matrix [rows, columns], as a vector [rows] in fp32."""
+
+    parts: tuple[Readable]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.parts[0].shape[:1]
+
+    def read(self, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Read the elements [offset, offset + size) along every dim, as a CPU tensor."""
+        (part,) = self.parts
+        norms: Tensor = torch.linalg.norm(part.read((*offset, 0), (*size, part.shape[1])).float(), dim=1)
+        return norms
 
 
 def _check_alike(parts: Sequence[Readable], dim: int | None) -> None:

@@ -23,6 +23,7 @@ from dzero.estimate.fake_group import fake_group
 from dzero.estimate.microbatch_costs import InFlight, Loss, MicrobatchCosts, costs_of
 from dzero.hardware import dtype_of
 from dzero.mesh import CONTEXT, EXPERT, make_mesh
+from dzero.models.adapters import add_adapters
 from dzero.models.build import build
 from dzero.models.llama import Llama
 from dzero.models.moe import with_added
@@ -59,6 +60,7 @@ def model_of(config: RunConfig, vocab_size: int | None = None) -> nn.Module:
     # Positions of fake tokens cannot be checked against max_tokens; the configuration has checked the sequence length.
     cut = config.mesh.cp * config.mesh.pp > 1
     model = build(replace(config.model, max_tokens=None) if cut else config.model, vocab_size)
+    add_adapters(model, config.adapter)
     apply_blocks(model, config.block, "cpu", loss_tokens(config))
     return model
 

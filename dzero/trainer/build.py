@@ -25,6 +25,8 @@ from dzero.comm.ledger import Entry, Traffic
 from dzero.config import RunConfig
 from dzero.data.batch import IGNORED, Batch
 from dzero.mesh import AXES, PIPELINE, TENSOR, data_rank_of, make_mesh
+from dzero.models.adapters import add_adapters
+from dzero.models.base_record import base_record
 from dzero.models.build import build, flops_per_token, weights_of
 from dzero.models.llama import Llama
 from dzero.models.meta_init import MetaInitializer
@@ -53,6 +55,7 @@ class BuiltModel:
         balance: Update of the experts' balance, to call after every step.
         reader: Index of the sequences that this rank reads; ranks that share sequences have the same.
         readers: Number of different readers.
+        base: Record of the model that adapters belong to; None without adapters.
         parts: Number of parts of a step's microbatches: those of all readers, each cut by cp.
     """
 
@@ -69,11 +72,18 @@ class BuiltModel:
         torch.manual_seed(config.train.seed + data_rank)  # for dropout; weights and data have their own seeds
 
         model = build(config.model, vocab_size)
+        weights = weights_of(config.model, model)
+        adapters = add_adapters(model, config.adapter, config.model.weights_folder)
+        self.base = base_record(model, weights) if config.adapter.kind != "none" else None
+        weights = adapters.first_values(weights)
         self.flops_per_token = flops_per_token(model, config.train.sequence_tokens)
         # The initializer uses the names of modules in the model as built, so it is created before any is sharded.
-        weights = weights_of(config.model, model)
         materialise: Materialise = MetaInitializer(
-            model, seed=config.train.seed, device=device, weights=blank(model, weights)
+            model,
+            seed=config.train.seed,
+            device=device,
+            weights=blank(model, weights),
+            initializers=adapters.initializers,
         )
         self._parallel = parallelize(model, self.mesh, parallel_of(config))
         self.experts, stages = self._parallel.experts, self._parallel.stages

@@ -21,12 +21,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dzero.checkpoint.checkpointer import Checkpointer, Resumed
 from dzero.checkpoint.errors import CheckpointError
+from dzero.checkpoint.export_hf import BASE
 from dzero.checkpoint.format import MANIFEST
 from dzero.checkpoint.manifest_types import check_extra
 from dzero.config import RunConfig
 from dzero.data.stream import SequenceStream
 from dzero.errors import RankLost
 from dzero.mesh import PIPELINE, TENSOR
+from dzero.models.base_record import base_difference
 from dzero.models.published import describe
 from dzero.monitor.sinks import Monitor
 from dzero.optim.base import MasterOptimizer
@@ -42,7 +44,8 @@ class RunCheckpoints:
     """Checkpoints of one worker's run. Methods do nothing if the run neither saves nor resumes.
 
     They raise `CheckpointError` if a checkpoint cannot be loaded or saved. `notes` are messages for the user about what
-    `resume` found.
+    `resume` found. With adapters, `base` is the record of the model that they belong to, whose frozen parameters are
+    not saved.
     """
 
     def __init__(
@@ -53,11 +56,15 @@ class RunCheckpoints:
         schedule: LambdaLR,
         stream: SequenceStream,
         device: torch.device,
+        base: dict[str, Any] | None = None,
     ) -> None:
+        self._base = base
         self._config, self._schedule, self._stream, self._device = config, schedule, stream, device
         self._optim, self._model, self._readers = optim, sharded.model, config.mesh.readers(sharded.layout.ranks)
         wanted = config.checkpoint.every is not None or config.resume.source is not None
-        self._checkpoints = Checkpointer(config.checkpoint, sharded, optim) if wanted else None
+        frozen = [name for name, param in sharded.named_params().items() if not param.requires_grad]
+        left_out = frozen if base is not None else []
+        self._checkpoints = Checkpointer(config.checkpoint, sharded, optim, left_out=left_out) if wanted else None
         self.notes: list[str] = []
 
     def __enter__(self) -> RunCheckpoints:
@@ -86,6 +93,7 @@ class RunCheckpoints:
             raise CheckpointError(str(resumed.path), f"it lacks {', '.join(missing)}: it was not saved by train.py")
         check_extra(str(resumed.path / MANIFEST), resumed.extra)
         self.notes += [*resumed.notes, f"resumed from {resumed.path}, after step {resumed.step}", *self._drift(resumed)]
+        self._check_base(resumed)
         self._stream.load_state_dict(resumed.extra["stream"])
         self._check_batch(resumed)
         self._set_steps(resumed.step)
@@ -115,6 +123,7 @@ class RunCheckpoints:
             "step_sequences": self._config.train.sequences(self._readers),
             "config": OmegaConf.to_container(OmegaConf.structured(self._config)),
             "model": describe(self._model),
+            **({} if self._base is None else {BASE: self._base}),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         self._checkpoints.save(step, extra, self._generators())
@@ -171,6 +180,16 @@ class RunCheckpoints:
             raise CheckpointError(
                 str(resumed.path), f"a step was {was} sequences and is {now} with these ranks: take {repair}"
             )
+
+    def _check_base(self, resumed: Resumed) -> None:
+        """Raise CheckpointError if the checkpoint's adapters belong to another model than that of this run."""
+        if self._base is None:
+            return
+        was = resumed.extra.get(BASE)
+        other = "it holds no adapters" if was is None else base_difference(was, self._base)
+        if other:
+            what = f"its adapters belong to another model than that in {self._config.model.weights_folder}: {other}"
+            raise CheckpointError(str(resumed.path), f"{what}; take the model that the run began with")
 
     def _drift(self, resumed: Resumed) -> list[str]:
         """Return a message for each setting that differs from the saved run."""

@@ -28,13 +28,13 @@ TOKENIZER_FILES = (
 
 
 def export(config: RunConfig, sharded: Sharded, run_folder: Path) -> Path:
-    """Write the model and its tokenizer into export.folder, and return that folder. All ranks call this.
+    """Write the model or its adapters, and the tokenizer, into export.folder, which is returned. All ranks call this.
 
     Raises:
         CheckpointError: If the folder exists, or cannot be written; on all ranks.
     """
     folder = run_folder / config.export.folder
-    save_pretrained(sharded, folder)
+    save_pretrained(sharded, folder, merge=config.export.merge)
     source = config.data.tokenizer if config.data.kind == "chat" else None
     if dist.get_rank() == 0 and (source := source or config.model_folder) is not None:
         for name in TOKENIZER_FILES:
@@ -48,7 +48,8 @@ def check_export(config: RunConfig, model: nn.Module, run_folder: Path) -> None:
     """Raise RunError before training if the model has no published layout, or the folder of the export exists."""
     if not config.export.at_end:
         return
-    if describe(model) is None:
+    whole = config.adapter.kind == "none" or config.export.merge
+    if whole and describe(model, merged=config.export.merge) is None:
         raise RunError(
             f"export.at_end=true: this model of model.kind={config.model.kind} has no layout that transformers loads; "
             "take export.at_end=false"

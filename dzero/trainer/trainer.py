@@ -104,7 +104,7 @@ class Trainer:
         if held_out is not None:
             self.evaluation = partial(evaluation_batches, held_out, max_batches=most, **slices)
             self.evaluation()  # if too little is held out, raise now, not after the first hundred steps
-        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device)
+        self.saves = RunCheckpoints(config, self.sharded, self.optim, self.schedule, self.stream, device, built.base)
         self.done_steps = self.saves.resume()
         if self.done_steps < config.train.steps:
             check_export(config, self.sharded.model, run_folder)
@@ -288,8 +288,10 @@ class Trainer:
         axes += f", {mesh.cp} to a sequence" if mesh.cp > 1 else ""
         axes += f", {mesh.ep} to the experts" if mesh.ep > 1 else ""
         here = " of the first rank" if mesh.pp > 1 else ""
+        adapters = sum(param.numel() for param in self.sharded.model.parameters() if param.requires_grad)
+        trained = f", {format_count(adapters)} of them trained," if self.config.adapter.kind != "none" else ""
         return (
-            f"{format_count(count(self.sharded.model))} parameters{here} in {len(self.sharded.units)} units, "
+            f"{format_count(count(self.sharded.model))} parameters{here}{trained} in {len(self.sharded.units)} units, "
             f"stage {layout.stage} on {dist.get_world_size()} {self.device.type} ranks ({axes}), "
             f"{self.config.precision.param}; "
             f"{self.corpus.summary}; run folder {from_here(self.run_folder)}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dzero
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 VOCAB = 61
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -61,6 +62,37 @@ def test_transformers_loads_what_was_trained(pool: Pool, kind: str, offload: str
         assert torch.equal(value, want[name]), name
 
 
+def saved_adapter(rank: int, ranks: int, folder: Path) -> dict[str, Tensor]:
+    """Train the adapters of a model of peft, save them and the merged model, and return the logits."""
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    sharded = dzero.shard(peft.get_peft_model(model_of("llama"), settings), stage=3, precision="fp32")
+    optim = dzero.AdamW(sharded, lr=1e-2)
+    for _ in range(2):
+        sharded.model(tokens(), labels=tokens()).loss.backward()
+        optim.step()
+    dzero.save_pretrained(sharded, folder / "adapter")
+    dzero.save_pretrained(sharded, folder / "merged", merge=True)
+    with pytest.raises(dzero.CheckpointError, match="it is there already"):
+        dzero.save_pretrained(sharded, folder / "adapter")
+    sharded.model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(ValueError, match="init_lora_weights='pissa' changed the model's own weights"):
+        dzero.save_pretrained(sharded, folder / "other")
+    with torch.no_grad():
+        return {"logits": sharded.model(tokens()).logits}
+
+
+def test_peft_loads_the_adapters_of_a_loop_of_ones_own(pool: Pool, tmp_path: Path) -> None:
+    want, other = pool.run(saved_adapter, 2, tmp_path)
+    assert torch.equal(want["logits"], other["logits"])
+    assert {each.name for each in tmp_path.iterdir()} == {"adapter", "merged"}
+    loaded = peft.PeftModel.from_pretrained(model_of("llama"), tmp_path / "adapter")
+    assert torch.equal(loaded(tokens()).logits, want["logits"])
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    state = loaded.merge_and_unload().state_dict()
+    assert merged.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in merged.state_dict().items())
+
+
 def own_checkpoint(rank: int, ranks: int, folder: Path) -> None:
     sharded, optim = trained("llama")
     with dzero.Checkpointer(dzero.CheckpointConfig(folder=str(folder)), sharded, optim) as checkpoints:
@@ -84,6 +116,8 @@ def refused(rank: int, ranks: int, folder: Path) -> list[str]:
     with pytest.raises(dzero.CheckpointError) as there:
         dzero.save_pretrained(sharded, folder)
     told.append(str(there.value))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no adapters of peft"):
+        dzero.save_pretrained(sharded, folder / "new", merge=True)
     with pytest.raises(ValueError, match="only models of transformers") as unknown:
         dzero.save_pretrained(dzero.shard(nn.Linear(4, 4)), folder / "new")
     return [*told, str(unknown.value)]

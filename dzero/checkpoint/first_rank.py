@@ -1,0 +1,37 @@
+"""Work of the first rank, in which the others take part, with the same outcome on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from dzero.checkpoint.errors import CheckpointError
+from dzero.comm.collectives import gather_json
+from dzero.mesh import AXES, host_mesh
+from dzero.zero.sharded import Sharded
+
+
+def on_first_rank(sharded: Sharded, work: Callable[[], None], rest: Callable[[], None] = lambda: None) -> None:
+    """Call `work` on rank 0, and raise its error on all ranks. All ranks call this.
+
+    Args:
+        sharded: Sharded model, whose data-parallel ranks call this.
+        work: Work of rank 0.
+        rest: Called on all ranks afterwards, for instance to take part in gathers that `work` left out.
+
+    Raises:
+        Exception: The error of `work` on rank 0, and `CheckpointError` with its message on the others.
+    """
+    ranks, failed = host_mesh(sharded.mesh), None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except Exception as error:  # raised below, once no rank waits for this one
+            failed = error
+    rest()
+    failure = "" if failed is None else str(failed) or type(failed).__name__
+    for axis in AXES:  # from rank 0 along both, so that every rank knows
+        failure = next(filter(None, gather_json(failure, ranks.get_group(axis))), "")
+    if failure:
+        raise failed or CheckpointError("", failure)
