@@ -118,7 +118,7 @@ def test_a_schedule_drives_torchs_own_scheduler() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "linear"}, r"schedule\.kind='linear': choose one of \['constant', 'cosine', 'wsd'\]"),
+        ({"kind": "steps"}, r"schedule\.kind='steps': choose one of \['constant', 'cosine', 'linear', 'wsd'\]"),
         ({"warmup_steps": -1}, r"schedule\.warmup_steps=-1"),
         ({"final": 1.5}, r"schedule\.final=1\.5"),
         ({"kind": "wsd"}, r"schedule\.kind=wsd with schedule\.decay_steps=null"),

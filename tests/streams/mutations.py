@@ -64,6 +64,8 @@ CAUGHT = {
 """Call: scenario."""
 
 ORDERS_NOTHING = {
+    "data/template_process.py TemplateProcess._ended: self._process.wait": "the end of a process that has no tensors",
+    "data/template_process.py _end: process.wait": "the end of a process that has no tensors",
     "comm/collective_log.py CollectiveLog.enqueued: streams.record_event": (
         "asked whether the device has come to it (launch/watchdog.py)"
     ),
